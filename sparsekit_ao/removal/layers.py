@@ -92,13 +92,13 @@ def shrink_layers(
         batches, forward: As for `expert_scores`.
         ratio: Fraction of the blocks that is removed, or of all attention and MLPs of these kinds. One attention of
             each type in a cache is kept.
-        kinds: `("blocks",)`, or one or both of `("attention", "mlp")`: modules of a block that have such a name, and
-            whose outputs are added to the hidden states, with no norm after the sum.
+        kinds: `("blocks",)`, or one or both of `("attention", "mlp")`. These are modules of a block with such a name,
+            whose outputs are added to the hidden states. No norm may follow the sum.
         blocks: Name of an `nn.ModuleList`; None takes the one with the most parameters.
 
     Raises:
-        SparsityError: No such list or modules; a block gives no tensor of its input's shape, or has a norm after the
-            sum, as BERT's; the config computes types of blocks, as Jamba's, and cannot hold those that remain.
+        SparsityError: No such list or modules; a block gives no tensor of its input's shape. A norm follows the sum,
+            as in BERT. The config computes types of blocks, as Jamba's, and cannot hold those that remain.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     >>> small, report = shrink_layers(model, batches, 0.25, kinds=("attention", "mlp"))  # doctest: +SKIP
