@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -43,6 +44,14 @@ class Member:
     tied_to: str = ""
 
 
+class Part(NamedTuple):
+    """An attention or MLP of a block: its name, its kind, and how many outputs it returns in a tuple (0: a tensor)."""
+
+    name: str
+    kind: str
+    outputs: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BoundCoupling:
     """A coupling of one model; see `Coupling.bind`.
@@ -57,6 +66,7 @@ class BoundCoupling:
         attrs: As in the coupling, {pattern of attributes: axes whose product they hold}.
         lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
         listed: For each unit, the names of the parameters of its modules.
+        parts: For each unit, the module that gives zeros once the unit is dropped; empty if units are others.
         kind: What the units are, as of the coupling.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
@@ -73,6 +83,7 @@ class BoundCoupling:
     attrs: Mapping[str, str]
     lists: tuple[str, ...] = ()
     listed: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[Part, ...] = ()
     kind: str = ""
 
     @property

@@ -83,9 +83,11 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
         units = Coupling(members, name="expert_units")
         whole = _whole_experts(model, tensors, path, len(experts), lists=(name,)) if is_list(experts) else {}  # type: ignore[arg-type]
     else:
+        others = [f"{fqn} {tuple(t.shape)}" for fqn, t in tensors.items() if t.ndim == 3 and re.search("moe|mlp", fqn)]
         raise SparsityError(
             f"expert_couplings: {type(model).__name__} has no experts: no '*.gate_up_proj' (experts, 2 * hidden, "
-            "width) beside '*.down_proj', and no '*.experts.0.gate_proj.weight' or '*.experts.0.w1.weight'. Use "
+            "width) beside '*.down_proj', and no '*.experts.0.gate_proj.weight' or '*.experts.0.w1.weight'. "
+            f"{f'Experts may be packed in {others[0]}, which is not supported. ' if others else ''}Use "
             "coupling.discover(model, example_inputs), which suggests couplings for any model, or write them by hand "
             "(Coupling)."
         )
@@ -117,8 +119,11 @@ def _whole_experts(
     rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
     members = {name: " ".join([rows, *"ab"[: dims - 1]]) for name, dims in (packed or {}).items()}
     for fqn, tensor in tensors.items():
-        if fqn.rpartition(".")[0] in routers and tensor.shape[:1] == (experts,):
-            members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
+        if fqn.startswith(tuple(f"{router}." for router in routers)):
+            if tensor.shape[:1] == (experts,):
+                members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
+            elif tensor.numel() == tensor.shape[-1] == experts:  # (1, experts)
+                members[_starred(fqn)] = "i " * (tensor.ndim - 1) + rows
     holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in (path, parent, *routers)}
     holders["config."] = vars(getattr(model, "config", None) or nn.Module())
     attrs = {

@@ -1,8 +1,10 @@
 """Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`."""
 
+import functools
 import inspect
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ..errors import SparsityError
 from ..masking import dense_state_dict, find_mask, installed, remove_mask, select
 from ..removal.compact import Compaction
 from ..removal.manifest import cut_to
+from ..removal.remove import Zeros
 from ..removal.sizes import Change, apply_changes, undone
 from ..sparsifiers.base import MaskSparsifier
 from ..sparsifiers.names import owner_of, parameter_of
@@ -111,33 +114,54 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
 
 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
-    """Save an ordinary checkpoint where the config describes the model, else the dense config and the manifest."""
-    name, is_written = type(model).__name__, report.not_in_config == ""
+    """Save an ordinary checkpoint where the config describes the model, else the dense config and the manifest.
+
+    It is written beside the folder and loaded for a check first, so that an error leaves the folder as it is.
+    """
+    name, is_written, manifest = type(model).__name__, report.not_in_config == "", report.manifest
     if not is_written and "save_original_format" in inspect.signature(model.save_pretrained).parameters:
         kwargs = {"save_original_format": False} | kwargs  # under its own names, which `load_pretrained` reads
-    changes = [Change(**change) for change in report.manifest["attributes"]]
+    changes = [Change(**change) for change in manifest["attributes"]]
     of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
-    for stale in (MANIFEST, WEIGHTS, INDEX):  # since transformers leaves one of the last two beside the other
-        (folder / stale).unlink(missing_ok=True)
-    apply_changes(model, [] if is_written else undone(of_config))
-    try:
-        model.save_pretrained(folder, **kwargs)
-    finally:
-        apply_changes(model, [] if is_written else of_config)
+    entries = [(path, functools.reduce(getattr, path.split("."), model)) for path in manifest["config"]]
+    of_config += [Change(path=path, was=manifest["config"][path], now=now) for path, now in entries]
+    parts = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
+    absent = {key for key in manifest["tensors"] if key.startswith(parts)} - model.state_dict().keys()
+    if absent and not is_written:  # so that from_pretrained raises, and does not fill in random values
+        kwargs = {"state_dict": model.state_dict() | {key: torch.empty(0) for key in absent}} | kwargs
     note = f"{name}.from_pretrained loads it"
-    if not is_written:
-        report.save(folder / MANIFEST)
-        why = f" ({report.not_in_config})" if report.not_in_config else ""
-        loads = f"{name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
-        note = f"the config does not describe the smaller model{why}: {loads}"
-        note += _write_per_layer_config(model, folder / "config.json")
-    loaded = load_pretrained(folder, type(model)).state_dict()
-    for key, tensor in model.state_dict().items():
-        if key not in loaded or not tensor.detach().cpu().equal(loaded[key].to(tensor.dtype).cpu()):
-            raise SparsityError(f"save_pretrained: what is loaded from {folder} has other values of {key}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+        new = Path(parent) / folder.name
+        apply_changes(model, [] if is_written else undone(of_config))
+        try:
+            model.save_pretrained(new, **kwargs)
+        finally:
+            apply_changes(model, [] if is_written else of_config)
+        if not is_written:
+            report.save(new / MANIFEST)
+            why = f" ({report.not_in_config})" if report.not_in_config else ""
+            loads = f"{name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
+            note = f"the config does not describe the smaller model{why}: {loads}"
+            note += _write_per_layer_config(model, new / "config.json")
+        try:
+            loaded = load_pretrained(new, type(model)).state_dict()
+        except SparsityError as e:
+            raise SparsityError(
+                f"save_pretrained: this cannot be loaded again, so {folder} is left as it was: {e}. A model that was "
+                "made smaller twice can be saved if its config describes it after the first time."
+            ) from e
+        for key, tensor in model.state_dict().items():
+            if key not in loaded or not tensor.detach().cpu().equal(loaded[key].to(tensor.dtype).cpu()):
+                raise SparsityError(f"save_pretrained: what is loaded from {new} has other values of {key}")
+        folder.mkdir(exist_ok=True)
+        for stale in (MANIFEST, WEIGHTS, INDEX, *(file.name for file in folder.glob("model-*-of-*.safetensors"))):
+            (folder / stale).unlink(missing_ok=True)
+        for file in [*new.iterdir()]:
+            file.replace(folder / file.name)
     return Conversion(
         target="save_pretrained",
-        converted=tuple(dict.fromkeys(change.path for change in of_config)) if is_written else (),
+        converted=(),
         before=report.before.bytes,
         after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         notes=(note,),
@@ -150,14 +174,16 @@ def _write_per_layer_config(model: nn.Module, path: Path) -> str:
     This is `per_layer_config` of transformers 5, whose configs resolve it and whose models do not read it yet.
     """
     data, sizes = json.loads(path.read_text()), _layer_sizes(model)
-    per_layer = {
-        f"{at:0{len(str(len(sizes) - 1))}}": differing
-        for at, layer in enumerate(sizes)
-        if (differing := {key: n for key, n in layer.items() if data.get(key, n) != n})
-    }
-    if any({"hidden_size", "head_dim"} & differing.keys() for differing in per_layer.values()) or not per_layer:
-        return ""  # these are not of one layer, or rotate other positions than a smaller head would
-    path.write_text(json.dumps(data | {"per_layer_config": per_layer}, indent=2, sort_keys=True) + "\n")
+    differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
+    if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
+        differing = []  # these are not of one layer, or rotate other positions than a smaller head would
+    skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
+    per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
+    digits = len(str(max(len(sizes) - 1, *per_layer, 0)))
+    entries = {f"{at:0{digits}}": layer for at, layer in per_layer.items() if layer}
+    if not entries:
+        return ""
+    path.write_text(json.dumps(data | {"per_layer_config": entries}, indent=2, sort_keys=True) + "\n")
     return "; per_layer_config in it does, for code that reads that (no model of transformers 5.23 does)"
 
 
@@ -165,15 +191,17 @@ def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
     """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
-        parts = [("self_attn", "q_proj"), ("self_attn", "k_proj"), ("mlp", "down_proj")]
-        linears = [getattr(getattr(layer, part, None), name, None) for part, name in parts]
-        q, k, down = (linear if isinstance(linear, nn.Linear) else None for linear in linears)
-        head_dim = getattr(getattr(layer, "self_attn", None), "head_dim", None)
-        if q is None or k is None or down is None or head_dim is None:
+        own = dict[str, int]()
+        try:
+            attention, mlp = layer.self_attn, layer.mlp
+            if not isinstance(attention, Zeros):
+                rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
+                own |= {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
+                own |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
+            own |= {} if isinstance(mlp, Zeros) else {"intermediate_size": mlp.down_proj.in_features}
+        except AttributeError:
             return []
-        heads = {"num_attention_heads": q.out_features // head_dim, "num_key_value_heads": k.out_features // head_dim}
-        other = {"intermediate_size": down.in_features, "hidden_size": q.in_features, "head_dim": head_dim}
-        sizes.append(heads | other)
+        sizes.append(own)
     return sizes
 
 
@@ -200,7 +228,8 @@ class DeciLMConfig(LlamaConfig):
 def save_decilm(model: Any, path: str | Path) -> None:
     """Save a Llama whose layers have different sizes as a DeciLM (Nemotron-NAS) folder, which vLLM loads.
 
-    `block_configs` in config.json has the number of query heads for each key head, and of MLP units, of every layer.
+    `block_configs` in config.json has the number of query heads for each key head, and of MLP units, of every layer,
+    and `no_op` for those that `shrink_layers` removed.
     Tensors have Llama's names. The folder has the code of its config (`trust_remote_code=True`). vLLM is not run here.
 
     Args:
@@ -216,32 +245,38 @@ def save_decilm(model: Any, path: str | Path) -> None:
     """
     if type(model).__name__ != "LlamaForCausalLM" or not (sizes := _layer_sizes(model)):
         raise SparsityError(f"save_decilm: expected a LlamaForCausalLM, got {type(model).__name__}")
-    heads, key_heads = ([layer[f"num_{kind}_heads"] for layer in sizes] for kind in ("attention", "key_value"))
-    head_dims = [layer["head_dim"] for layer in sizes]
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    heads, key_heads, head_dims = ([layer[key] for layer in sizes if key in layer] for key in keys)
     if len({*heads}) > 1 or any(heads[0] % n for n in key_heads) or {*head_dims} != {model.config.head_dim}:
         raise SparsityError(
             f"save_decilm: layers must have one number of query heads, {heads[0]}, which their key heads divide, and "
             f"heads of {model.config.head_dim}; they have {heads} and {key_heads}, of {head_dims}. Shrink heads with "
             "uniform=True, and MLPs by their own couplings."
         )
+    if "head_dim" not in (first := next(filter(None, sizes))):
+        raise SparsityError("save_decilm: vLLM's first block with an MLP needs an attention too, and this has none")
+    parts = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+    zeros = [name for name, module in model.named_modules() if isinstance(module, Zeros)]
+    unread = {f"{name.rpartition('.')[0]}.{parts[name.rpartition('.')[2]]}.weight" for name in zeros}
     folder = Path(path)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict={k: v for k, v in model.state_dict().items() if k not in unread})
     data = json.loads((folder / "config.json").read_text()) | {
         "architectures": ["DeciLMForCausalLM"],
         "model_type": "nemotron-nas",
         "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
-        "hidden_size": sizes[0]["hidden_size"],
+        "hidden_size": first["hidden_size"],
         "num_attention_heads": heads[0],
-        "intermediate_size": max(layer["intermediate_size"] for layer in sizes),
+        "intermediate_size": max(layer.get("intermediate_size", 1) for layer in sizes),
         "num_key_value_heads": max(key_heads),
         "block_configs": [
             {
-                "attention": {"no_op": False, "n_heads_in_group": heads[0] // layer["num_key_value_heads"]},
-                "ffn": {"no_op": False, "intermediate_size": layer["intermediate_size"]},
+                "attention": {"no_op": not keys, "n_heads_in_group": heads[0] // keys if keys else None},
+                "ffn": {"no_op": width is None, "intermediate_size": width},
             }
-            for layer in sizes
+            for keys, width in ((layer.get("num_key_value_heads"), layer.get("intermediate_size")) for layer in sizes)
         ],
     }
+    data.pop("per_layer_config", None)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
     (folder / "configuration_decilm.py").write_text(_DECILM)
 
@@ -277,6 +312,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     model = cut_to(make(config, **kwargs), manifest)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    values = {name: value for name, value in values.items() if value.numel() or name in tensors}  # not of removed parts
     for name, value in values.items():
         if name not in tensors or tensors[name].shape != value.shape:
             shape = tuple(tensors[name].shape) if name in tensors else "no tensor of the model"

@@ -159,7 +159,8 @@ class Conversion:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.target}: {len(self.converted)} of {len(self.converted) + len(self.left)} weights"]
+        weights = len(self.converted) + len(self.left)  # none of a compacted model
+        lines = [f"{self.target}: {len(self.converted)} of {weights} weights" if weights else self.target]
         lines += [f"bytes: {self.before:,} -> {self.after:,} ({self.after / max(self.before, 1):.3f})"]
         lines += [] if self.difference is None else [f"largest relative difference of outputs: {self.difference:.1e}"]
         lines += [f"left: {name} ({why})" for name, why in self.left.items()]

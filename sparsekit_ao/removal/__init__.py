@@ -1,9 +1,10 @@
 """Removal of units that a pruned model holds as zeros: smaller dense models with the same outputs, verified."""
 
 from .compact import Compaction, KeptUnits, Size, compact
+from .layers import shrink_experts, shrink_layers
 from .manifest import cut_to
 from .removable import removable
-from .shrink import shrink, shrink_experts, shrink_layers
+from .shrink import shrink
 
 __all__ = [
     "Compaction",

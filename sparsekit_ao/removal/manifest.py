@@ -11,19 +11,25 @@ import torch
 from torch import nn
 
 from ..coupling import BoundCoupling, Member
+from ..coupling.bound import Part
 from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms, undo_weight_norms
 from ..structure import AxisPattern
 from .norms import CONFIG_EPS, EPS_NAMES
-from .remove import Removal, check_lists, drop_modules, plain_tensors, remove_units
+from .remove import Removal, check_lists, drop_modules, layer_fields, plain_tensors, remove_units
 from .sizes import FILLED, Change, apply_changes, check_old_values
 
 VERSION = 1
 
 
 def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> dict[str, Any]:
-    """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes."""
+    """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes.
+
+    `config` has the dense model's fields that `drop_modules` changes.
+    """
     tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.coupling.members])
+    for part in (part for removal in removals for part in removal.coupling.parts):
+        tensors |= {f"{part.name}.{name}": p for name, p in model.get_submodule(part.name).named_parameters()}
     return {
         "version": VERSION,
         "groups": [
@@ -38,11 +44,18 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
                 ],
                 "kept": removal.keep.nonzero()[:, -1].reshape(-1, removal.kept).tolist(),
                 "lists": list(removal.coupling.lists),
+                "parts": [list(part) for part in removal.coupling.parts],
             }
             for removal in removals
         ],
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
+        "config": {
+            field: entries
+            for removal in removals
+            for path in removal.coupling.lists
+            for field, entries in layer_fields(model, path).items()
+        },
     }
 
 
@@ -150,12 +163,13 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
         sizes=data["sizes"],
         attrs={},
         lists=tuple(data.get("lists", ())),
+        parts=tuple(Part(str(name), str(kind), min(outputs, 9)) for name, kind, outputs in data.get("parts", ())),
     )
     sizes = [size for axes in (data["sizes"], *(m["sizes"] for m in data["members"])) for size in axes.values()]
     lengths = [member.pattern.lengths(tuple(shapes[member.fqn])) for member in members]
     axes = {axis: data["sizes"][axis] for axis in (*scope, unit)}
     if (
-        not (members or coupling.lists)
+        not (members or coupling.lists or coupling.parts)
         or not all(type(n) is int for n in sizes)
         or any(axes.items() - by.items() for by in lengths)
     ):

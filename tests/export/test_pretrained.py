@@ -11,7 +11,7 @@ from export_models import batches, looks, mlp, pruned, same
 from torch import nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
-from sparsekit_ao.removal import shrink
+from sparsekit_ao.removal import shrink, shrink_layers
 
 
 def bert():
@@ -255,6 +255,13 @@ def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_
         assert torch.equal(export.load_pretrained(tmp_path, AutoModelForCausalLM)(**inputs).logits, want)
 
 
+class Nothing(nn.Module):
+    """Zeros, as an attention's outputs or an MLP's."""
+
+    def forward(self, x=None, hidden_states=None, **_):
+        return torch.zeros_like(x) if hidden_states is None else (torch.zeros_like(hidden_states), None)
+
+
 def read_decilm(folder):
     """Construct a DeciLM by the rules of vLLM's nemotron_nas: sizes by layer from `block_configs`, Llama's names."""
     import importlib.util
@@ -271,10 +278,13 @@ def read_decilm(folder):
     model = llama.LlamaForCausalLM(config)
     for at, block in enumerate(config.block_configs):
         own = copy.deepcopy(model.config)
-        own.num_key_value_heads = config.num_attention_heads // block.attention.n_heads_in_group
-        own.intermediate_size = block.ffn.intermediate_size
-        assert not block.attention.no_op and not block.ffn.no_op
-        model.model.layers[at] = llama.LlamaDecoderLayer(own, at)
+        own.num_key_value_heads = config.num_attention_heads // (block.attention.n_heads_in_group or 1)
+        own.intermediate_size = block.ffn.intermediate_size or 1
+        model.model.layers[at] = layer = llama.LlamaDecoderLayer(own, at)
+        if block.attention.no_op:  # vLLM constructs neither the part nor the norm before it
+            layer.input_layernorm, layer.self_attn = nn.Identity(), Nothing()
+        if block.ffn.no_op:
+            layer.post_attention_layernorm, layer.mlp = nn.Identity(), Nothing()
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
     return model.eval()
 
@@ -294,6 +304,28 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
             export.save_decilm(small, tmp_path / "new")
         with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):
             export.save_decilm(bert(), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
+    hf_models = pytest.importorskip("hf_models")
+    model, inputs = hf_models.make("Llama")
+    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 4, "attention_bias": False}))
+    model = type(model)(config).eval()
+    with torch.no_grad():
+        last = (model.model.layers[1].self_attn.o_proj, model.model.layers[2].mlp.down_proj)
+        for p in (p for linear in last for p in linear.parameters()):
+            p *= 1e-3
+        small, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention", "mlp"))
+        export.save_decilm(small, tmp_path)
+        blocks = json.loads((tmp_path / "config.json").read_text())["block_configs"]
+        assert blocks[1]["attention"] == {"no_op": True, "n_heads_in_group": None}
+        assert blocks[2]["ffn"] == {"no_op": True, "intermediate_size": None} and not blocks[2]["attention"]["no_op"]
+        assert torch.equal(read_decilm(tmp_path)(**inputs).logits, small(**inputs).logits)
+        model.model.layers[0].self_attn.o_proj.weight *= 1e-6
+        first, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention",))
+        with pytest.raises(SparsityError, match="first block with an MLP needs an attention too, and this has none"):
+            export.save_decilm(first, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -1,0 +1,248 @@
+"""shrink_experts and shrink_layers: whole experts, blocks, and attention or MLPs of blocks; outputs change."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..calibration import Forward, call, checked_batches, eval_mode
+from ..coupling import BoundCoupling, expert_couplings, expert_scores
+from ..coupling.bound import Part, is_list
+from ..coupling.nested_tensors import tensors_in
+from ..errors import SparsityError
+from ..selection import keep_mask
+from ..structure import checked_level, sparsity_to_nnz
+from .compact import Compaction, verified
+from .remove import Removal, Zeros, attention_by_type, check_multiple, config_of, rounded
+from .sizes import fitting_engines, has_config
+from .verify import Reference
+
+_NAMES = {"mlp": "mlp|ffn|feed_?forward|moe|expert", "attention": "attn|attention"}  # in names of modules of blocks
+
+
+def shrink_experts(
+    model: nn.Module,
+    batches: Sequence[Any],
+    ratio: float = 0.5,
+    *,
+    multiple_of: int = 1,
+    forward: Forward | None = None,
+) -> tuple[nn.Module, Compaction]:
+    """Remove a fraction of the experts of every layer, those of the lowest `expert_scores` (REAP, arXiv 2510.13999).
+
+    Every layer keeps as many, and every group of experts where routers choose among groups, so that the config can hold
+    the number. The result is the model whose routers never choose the others: its outputs differ from the given model's
+    by `report.difference` on the first batch, and are not compared otherwise.
+
+    Args:
+        model: With experts of `expert_couplings`, packed as transformers 5 does; not changed.
+        batches, forward: As for `expert_scores`.
+        ratio: Fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
+
+    Raises:
+        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs.
+
+    >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
+    """
+    level, scores = checked_level(ratio, "shrink_experts: ratio: "), expert_scores(model, batches, forward)
+    check_multiple(multiple_of, "shrink_experts: ")
+    coupling = expert_couplings(model).get("experts")
+    if coupling is None:
+        raise SparsityError("shrink_experts: there is no router with a row for each expert beside the experts")
+    removals = []
+    for bound in coupling.bind(model):
+        units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
+        path = next(name for name in names if name in scores)
+        kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
+        keep = keep_mask(scores[path].reshape(-1, units), kept).reshape(bound.grid)
+        removals.append(Removal(coupling=bound, keep=keep))
+    least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
+    if (kept := int(removals[0].keep.sum())) < least:
+        raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
+    return _without(model, removals, batches, forward)
+
+
+def shrink_layers(
+    model: nn.Module,
+    batches: Sequence[Any],
+    ratio: float = 0.25,
+    *,
+    kinds: Sequence[str] = ("blocks",),
+    blocks: str | None = None,
+    forward: Forward | None = None,
+) -> tuple[nn.Module, Compaction]:
+    """Remove the repeated blocks, or the attention and MLPs of blocks, that change their input least.
+
+    The influence of a block is one less the cosine of its input and its output, the mean over all tokens (ShortGPT,
+    arXiv 2403.03853). That of an attention or MLP is the same of the hidden states before and after its output is added
+    to them. Outputs change: by `report.difference` on the first batch.
+
+    Blocks that remain are numbered anew (`layer_idx`), and the config of a transformers model too. A removed attention
+    or MLP gives zeros. The config says so by `per_layer_config`, as `{3: {"skip": ["mlp"]}}`. Where the model's class
+    does not read that, `report.not_in_config` tells, and `export.load_pretrained` loads what `save_pretrained` writes.
+
+    Args:
+        model: Not changed.
+        batches, forward: As for `expert_scores`.
+        ratio: Fraction of the blocks that is removed, or of all attention and MLPs of these kinds. One attention of
+            each type in a cache is kept.
+        kinds: `("blocks",)`, or one or both of `("attention", "mlp")`. These are modules of a block with such a name,
+            whose outputs are added to the hidden states. No norm may follow the sum.
+        blocks: Name of an `nn.ModuleList`; None takes the one with the most parameters.
+
+    Raises:
+        SparsityError: No such list or modules; a block gives no tensor of its input's shape. A norm follows the sum,
+            as in BERT. The config computes types of blocks, as Jamba's, and cannot hold those that remain.
+
+    >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
+    >>> small, report = shrink_layers(model, batches, 0.25, kinds=("attention", "mlp"))  # doctest: +SKIP
+    """
+    checked_batches(batches, None, forward, "shrink_layers")
+    level, batches, of_blocks = checked_level(ratio, "shrink_layers: "), list(batches), tuple(kinds) == ("blocks",)
+    if isinstance(kinds, str) or not (of_blocks or (kinds and {*kinds} <= _NAMES.keys())):
+        raise SparsityError(f"shrink_layers: kinds must be ('blocks',) or some of ('attention', 'mlp'), got {kinds!r}")
+    lists: dict[str, Any] = {n: m for n, m in model.named_modules() if is_list(m) and blocks in (None, n)}
+    if not lists:
+        raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
+    path, layers = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    cosines: list[dict[Part, list[Tensor]]] = [{} for _ in layers]
+    outputs: dict[str, Any] = {}  # of the modules of the block that runs
+
+    def record(at: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before, after = _first([args, kwargs]), _first(output)
+        if before is None or after is None or before.shape != after.shape:
+            raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
+        parts, states = [Part(f"{path}.{at}", "blocks", 0)], [before, after]
+        if not of_blocks:
+            parts = [_part(f"{path}.{at}.{name}", output) for name, output in outputs.items()]
+            states = _states(block, args, kwargs, dict(outputs))
+            outputs.clear()
+            if not (states[0].equal(before) and states[-1].equal(after)):
+                raise SparsityError(
+                    f"shrink_layers: {path}.{at} does not only add {', '.join(p.name for p in parts) or 'modules'} to "
+                    "its input (a norm may follow the sum, as in BERT); remove whole blocks, kinds=('blocks',)"
+                )
+        for part, state, changed in zip(parts, states, states[1:], strict=False):
+            cosine = F.cosine_similarity(state.double(), changed.double(), dim=-1)
+            cosines[at].setdefault(part, []).append(cosine.flatten())
+
+    hooks = [m.register_forward_hook(partial(record, at), with_kwargs=True) for at, m in enumerate(layers)]
+    for name, child in (item for layer in layers for item in layer.named_children() if not of_blocks):
+        if isinstance(child, nn.Linear) or [*child.children()]:  # no norm or dropout
+            keep_output = lambda *call, name=name: outputs.update({name: _changed(torch.clone, call[-1])})  # noqa: E731
+            hooks += [child.register_forward_hook(keep_output)]
+    try:
+        with torch.no_grad(), eval_mode(model):
+            for batch in batches:
+                call(model, batch) if forward is None else forward(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not all(cosines):
+        raise SparsityError(f"shrink_layers: not all modules of {path} were called")
+    by_part = {part: 1 - torch.cat(values).mean() for of_block in cosines for part, values in of_block.items()}
+    units = tuple(part for part in by_part if part.kind in kinds)
+    if absent := {*kinds} - {part.kind for part in units}:
+        names = ", ".join(part.name for part in cosines[0])
+        raise SparsityError(f"shrink_layers: none of {names} has a name of the kind {min(absent)!r}")
+    kept, influences = sparsity_to_nnz(level, len(units), ""), torch.stack([by_part[part] for part in units])
+    if kept == 0:
+        raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {len(units)} {kinds[0]} of {path}")
+    for same in attention_by_type(model, units).values():
+        influences[max((units.index(part) for part in same), key=lambda at: float(influences[at]))] = torch.inf
+    keep = keep_mask(influences[None], max(kept, int(influences.isinf().sum())))[0]
+    if of_blocks:
+        _check_blocks(model, path, keep.nonzero().flatten().tolist())
+    keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}}
+    keys |= {"name": "layers", "lists": (path,)} if of_blocks else {"name": " and ".join(kinds), "parts": units}
+    coupling = BoundCoupling(unit="u", sizes={"u": len(units)}, **keys)
+    return _without(model, [Removal(coupling=coupling, keep=keep)], batches, forward)
+
+
+def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
+    """Raise unless caches of keys and values fit to the blocks that remain."""
+    config, blocks = config_of(model, path)[1], model.get_submodule(path)
+    types = getattr(config, "layer_types", None) or []
+    if any(isinstance(module, Zeros) for module in blocks.modules()):
+        raise SparsityError(f"shrink_layers: {path} lost attention or MLPs; remove blocks first, then these")
+    is_computed = len(types) == len([*blocks.children()]) and "layer_types" not in vars(config)
+    if is_computed and types[: len(kept)] != [types[at] for at in kept]:
+        raise SparsityError(
+            f"shrink_layers: {type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} "
+            f"of {path} alone, so caches would not fit. Remove attention or MLPs, kinds=('attention', 'mlp')"
+        )
+
+
+def _first(value: Any) -> Tensor | None:
+    """The first tensor in nested arguments or outputs."""
+    return next((tensor for _, tensor in tensors_in("", value)), None)
+
+
+def _part(name: str, output: Any) -> Part:
+    last = name.rpartition(".")[2].lower()
+    kind = next((kind for kind, pattern in _NAMES.items() if re.search(pattern, last)), "")
+    return Part(name, kind, len(output) if isinstance(output, (tuple, list)) else 0)
+
+
+def _changed(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """An output whose first tensor is changed: `torch.zeros_like`, or `torch.clone`, since blocks may add in place."""
+    if isinstance(output, (tuple, list)):
+        return (_changed(change, output[0]), *output[1:])
+    return change(output) if isinstance(output, Tensor) else output
+
+
+def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]) -> list[Any]:
+    """What a block returns where some modules give zeros; then where the first gives its output; and so on."""
+    given, states = {name: _changed(torch.zeros_like, output) for name, output in outputs.items()}, []
+    try:
+        for name in ("", *outputs):
+            given |= {name: outputs[name]} if name else {}
+            vars(block).update(
+                {key: lambda *_, value=value, **__: _changed(torch.clone, value) for key, value in given.items()}
+            )
+            states.append(_first(block.forward(*args, **kwargs)))
+    finally:
+        for name in outputs:
+            vars(block).pop(name, None)
+    return states
+
+
+def _without(
+    model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any], forward: Forward | None
+) -> tuple[nn.Module, Compaction]:
+    """Remove units that are not zero; the report's difference is that of the outputs on the first batch.
+
+    Without parts of blocks, outputs must be those of the model in which these give zeros.
+    """
+    calls: list[Any] = []
+    hooks = [model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs or args), with_kwargs=True)]
+    pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.coupling.parts)]
+    dropped = [name for name, kept in pairs if not kept]
+    try:
+        with torch.no_grad(), eval_mode(model):
+            (forward or call)(model, next(iter(batches)))
+        hooks.pop().remove()
+        dense = Reference(model, calls[0])
+        hooks = [
+            model.get_submodule(name).register_forward_hook(lambda *call: _changed(torch.zeros_like, call[-1]))
+            for name in dropped
+        ]
+        reference, tolerance = (Reference(model, calls[0]), 1e-5) if dropped else (dense, sys.float_info.max)
+        small, report = verified(model, removals, reference, tolerance, with_config=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if dropped:
+        difference = dense.compare(small, sys.float_info.max).difference
+        why = f"{type(small).__name__} constructs {', '.join(dropped)}, whatever per_layer_config says"
+        report = replace(
+            report, difference=difference, not_in_config=why if report.not_in_config else report.not_in_config
+        )
+    fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
+    return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))
