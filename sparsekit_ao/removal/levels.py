@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -90,25 +91,8 @@ def counts_within(
     costly couplings from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the
     model would cost more. `limits` are the largest fractions that are dropped; importances add up.
     """
-    bounds = {coupling.name: coupling.bind(model) for coupling in couplings}
-    full = {name: bindings[0].grid[-1] for name, bindings in bounds.items()}
-
-    def cost_at(counts: Mapping[str, int]) -> float:
-        """The cost without the last units of each coupling; outputs of this model mean nothing."""
-        removals = []
-        for source, (name, bindings) in enumerate(bounds.items()):
-            for bound in bindings:
-                keep = torch.arange(bound.grid[-1]) < counts.get(name, bound.grid[-1])
-                removals.append(Removal(coupling=bound, keep=keep.expand(bound.grid), source=source))
-        small = copy.deepcopy(model)
-        remove_units(small, removals)
-        apply_changes(small, find_changes(model, removals))
-        try:
-            return cost(small)
-        except RuntimeError as e:
-            kept = ", ".join(f"{count} of {full[name]} {name!r}" for name, count in counts.items())
-            raise SparsityError(f"shrink: the model with {kept} does not run: {e}; give another multiple_of") from e
-
+    full = {coupling.name: coupling.bind(model)[0].grid[-1] for coupling in couplings}
+    cost_at = partial(_cost_with, model, couplings, cost)
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # by one integer
         units, multiple = full[names[0]], max(multiples[name] for name in names)
@@ -136,6 +120,25 @@ def counts_within(
             "or exclude less"
         )
     return counts(taken)
+
+
+def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:
+    """The cost with the first units of each coupling only, by `counts`; outputs of this model mean nothing."""
+    removals = []
+    for source, coupling in enumerate(couplings):
+        for bound in coupling.bind(model):
+            keep = torch.arange(bound.grid[-1]) < counts.get(coupling.name, bound.grid[-1])
+            removals.append(Removal(coupling=bound, keep=keep.expand(bound.grid), source=source))
+    small = copy.deepcopy(model)
+    remove_units(small, removals)
+    apply_changes(small, find_changes(model, removals))
+    try:
+        return cost(small)
+    except RuntimeError as e:
+        kept = ", ".join(
+            f"{n} of {c.bind(model)[0].grid[-1]} {c.name!r}" for c in couplings if (n := counts.get(c.name))
+        )
+        raise SparsityError(f"shrink: the model with {kept} does not run: {e}; give another multiple_of") from e
 
 
 def _kept_shares(rows: Sequence[Tensor]) -> list[float]:

@@ -18,7 +18,7 @@ from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
-from .compact import check_comparable, compared, find_removals, without_units
+from .compact import Compaction, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for
 from .norms import Normed, plain_copy, redo_weight_norms
 from .remove import Removal, check_multiple, masked_copy, zero_units
@@ -85,19 +85,7 @@ def removable(
         found = (lambda: discover(model, example_inputs), lambda: removable(model, example_inputs, tolerance=tolerance))
         fitting, stale = _refitted(model, couplings, found)
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
-    excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
-    left_out = list(discovery.left_out)
-    for coupling in with_own_names(discovery.couplings):
-        bindings = coupling.bind(model)
-        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
-        if not why and coupling.lists:
-            why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
-        if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
-            why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
-        if why:
-            left_out.append((coupling.name, why))
-        else:
-            tried.append(coupling)
+    tried, left_out = _tried(model, discovery, exclude, ratio)
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
@@ -118,6 +106,26 @@ def removable(
         counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
         left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
     )
+
+
+def _tried(
+    model: nn.Module, discovery: Discovery, exclude: Sequence[str | type], ratio: float
+) -> tuple[list[Coupling], list[tuple[str, str]]]:
+    """The couplings that are tried, with names of their own, and (name, reason) of the others."""
+    excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
+    left_out = list(discovery.left_out)
+    for coupling in with_own_names(discovery.couplings):
+        bindings = coupling.bind(model)
+        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
+        if not why and coupling.lists:
+            why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
+        if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
+            why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
+        if why:
+            left_out.append((coupling.name, why))
+        else:
+            tried.append(coupling)
+    return tried, left_out
 
 
 def _refitted(
@@ -196,7 +204,7 @@ class Trials:
         self._problems: dict[tuple[Coupling, ...], str] = {}
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self.reference = Reference(masked, inputs)
-        self.known: dict[tuple[Coupling, int], list[Removal]] = {}
+        self._known: dict[tuple[Coupling, int], list[Removal]] = {}
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -205,11 +213,8 @@ class Trials:
         return tried
 
     def _problem(self, couplings: Sequence[Coupling]) -> str:
-        names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
-        if isinstance(multiple, Mapping):
-            multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            removals = find_removals(self._masked, couplings, multiple, self.known)
+            removals = self._removals(couplings)
             small = without_units(self._masked, removals, trial=self.reference)[0]
         except SparsityError as e:
             return str(e)
@@ -217,6 +222,17 @@ class Trials:
             self._done()
         comparison = compared(self.reference, small, self._tolerance, discarded=True)
         return comparison if isinstance(comparison, str) else ""
+
+    def _removals(self, couplings: Sequence[Coupling]) -> list[Removal]:
+        names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
+        if isinstance(multiple, Mapping):
+            multiple = {name: number for name, number in multiple.items() if name in names}
+        return find_removals(self._masked, couplings, multiple, self._known)
+
+    def removed(self, couplings: Sequence[Coupling], normed: Normed) -> tuple[list[Removal], nn.Module, Compaction]:
+        """The removals of these couplings; the smaller model and the report as of `verified`, with its config."""
+        removals, model, reference = self._removals(couplings), self._masked, self.reference
+        return removals, *verified(model, removals, reference, self._tolerance, with_config=True, normed=normed)
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
