@@ -1,7 +1,6 @@
 """How many units each coupling keeps: a fraction of its own, or as many as a cost of the whole model allows."""
 
 import bisect
-import copy
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..sparsifiers.names import owner_of
 from ..structure import sparsity_to_nnz
 from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
-from .verify import count_flops
+from .verify import count_flops, light_copy, plain_weights
 
 T = TypeVar("T")
 Cost = Callable[[nn.Module], float]
@@ -35,7 +34,7 @@ def cost_function(cost: str | Cost, inputs: Any) -> Cost:
         raise SparsityError(
             f"shrink: cost must be 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
         )
-    return cost if callable(cost) else costs[cost]
+    return (lambda model: cost(plain_weights(model))) if callable(cost) else costs[cost]
 
 
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
@@ -129,7 +128,7 @@ def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, coun
         for bound in coupling.bind(model):
             keep = torch.arange(bound.grid[-1]) < counts.get(coupling.name, bound.grid[-1])
             removals.append(Removal(coupling=bound, keep=keep.expand(bound.grid), source=source))
-    small = copy.deepcopy(model)
+    small = light_copy(model)
     remove_units(small, removals)
     apply_changes(small, find_changes(model, removals))
     try:

@@ -18,10 +18,10 @@ from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
-from .compact import Compaction, check_comparable, compared, find_removals, verified, without_units
+from .compact import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for
 from .norms import Normed, plain_copy, redo_weight_norms
-from .remove import Removal, check_multiple, masked_copy, zero_units
+from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference
 
@@ -95,7 +95,7 @@ def removable(
             model,
             tried,
             lambda cs: Trials(
-                _zeroed(model, cs, ratio, multiple_of), example_inputs, multiple_of, tolerance, done, failed
+                *_zeroed(model, cs, ratio, multiple_of), example_inputs, multiple_of, tolerance, done, failed
             ),
         )
     names = [coupling.name for coupling in tried]
@@ -188,11 +188,15 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of a model in which units of all couplings are zero; `done` is called after each; `failed` counts."""
+    """Compactions of a model in which units of all couplings are zero, those of `known`.
+
+    After each one `done` is called, and `failed` counts.
+    """
 
     def __init__(
         self,
         masked: nn.Module,
+        known: Known,
         inputs: Any,
         multiple_of: int | Mapping[str, int],
         tolerance: float,
@@ -204,7 +208,7 @@ class Trials:
         self._problems: dict[tuple[Coupling, ...], str] = {}
         self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
         self.reference = Reference(masked, inputs)
-        self._known: dict[tuple[Coupling, int], list[Removal]] = {}
+        self._known = known
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -233,6 +237,13 @@ class Trials:
         """The removals of these couplings; the smaller model and the report as of `verified`, with its config."""
         removals, model, reference = self._removals(couplings), self._masked, self.reference
         return removals, *verified(model, removals, reference, self._tolerance, with_config=True, normed=normed)
+
+    def misfit(self, couplings: Sequence[Coupling], normed: Normed) -> str:
+        """How a model constructed from the config of the one without zero units of these couplings differs from it."""
+        removals = self._removals(couplings)
+        small = without_units(self._masked, removals, trial=self.reference)[0]
+        redo_weight_norms(small, normed)
+        return fit_config(self._masked, small, removals, self.reference, self._tolerance, discarded=True)[1]
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
@@ -322,19 +333,12 @@ def in_config(
     Those that fail are tried again together with others of as many units: one field may hold the size of both.
     """
 
-    def problem(couplings: Sequence[Coupling]) -> str:
-        masked = _zeroed(model, couplings, ratio, multiples)
-        removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
-        reference = Reference(masked, inputs)
-        small = without_units(masked, removals, trial=reference)[0]
-        redo_weight_norms(small, normed)
-        return fit_config(masked, small, removals, reference, tolerance)[1]
-
-    failing = {coupling: why for coupling in discovery.couplings if (why := problem([coupling]))}
+    trials = Trials(*_zeroed(model, discovery.couplings, ratio, multiples), inputs, multiples, tolerance)
+    failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
         equal = [coupling for coupling in failing if units[coupling] == number]
-        if len(equal) > 1 and not problem(equal):
+        if len(equal) > 1 and not trials.misfit(equal, normed):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
     kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
@@ -353,17 +357,18 @@ def _kind(coupling: Coupling, together: int = 1) -> str:
 
 def _zeroed(
     model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiple_of: int | Mapping[str, int]
-) -> nn.Module:
+) -> tuple[nn.Module, Known]:
     """A copy with random units of all couplings zero, always the same; as many as one multiple, if that can go."""
-    bounds = [(coupling.name, bound) for coupling in couplings for bound in coupling.bind(model)]
-    masked, generator = masked_copy(model, [bound for _, bound in bounds]), torch.Generator().manual_seed(0)
-    for name, bound in bounds:
-        multiple = multiple_of.get(name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        kept = _kept(bound, ratio)
-        kept = min(kept, bound.grid[-1] - multiple) if bound.grid[-1] > multiple else kept
-        keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
-        zero_units(masked, Removal(coupling=bound, keep=keep))
-    return masked
+    generator, known = torch.Generator().manual_seed(0), Known()
+    for coupling in couplings:
+        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        removals = known.setdefault((replace(coupling, attrs={}), multiple), [])
+        for bound in coupling.bind(model):
+            units, kept = bound.grid[-1], _kept(bound, ratio)
+            kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)
+            keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
+            removals.append(Removal(coupling=bound, keep=keep))
+    return masked_copy(model, [removal for removals in known.values() for removal in removals]), known
 
 
 def _kept(bound: BoundCoupling, ratio: float) -> int:

@@ -23,11 +23,11 @@ from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
 from ..structure import checked_level, sparsity_to_nnz
-from .compact import Compaction, check_comparable, check_names, size_of, verified
+from .compact import Compaction, Known, check_comparable, check_names, size_of, verified
 from .levels import Cost, Rows, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .norms import Normed, plain_copy, undo_weight_norms
 from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
-from .remove import Removal, check_multiple, masked_copy, plain_tensors, rounded, zero_units
+from .remove import Removal, check_multiple, masked_copy, plain_tensors, rounded
 from .sizes import fitting_engines, has_config
 from .verify import Reference
 
@@ -148,7 +148,7 @@ def shrink(
     # Their units of the lowest scores are made zero and removed
     scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
     trials = partial(Trials, inputs=example_inputs, multiple_of=multiples, tolerance=tolerance)
-    removals, small, report, failing = _removed(model, list(layers), scored, counted, trials, normed)
+    removals, small, report, failing = _removed(model, list(layers), scored, counted, trials, multiples, normed)
     left_out += [*failing, *_unreached(removals, levels, multiples)]
     return small, _with_reasons(report, whole, small, discovery, left_out, tensor_parallel)
 
@@ -186,7 +186,8 @@ def _removed(
     layers: list[Coupling],
     scored: Callable[[list[Coupling]], tuple[Rows, list[tuple[str, str]]]],
     counted: Callable[[list[Coupling], Rows], Mapping[str, int]],
-    trials_of: Callable[[nn.Module], Trials],
+    trials_of: Callable[[nn.Module, Known], Trials],
+    multiples: Mapping[str, int],
     normed: Normed,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Prune and remove until what was pruned is what can be removed.
@@ -200,7 +201,7 @@ def _removed(
         rated = [c for c in layers if any(bool(rows.any()) for rows in scores[c.name])]
         left_out += unscored
         left_out += [(c.name, "the score rates all of its units 0") for c in layers if c not in rated]
-        trials = trials_of(_without_lowest(model, rated, scores, counted(rated, scores)))
+        trials = trials_of(*_without_lowest(model, rated, scores, counted(rated, scores), multiples))
         try:
             removals, small, report = trials.removed(layers := rated, normed)
         except SparsityError:
@@ -243,15 +244,20 @@ def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> d
 
 
 def _without_lowest(
-    model: nn.Module, couplings: Sequence[Coupling], scores: Mapping[str, Sequence[Tensor]], counts: Mapping[str, int]
-) -> nn.Module:
-    """A copy of the model in which the units of the lowest scores are zero."""
-    masked = masked_copy(model, [bound for coupling in couplings for bound in coupling.bind(model)])
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    scores: Rows,
+    counts: Mapping[str, int],
+    multiples: Mapping[str, int],
+) -> tuple[nn.Module, Known]:
+    """A copy of the model in which the units of the lowest scores are zero; and what is removed so."""
+    known = Known()
     for coupling in couplings:
-        for bound, rows in zip(coupling.bind(masked), scores[coupling.name], strict=True):
+        removals = known.setdefault((replace(coupling, attrs={}), multiples[coupling.name]), [])
+        for bound, rows in zip(coupling.bind(model), scores[coupling.name], strict=True):
             keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
-            zero_units(masked, Removal(coupling=bound, keep=keep.reshape(bound.grid)))
-    return masked
+            removals.append(Removal(coupling=bound, keep=keep.reshape(bound.grid)))
+    return masked_copy(model, [removal for removals in known.values() for removal in removals]), known
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
