@@ -22,6 +22,7 @@ from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
+from ..sparsifiers.progress import phases
 from ..structure import checked_level, sparsity_to_nnz
 from .compact import Compaction, Known, check_comparable, check_names, size_of, verified
 from .levels import Cost, Rows, connected, cost_function, counts_at_levels, counts_within, multiple_for
@@ -115,6 +116,8 @@ def shrink(
     normed = undo_weight_norms(model)
 
     # What can be removed, and is allowed to be
+    phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
+    next(phase)
     trial: dict[str, Any] = {"ratio": level, "tolerance": tolerance}
     discovery = removable(model, example_inputs, couplings, exclude=exclude, multiple_of=multiple_of, **trial)
     _check_coupling_names(discovery, kinds, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
@@ -124,6 +127,7 @@ def shrink(
         c.name: tensor_parallel * (_number(multiple_of, c.name, 1) or multiple_for(model, c))
         for c in discovery.couplings
     }
+    next(phase)
     if uniform or (uniform is None and is_open):
         described = in_config(model, discovery, example_inputs, multiples=multiples, normed=normed, **trial)
         discovery = described if uniform or described.couplings else discovery
@@ -138,17 +142,21 @@ def shrink(
         {layer.name: numbers[name] for layer, name in layers.items()} for numbers in (levels, multiples, limits)
     )
 
-    def counted(some: Sequence[Coupling], scores: Rows) -> Mapping[str, int]:
+    def masked(some: Sequence[Coupling], scores: Rows) -> tuple[nn.Module, Known]:
         if cost_of is None:
-            return counts_at_levels(model, some, levels, multiples)
-        power = 2 if score is None else 1  # squares of norms add up, and saliencies do
-        importances = {c.name: [rows**power for rows in scores[c.name]] for c in some}
-        return counts_within(model, some, importances, cost_of, saved, multiples=multiples, limits=limits)
+            counts = counts_at_levels(model, some, levels, multiples)
+        else:
+            power = 2 if score is None else 1  # squares of norms add up, and saliencies do
+            rows = {c.name: [rows**power for rows in scores[c.name]] for c in some}
+            counts = counts_within(model, some, rows, cost_of, saved, multiples=multiples, limits=limits)
+        return _without_lowest(model, some, scores, counts, multiples)
 
     # Their units of the lowest scores are made zero and removed
+    next(phase)
     scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
     trials = partial(Trials, inputs=example_inputs, multiple_of=multiples, tolerance=tolerance)
-    removals, small, report, failing = _removed(model, list(layers), scored, counted, trials, multiples, normed)
+    removals, small, report, failing = _removed(list(layers), scored, masked, trials, normed)
+    next(phase, None)
     left_out += [*failing, *_unreached(removals, levels, multiples)]
     return small, _with_reasons(report, whole, small, discovery, left_out, tensor_parallel)
 
@@ -182,12 +190,10 @@ def _check_coupling_names(discovery: Discovery, kinds: Sequence[str] | None, **n
 
 
 def _removed(
-    model: nn.Module,
     layers: list[Coupling],
     scored: Callable[[list[Coupling]], tuple[Rows, list[tuple[str, str]]]],
-    counted: Callable[[list[Coupling], Rows], Mapping[str, int]],
+    masked: Callable[[list[Coupling], Rows], tuple[nn.Module, Known]],
     trials_of: Callable[[nn.Module, Known], Trials],
-    multiples: Mapping[str, int],
     normed: Normed,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Prune and remove until what was pruned is what can be removed.
@@ -201,7 +207,7 @@ def _removed(
         rated = [c for c in layers if any(bool(rows.any()) for rows in scores[c.name])]
         left_out += unscored
         left_out += [(c.name, "the score rates all of its units 0") for c in layers if c not in rated]
-        trials = trials_of(*_without_lowest(model, rated, scores, counted(rated, scores), multiples))
+        trials = trials_of(*masked(rated, scores))
         try:
             removals, small, report = trials.removed(layers := rated, normed)
         except SparsityError:
