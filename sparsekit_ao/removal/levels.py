@@ -76,10 +76,11 @@ def counts_at_levels(
 def counts_within(
     model: nn.Module,
     couplings: Sequence[Coupling],
-    importances: Rows,
+    scores: Rows,
     cost: Cost,
     ratio: float,
     *,
+    power: int,
     multiples: Mapping[str, int],
     limits: Mapping[str, float],
 ) -> dict[str, int]:
@@ -88,7 +89,7 @@ def counts_within(
     Units are dropped one by one (or `multiples` of them): next is always the one by which the lost importance of its
     coupling, relative to the kept one, increases least for the square root of the cost that it saves. The root keeps
     costly couplings from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the
-    model would cost more. `limits` are the largest fractions that are dropped; importances add up.
+    model would cost more. `limits` are the largest fractions that are dropped; importances, scores to a power, add up.
     """
     full = {coupling.name: coupling.bind(model)[0].grid[-1] for coupling in couplings}
     cost_at = partial(_cost_with, model, couplings, cost)
@@ -100,7 +101,7 @@ def counts_within(
             continue  # of different numbers, equal fractions would be needed
         half = max(least, rounded(units // 2, units - multiple, multiple))
         saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
-        kept_share = _kept_shares([row for name in names for row in importances[name]])
+        kept_share = _kept_shares([rows**power for name in names for rows in scores[name]])
         numbers = [units, *range((units - 1) // multiple * multiple, least, -multiple), least]
         for before, kept in itertools.pairwise(numbers):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)

@@ -91,13 +91,11 @@ def removable(
     multiple_of = by_name(multiple_of, tried)
     failed = Counter[str]()
     with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
-        good, failing = _sorted(
-            model,
-            tried,
-            lambda cs: Trials(
-                *_zeroed(model, cs, ratio, multiple_of), example_inputs, multiple_of, tolerance, done, failed
-            ),
-        )
+
+        def trials(some: Sequence[Coupling]) -> Trials:
+            return Trials(model, _random(model, some, ratio, multiple_of), example_inputs, tolerance, done, failed)
+
+        good, failing = _sorted(model, tried, trials)
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name))
     return replace(
@@ -195,10 +193,9 @@ class Trials:
 
     def __init__(
         self,
-        masked: nn.Module,
+        model: nn.Module,
         known: Known,
         inputs: Any,
-        multiple_of: int | Mapping[str, int],
         tolerance: float,
         done: Callable[[], object] = lambda: None,
         failed: Counter[str] | None = None,
@@ -206,9 +203,12 @@ class Trials:
         self._failed = Counter[str]() if failed is None else failed
         self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
         self._problems: dict[tuple[Coupling, ...], str] = {}
-        self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
-        self.reference = Reference(masked, inputs)
-        self._known = known
+        self._known = {
+            (replace(coupling, attrs={}), multiple): known[coupling, multiple] for coupling, multiple in known
+        }
+        self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
+        self._multiples = {coupling.name: multiple for coupling, multiple in known}
+        self._tolerance, self._done, self.reference = tolerance, done, Reference(self._masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -228,10 +228,8 @@ class Trials:
         return comparison if isinstance(comparison, str) else ""
 
     def _removals(self, couplings: Sequence[Coupling]) -> list[Removal]:
-        names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
-        if isinstance(multiple, Mapping):
-            multiple = {name: number for name, number in multiple.items() if name in names}
-        return find_removals(self._masked, couplings, multiple, self._known)
+        multiples = {coupling.name: self._multiples.get(coupling.name, 1) for coupling in couplings}
+        return find_removals(self._masked, couplings, multiples, self._known)
 
     def removed(self, couplings: Sequence[Coupling], normed: Normed) -> tuple[list[Removal], nn.Module, Compaction]:
         """The removals of these couplings; the smaller model and the report as of `verified`, with its config."""
@@ -333,7 +331,7 @@ def in_config(
     Those that fail are tried again together with others of as many units: one field may hold the size of both.
     """
 
-    trials = Trials(*_zeroed(model, discovery.couplings, ratio, multiples), inputs, multiples, tolerance)
+    trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
     failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
@@ -355,20 +353,20 @@ def _kind(coupling: Coupling, together: int = 1) -> str:
     return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
 
 
-def _zeroed(
+def _random(
     model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiple_of: int | Mapping[str, int]
-) -> tuple[nn.Module, Known]:
-    """A copy with random units of all couplings zero, always the same; as many as one multiple, if that can go."""
+) -> Known:
+    """Removals of random units of all couplings, always the same; as many as one multiple, if that can go."""
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        removals = known.setdefault((replace(coupling, attrs={}), multiple), [])
+        removals = known.setdefault((coupling, multiple), [])
         for bound in coupling.bind(model):
             units, kept = bound.grid[-1], _kept(bound, ratio)
             kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)
             keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
             removals.append(Removal(coupling=bound, keep=keep))
-    return masked_copy(model, [removal for removals in known.values() for removal in removals]), known
+    return known
 
 
 def _kept(bound: BoundCoupling, ratio: float) -> int:

@@ -28,7 +28,7 @@ from .compact import Compaction, Known, check_comparable, check_names, size_of, 
 from .levels import Cost, Rows, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .norms import Normed, plain_copy, undo_weight_norms
 from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
-from .remove import Removal, check_multiple, masked_copy, plain_tensors, rounded
+from .remove import Removal, check_multiple, plain_tensors, rounded
 from .sizes import fitting_engines, has_config
 from .verify import Reference
 
@@ -114,7 +114,6 @@ def shrink(
     level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
     whole, model = model, plain_copy(model)
     normed = undo_weight_norms(model)
-
     # What can be removed, and is allowed to be
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)
@@ -131,7 +130,6 @@ def shrink(
     if uniform or (uniform is None and is_open):
         described = in_config(model, discovery, example_inputs, multiples=multiples, normed=normed, **trial)
         discovery = described if uniform or described.couplings else discovery
-
     # Which layers are pruned, and how many units each keeps
     named = [c for c in discovery.couplings if kinds is None or {c.name, c.kind} & {*kinds}]
     levels = {c.name: _number(ratio, c.name, 0.0) if cost_of is None else level for c in named}
@@ -142,20 +140,18 @@ def shrink(
         {layer.name: numbers[name] for layer, name in layers.items()} for numbers in (levels, multiples, limits)
     )
 
-    def masked(some: Sequence[Coupling], scores: Rows) -> tuple[nn.Module, Known]:
+    def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
         if cost_of is None:
             counts = counts_at_levels(model, some, levels, multiples)
-        else:
-            power = 2 if score is None else 1  # squares of norms add up, and saliencies do
-            rows = {c.name: [rows**power for rows in scores[c.name]] for c in some}
-            counts = counts_within(model, some, rows, cost_of, saved, multiples=multiples, limits=limits)
-        return _without_lowest(model, some, scores, counts, multiples)
+        else:  # squares of norms add up, and saliencies do
+            how: dict[str, Any] = {"power": 2 if score is None else 1, "multiples": multiples, "limits": limits}
+            counts = counts_within(model, some, scores, cost_of, saved, **how)
+        return Trials(model, _without_lowest(model, some, scores, counts, multiples), example_inputs, tolerance)
 
     # Their units of the lowest scores are made zero and removed
     next(phase)
     scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
-    trials = partial(Trials, inputs=example_inputs, multiple_of=multiples, tolerance=tolerance)
-    removals, small, report, failing = _removed(list(layers), scored, masked, trials, normed)
+    removals, small, report, failing = _removed(list(layers), scored, pruned, normed)
     next(phase, None)
     left_out += [*failing, *_unreached(removals, levels, multiples)]
     return small, _with_reasons(report, whole, small, discovery, left_out, tensor_parallel)
@@ -192,8 +188,7 @@ def _check_coupling_names(discovery: Discovery, kinds: Sequence[str] | None, **n
 def _removed(
     layers: list[Coupling],
     scored: Callable[[list[Coupling]], tuple[Rows, list[tuple[str, str]]]],
-    masked: Callable[[list[Coupling], Rows], tuple[nn.Module, Known]],
-    trials_of: Callable[[nn.Module, Known], Trials],
+    pruned: Callable[[list[Coupling], Rows], Trials],
     normed: Normed,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Prune and remove until what was pruned is what can be removed.
@@ -207,7 +202,7 @@ def _removed(
         rated = [c for c in layers if any(bool(rows.any()) for rows in scores[c.name])]
         left_out += unscored
         left_out += [(c.name, "the score rates all of its units 0") for c in layers if c not in rated]
-        trials = trials_of(*masked(rated, scores))
+        trials = pruned(rated, scores)
         try:
             removals, small, report = trials.removed(layers := rated, normed)
         except SparsityError:
@@ -250,20 +245,15 @@ def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> d
 
 
 def _without_lowest(
-    model: nn.Module,
-    couplings: Sequence[Coupling],
-    scores: Rows,
-    counts: Mapping[str, int],
-    multiples: Mapping[str, int],
-) -> tuple[nn.Module, Known]:
-    """A copy of the model in which the units of the lowest scores are zero; and what is removed so."""
+    model: nn.Module, couplings: Sequence[Coupling], scores: Rows, counts: Mapping[str, int], multiples: Any
+) -> Known:
+    """The removals of the units of the lowest scores."""
     known = Known()
-    for coupling in couplings:
-        removals = known.setdefault((replace(coupling, attrs={}), multiples[coupling.name]), [])
-        for bound, rows in zip(coupling.bind(model), scores[coupling.name], strict=True):
-            keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
-            removals.append(Removal(coupling=bound, keep=keep.reshape(bound.grid)))
-    return masked_copy(model, [removal for removals in known.values() for removal in removals]), known
+    for c in couplings:
+        pairs = zip(c.bind(model), scores[c.name], strict=True)
+        keeps = [(b, keep_mask(rows.reshape(-1, b.grid[-1]), counts[c.name]).cpu()) for b, rows in pairs]
+        known[c, multiples[c.name]] = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+    return known
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:

@@ -290,11 +290,11 @@ class Computed(Tensor):
         cls, tensor: Tensor, dtype: torch.dtype | None = None, kept: Mapping[int, Tensor] | None = None
     ) -> "Computed":
         """A tensor, plain or computed, with fewer indices or another dtype."""
-        is_computed = isinstance(tensor, cls)
-        all_kept, zero = (dict(tensor.kept), dict(tensor.zero)) if is_computed else ({}, {})
+        whole = tensor if isinstance(tensor, cls) else cls._made(tensor, tensor.dtype, {}, {})
+        all_kept = dict(whole.kept)
         for d, indices in (kept or {}).items():
             all_kept[d] = all_kept[d][indices] if d in all_kept else indices
-        return cls._made(tensor.source if is_computed else tensor, dtype or tensor.dtype, all_kept, zero)
+        return cls._made(whole.source, dtype or tensor.dtype, all_kept, dict(whole.zero))
 
     @classmethod
     def _made(cls, source: Tensor, dtype: torch.dtype, kept: dict[int, Tensor], zero: dict[int, Tensor]) -> "Computed":
