@@ -20,8 +20,9 @@ from .manifest import make_manifest
 from .norms import fold_norms
 from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
-from .verify import Comparison, Reference, light_copy
+from .verify import Comparison, Reference, light_copy, plain_weights
 
+Known = dict[tuple[Coupling, int], list[Removal]]  # by coupling (without attributes) and multiple
 UNLISTED = "possibly a removed size (list it in attrs): "
 
 
@@ -325,14 +326,14 @@ def find_removals(
     model: nn.Module,
     couplings: Sequence[Coupling],
     multiple_of: int | Mapping[str, int],
-    known: dict[tuple[Coupling, int], list[Removal]] | None = None,
+    known: Known | None = None,
 ) -> list[Removal]:
     """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
 
     What is in `known`, of couplings without attributes and multiples, is not searched for again; the others are added.
     """
     check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
-    removals, known = list[Removal](), {} if known is None else known
+    removals, known = list[Removal](), Known() if known is None else known
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
         key = replace(coupling, attrs={}), multiple
@@ -366,6 +367,8 @@ def without_units(
     replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
     small = light_copy(model, trial.dtype) if trial else copy.deepcopy(model, replaced)
     remove_units(small, removals)
+    if trial is None:
+        plain_weights(small)
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names

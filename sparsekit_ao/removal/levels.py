@@ -1,10 +1,10 @@
 """How many units each coupling keeps: a fraction of its own, or as many as a cost of the whole model allows."""
 
 import bisect
-import copy
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from ..sparsifiers.names import owner_of
 from ..structure import sparsity_to_nnz
 from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
-from .verify import count_flops
+from .verify import count_flops, light_copy, plain_weights
 
 T = TypeVar("T")
 Cost = Callable[[nn.Module], float]
@@ -34,7 +34,7 @@ def cost_function(cost: str | Cost, inputs: Any) -> Cost:
         raise SparsityError(
             f"shrink: cost must be 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
         )
-    return cost if callable(cost) else costs[cost]
+    return (lambda model: cost(plain_weights(model))) if callable(cost) else costs[cost]
 
 
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
@@ -76,10 +76,11 @@ def counts_at_levels(
 def counts_within(
     model: nn.Module,
     couplings: Sequence[Coupling],
-    importances: Rows,
+    scores: Rows,
     cost: Cost,
     ratio: float,
     *,
+    power: int,
     multiples: Mapping[str, int],
     limits: Mapping[str, float],
 ) -> dict[str, int]:
@@ -88,27 +89,11 @@ def counts_within(
     Units are dropped one by one, or `multiples` of them. Next is the one with the least increase of its coupling's lost
     importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
     from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the model would cost
-    more. `limits` are the largest fractions that are dropped; importances add up.
+    more. `limits` are the largest fractions that are dropped; importances, scores to a power,
+    add up.
     """
-    bounds = {coupling.name: coupling.bind(model) for coupling in couplings}
-    full = {name: bindings[0].grid[-1] for name, bindings in bounds.items()}
-
-    def cost_at(counts: Mapping[str, int]) -> float:
-        """The cost without the last units of each coupling; outputs of this model mean nothing."""
-        removals = []
-        for source, (name, bindings) in enumerate(bounds.items()):
-            for bound in bindings:
-                keep = torch.arange(bound.grid[-1]) < counts.get(name, bound.grid[-1])
-                removals.append(Removal(coupling=bound, keep=keep.expand(bound.grid), source=source))
-        small = copy.deepcopy(model)
-        remove_units(small, removals)
-        apply_changes(small, find_changes(model, removals))
-        try:
-            return cost(small)
-        except RuntimeError as e:
-            kept = ", ".join(f"{count} of {full[name]} {name!r}" for name, count in counts.items())
-            raise SparsityError(f"shrink: the model with {kept} does not run: {e}; give another multiple_of") from e
-
+    full = {coupling.name: coupling.bind(model)[0].grid[-1] for coupling in couplings}
+    cost_at = partial(_cost_with, model, couplings, cost)
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # by one integer
         units, multiple = full[names[0]], max(multiples[name] for name in names)
@@ -117,7 +102,7 @@ def counts_within(
             continue  # of different numbers, equal fractions would be needed
         half = max(least, rounded(units // 2, units - multiple, multiple))
         saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
-        kept_share = _kept_shares([row for name in names for row in importances[name]])
+        kept_share = _kept_shares([rows**power for name in names for rows in scores[name]])
         numbers = [units, *range((units - 1) // multiple * multiple, least, -multiple), least]
         for before, kept in itertools.pairwise(numbers):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)
@@ -136,6 +121,25 @@ def counts_within(
             "or exclude less"
         )
     return counts(taken)
+
+
+def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:
+    """The cost with the first units of each coupling only, by `counts`; outputs of this model mean nothing."""
+    removals = []
+    for source, coupling in enumerate(couplings):
+        for bound in coupling.bind(model):
+            keep = torch.arange(bound.grid[-1]) < counts.get(coupling.name, bound.grid[-1])
+            removals.append(Removal(coupling=bound, keep=keep.expand(bound.grid), source=source))
+    small = light_copy(model)
+    remove_units(small, removals)
+    apply_changes(small, find_changes(model, removals))
+    try:
+        return cost(small)
+    except RuntimeError as e:
+        kept = ", ".join(
+            f"{n} of {c.bind(model)[0].grid[-1]} {c.name!r}" for c in couplings if (n := counts.get(c.name))
+        )
+        raise SparsityError(f"shrink: the model with {kept} does not run: {e}; give another multiple_of") from e
 
 
 def _kept_shares(rows: Sequence[Tensor]) -> list[float]:

@@ -19,9 +19,9 @@ from ..sparsifiers.config import excluded_names
 from ..sparsifiers.names import named_tensors
 from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
-from .compact import check_comparable, compared, find_removals, without_units
+from .compact import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for
-from .remove import Removal, check_multiple, masked_copy, zero_units
+from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference
 
@@ -85,6 +85,31 @@ def removable(
         found = (lambda: discover(model, example_inputs), lambda: removable(model, example_inputs, tolerance=tolerance))
         fitting, stale = _refitted(model, couplings, found)
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
+    tried, left_out = _tried(model, discovery, exclude, ratio)
+    if multiple_of is None:
+        multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
+    multiple_of = by_name(multiple_of, tried)
+    failed = Counter[str]()
+    with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
+
+        def trials(some: Sequence[Coupling]) -> Trials:
+            return Trials(model, _random(model, some, ratio, multiple_of), example_inputs, tolerance, done, failed)
+
+        good, failing = _sorted(model, tried, trials)
+    names = [coupling.name for coupling in tried]
+    good.sort(key=lambda coupling: names.index(coupling.name))
+    return replace(
+        discovery,
+        couplings=tuple(good),
+        counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
+        left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
+    )
+
+
+def _tried(
+    model: nn.Module, discovery: Discovery, exclude: Sequence[str | type], ratio: float
+) -> tuple[list[Coupling], list[tuple[str, str]]]:
+    """The couplings that are tried, with names of their own, and (name, reason) of the others."""
     excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
     left_out = list(discovery.left_out)
     for coupling in with_own_names(discovery.couplings):
@@ -98,26 +123,7 @@ def removable(
             left_out.append((coupling.name, why))
         else:
             tried.append(coupling)
-    if multiple_of is None:
-        multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
-    multiple_of = by_name(multiple_of, tried)
-    failed = Counter[str]()
-    with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
-        good, failing = _sorted(
-            model,
-            tried,
-            lambda cs: Trials(
-                _zeroed(model, cs, ratio, multiple_of), example_inputs, multiple_of, tolerance, done, failed
-            ),
-        )
-    names = [coupling.name for coupling in tried]
-    good.sort(key=lambda coupling: names.index(coupling.name))
-    return replace(
-        discovery,
-        couplings=tuple(good),
-        counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
-        left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
-    )
+    return tried, left_out
 
 
 def _refitted(
@@ -180,13 +186,16 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of a model in which units of all couplings are zero; `done` is called after each; `failed` counts."""
+    """Compactions of a model in which units of all couplings are zero, those of `known`.
+
+    After each one `done` is called, and `failed` counts.
+    """
 
     def __init__(
         self,
-        masked: nn.Module,
+        model: nn.Module,
+        known: Known,
         inputs: Any,
-        multiple_of: int | Mapping[str, int],
         tolerance: float,
         done: Callable[[], object] = lambda: None,
         failed: Counter[str] | None = None,
@@ -194,9 +203,12 @@ class Trials:
         self._failed = Counter[str]() if failed is None else failed
         self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
         self._problems: dict[tuple[Coupling, ...], str] = {}
-        self._masked, self._multiple_of, self._tolerance, self._done = masked, multiple_of, tolerance, done
-        self.reference = Reference(masked, inputs)
-        self.known: dict[tuple[Coupling, int], list[Removal]] = {}
+        self._known = {
+            (replace(coupling, attrs={}), multiple): known[coupling, multiple] for coupling, multiple in known
+        }
+        self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
+        self._multiples = {coupling.name: multiple for coupling, multiple in known}
+        self._tolerance, self._done, self.reference = tolerance, done, Reference(self._masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -205,11 +217,8 @@ class Trials:
         return tried
 
     def _problem(self, couplings: Sequence[Coupling]) -> str:
-        names, multiple = {coupling.name for coupling in couplings}, self._multiple_of
-        if isinstance(multiple, Mapping):
-            multiple = {name: number for name, number in multiple.items() if name in names}
         try:
-            removals = find_removals(self._masked, couplings, multiple, self.known)
+            removals = self._removals(couplings)
             small = without_units(self._masked, removals, trial=self.reference)[0]
         except SparsityError as e:
             return str(e)
@@ -217,6 +226,23 @@ class Trials:
             self._done()
         comparison = compared(self.reference, small, self._tolerance, discarded=True)
         return comparison if isinstance(comparison, str) else ""
+
+    def _removals(self, couplings: Sequence[Coupling]) -> list[Removal]:
+        multiples = {coupling.name: self._multiples.get(coupling.name, 1) for coupling in couplings}
+        return find_removals(self._masked, couplings, multiples, self._known)
+
+    def removed(self, couplings: Sequence[Coupling], normed: Normed) -> tuple[list[Removal], nn.Module, Compaction]:
+        """The removals of these couplings; the smaller model and the report as of `verified`, with its config."""
+        removals, model, reference = self._removals(couplings), self._masked, self.reference
+        return removals, *verified(model, removals, reference, self._tolerance, with_config=True, normed=normed)
+
+    def misfit(self, couplings: Sequence[Coupling], normed: Normed) -> str:
+        """How a model constructed from the config of the one without zero units of these couplings differs from it."""
+        removals = self._removals(couplings)
+        small, _, notes, _ = without_units(self._masked, removals, trial=self.reference)
+        redo_weight_norms(small, normed)
+        why = fit_config(self._masked, small, removals, self.reference, self._tolerance, discarded=True)[1]
+        return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
@@ -306,20 +332,12 @@ def in_config(
     Those that fail are tried again together with others of as many units: one field may hold the size of both.
     """
 
-    def problem(couplings: Sequence[Coupling]) -> str:
-        masked = _zeroed(model, couplings, ratio, multiples)
-        removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings})
-        reference = Reference(masked, inputs)
-        small, _, notes, _ = without_units(masked, removals, trial=reference)
-        redo_weight_norms(small, normed)
-        why = fit_config(masked, small, removals, reference, tolerance)[1]
-        return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
-
-    failing = {coupling: why for coupling in discovery.couplings if (why := problem([coupling]))}
+    trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
+    failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
         equal = [coupling for coupling in failing if units[coupling] == number]
-        if len(equal) > 1 and not problem(equal):
+        if len(equal) > 1 and not trials.misfit(equal, normed):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
     kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
@@ -336,19 +354,20 @@ def _kind(coupling: Coupling, together: int = 1) -> str:
     return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
 
 
-def _zeroed(
+def _random(
     model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiple_of: int | Mapping[str, int]
-) -> nn.Module:
-    """A copy with random units of all couplings zero, always the same; as many as one multiple, if that can go."""
-    bounds = [(coupling.name, bound) for coupling in couplings for bound in coupling.bind(model)]
-    masked, generator = masked_copy(model, [bound for _, bound in bounds]), torch.Generator().manual_seed(0)
-    for name, bound in bounds:
-        multiple = multiple_of.get(name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        kept = _kept(bound, ratio)
-        kept = min(kept, bound.grid[-1] - multiple) if bound.grid[-1] > multiple else kept
-        keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
-        zero_units(masked, Removal(coupling=bound, keep=keep))
-    return masked
+) -> Known:
+    """Removals of random units of all couplings, always the same; as many as one multiple, if that can go."""
+    generator, known = torch.Generator().manual_seed(0), Known()
+    for coupling in couplings:
+        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        removals = known.setdefault((coupling, multiple), [])
+        for bound in coupling.bind(model):
+            units, kept = bound.grid[-1], _kept(bound, ratio)
+            kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)
+            keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
+            removals.append(Removal(coupling=bound, keep=keep))
+    return known
 
 
 def _kept(bound: BoundCoupling, ratio: float) -> int:

@@ -3,7 +3,6 @@
 To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ..sparsifiers.names import owner_of
 from ..sparsifiers.progress import shown
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
-from .verify import Computed
+from .verify import Computed, in_format_of, light_copy, replace_tensors
 
 _KeptOf = Sequence[tuple[AxisPattern, int]]  # axes of each coupling of a tensor, and its kept units of a scope
 
@@ -138,15 +137,15 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     items = shown(list(cuts.items()), "compact", sum(tensor.numel() for tensor in tensors.values()))
     smaller = {key: _smaller(tensors[key], tensor_cuts) for key, tensor_cuts in items}
     places = [
-        (module, registered, name, id(tensor))
+        (module, name, id(tensor))
         for module in model.modules()
         for registered in (module._parameters, module._buffers)
         for name, tensor in registered.items()
         if id(tensor) in smaller
     ]
-    sizes = [sizes_of(m, n, smaller[key], [(mb.pattern, r.kept) for mb, r in cuts[key]]) for m, _, n, key in places]
-    for (module, registered, name, key), new_sizes in zip(places, sizes, strict=True):
-        registered[name] = smaller[key]  # type: ignore[assignment]
+    sizes = [sizes_of(m, n, smaller[key], [(mb.pattern, r.kept) for mb, r in cuts[key]]) for m, n, key in places]
+    replace_tensors(model, smaller)
+    for (module, *_), new_sizes in zip(places, sizes, strict=True):
         for attribute, size in new_sizes.items():
             setattr(module, attribute, size)
     for path, module in model.named_modules():
@@ -155,27 +154,30 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
             for encoder in model.modules() if isinstance(module, PrunedMultiheadAttention) else ():
                 if isinstance(encoder, nn.TransformerEncoder) and any(module is inner for inner in encoder.modules()):
                     encoder.use_nested_tensor = False  # which only the fused kernels of equal sizes take
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
-def masked_copy(model: nn.Module, bounds: Sequence[BoundCoupling]) -> nn.Module:
-    """A copy for `zero_units`; the parameters of other tensors are the model's own."""
-    names = {member.fqn for bound in bounds for member in bound.members if member.is_parameter}
+def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
+    """A copy in which the parameters of units that are removed hold zeros; large ones are computed by `light_copy`."""
+    names = {m.fqn for r in removals for m in r.coupling.members if m.is_parameter}
     written = {id(tensor) for tensor in plain_tensors(model, sorted(names)).values()}
-    return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in written})
-
-
-def zero_units(model: nn.Module, removal: Removal) -> None:
-    """Write zeros into the parameters of the units that a removal removes, in place."""
-    for member in (member for member in removal.coupling.members if member.is_parameter):
-        tensor = plain_tensors(model, [member.fqn])[member.fqn]
+    masked = light_copy(model, own={id(p) for p in model.parameters()} - written)
+    for removal, member in ((r, m) for r in removals for m in r.coupling.members if m.is_parameter):
+        tensor = plain_tensors(masked, [member.fqn])[member.fqn]
         indices = _kept_indices(tuple(tensor.shape), [(member, removal)])
         if indices is None:
+            if isinstance(tensor, Computed):
+                plain = nn.Parameter(tensor.compute(), tensor.source.requires_grad)
+                replace_tensors(masked, {id(tensor): plain})
+                tensor = plain
             tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
         for d, kept in (indices or {}).items():
             dropped = torch.ones(tensor.shape[d], dtype=torch.bool, device="cpu").index_fill_(0, kept, False)
-            tensor.data.index_fill_(d, dropped.nonzero()[:, 0].to(tensor.device), 0)
+            dropped = dropped.to(tensor.device)
+            if isinstance(tensor, Computed):
+                tensor.zero[d] = tensor.zero[d] | dropped if d in tensor.zero else dropped
+            else:
+                tensor.data.index_fill_(d, dropped.nonzero()[:, 0], 0)
+    return masked
 
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
@@ -189,12 +191,15 @@ def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
 def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
     """A copy without the removed units; of the same kind (parameter or not) and memory format."""
     shape = _shape_without(tuple(tensor.shape), cuts)
-    if isinstance(tensor, Computed):
-        return Computed.of(tensor.source, lambda: _smaller(tensor.source, cuts).to(tensor.dtype), shape, tensor.dtype)
     indices = None if tensor.is_meta else _kept_indices(tuple(tensor.shape), cuts)
+    is_cut = indices and [len(indices.get(d, range(n))) for d, n in enumerate(tensor.shape)] == shape
+    if isinstance(tensor, Computed):
+        if is_cut:
+            return Computed.of(tensor, kept={d: kept.to(tensor.device) for d, kept in (indices or {}).items()})
+        tensor = nn.Parameter(tensor.compute(), tensor.source.requires_grad)
     if tensor.is_meta:
         data = tensor.new_empty(shape)
-    elif indices and [len(indices.get(d, range(n))) for d, n in enumerate(tensor.shape)] == shape:
+    elif indices and is_cut:
         data = tensor.detach()
         for d, kept in sorted(indices.items()):
             data = data.index_select(d, kept.to(tensor.device))
@@ -204,9 +209,7 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
         data = member.pattern.undo(units.reshape(*removal.keep.shape[:-1], removal.kept, *units.shape[1:]))
     else:
         data = _without_all(tensor.detach(), cuts, shape)
-    last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
-    is_last = tensor.ndim in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
-    data = data.contiguous(memory_format=last if is_last else torch.contiguous_format)
+    data = in_format_of(tensor, data)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 

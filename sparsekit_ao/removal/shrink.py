@@ -1,10 +1,11 @@
-"""shrink: discover, choose, squash, compact and report in one call."""
+"""shrink: find removable couplings, score units, zero the lowest in a copy, remove and verify, in one call."""
 
 import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,16 +13,17 @@ from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError
-from ..masking.normalized import plain_copy, undo_weight_norms
+from ..masking.normalized import Normed, plain_copy, undo_weight_norms
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..sparsifiers.names import named_tensors, owner_of, parameter_of
+from ..sparsifiers.progress import phases
 from ..structure import checked_level
-from .compact import Compaction, check_comparable, check_names, find_removals, size_of, verified
-from .levels import Cost, connected, cost_function, counts_at_levels, counts_within, multiple_for
+from .compact import Compaction, Known, check_comparable, check_names, size_of
+from .levels import Cost, Rows, connected, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
-from .remove import Removal, masked_copy, plain_tensors, zero_units
+from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config
 
 T = TypeVar("T")
@@ -102,93 +104,131 @@ def shrink(
     """
     check_comparable("shrink: ", model, tolerance)
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
-    if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
-        raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
-    if type(tensor_parallel) is not int or tensor_parallel < 1:
-        raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
-    if uniform and not has_config(model):
-        raise SparsityError(f"shrink: uniform=True needs a model of transformers, got {type(model).__name__}")
-    ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
-    saved = max(checked_level(level, "shrink: ratio: ") for level in ratios)
-    trial_ratio = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
-    if isinstance(kinds, str):
-        raise SparsityError(f"shrink: kinds must be a list, such as ({kinds!r},), got {kinds!r}")
     for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
         how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
         raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
+    saved = _checked_ratio(model, ratio, cost_of, kinds, uniform, tensor_parallel)
+    level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
     whole, model = model, plain_copy(model)
     normed = undo_weight_norms(model)
-    discovery = removable(
-        model,
-        example_inputs,
-        couplings,
-        ratio=trial_ratio,
-        exclude=exclude,
-        multiple_of=multiple_of,
-        tolerance=tolerance,
-    )
-    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    known += dict.fromkeys(coupling.kind for coupling in discovery.couplings)
-    named = dict.fromkeys(kinds or ())
-    check_names("shrink: ", known, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity, kinds=named)
+    # What can be removed, and is allowed to be
+    phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
+    next(phase)
+    trial: dict[str, Any] = {"ratio": level, "tolerance": tolerance}
+    discovery = removable(model, example_inputs, couplings, exclude=exclude, multiple_of=multiple_of, **trial)
+    _check_coupling_names(discovery, kinds, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
     ratio, multiple_of, max_sparsity = (by_name(x, discovery.couplings) for x in (ratio, multiple_of, max_sparsity))
     multiples = {
         c.name: tensor_parallel * (_number(multiple_of, c.name, 1) or multiple_for(model, c))
         for c in discovery.couplings
     }
+    next(phase)
     if uniform or (uniform is None and is_open):
-        described = in_config(model, discovery, example_inputs, trial_ratio, multiples, tolerance, normed)
+        described = in_config(model, discovery, example_inputs, multiples=multiples, normed=normed, **trial)
         discovery = described if uniform or described.couplings else discovery
-    ratio = ratio if cost_of is None else trial_ratio
-    if kinds is not None:
-        ratio = {c.name: _number(ratio, c.name, 0.0) for c in discovery.couplings if {c.name, c.kind} & {*kinds}}
-    chosen, left_out = _chosen(model, discovery, ratio, multiples)
-    each = cost_of is not None and (uniform is False or not hasattr(model, "config"))
-    names = _of_layers(model, chosen, each)
-    chosen, by_layer = list(names), {coupling.name: name for coupling, name in names.items()}
-    levels = {layer: _number(ratio, name, 0.0) for layer, name in by_layer.items()}
-    multiples = {layer: multiples[name] for layer, name in by_layer.items()}
-    limits = {layer: _number(max_sparsity, name, 0.9) for layer, name in by_layer.items()}
-    while True:  # until what was pruned is what can be removed
-        scores, unscored = _scored(model, chosen, example_inputs, score, forward)
-        left_out += unscored
-        chosen = [c for c in chosen if c.name in scores]
-        rated = [c for c in chosen if any(bool(rows.any()) for rows in scores[c.name])]
-        left_out += [(c.name, "the score rates all of its units 0") for c in chosen if c not in rated]
+    # Which layers are pruned, and how many units each keeps
+    named = [c for c in discovery.couplings if kinds is None or {c.name, c.kind} & {*kinds}]
+    levels = {c.name: _number(ratio, c.name, 0.0) if cost_of is None else level for c in named}
+    limits = {c.name: _number(max_sparsity, c.name, 0.9) for c in named}
+    chosen, left_out = _chosen(model, discovery, levels, multiples)
+    layers = _of_layers(model, chosen, cost_of is not None and (uniform is False or not hasattr(model, "config")))
+    levels, multiples, limits = (
+        {layer.name: numbers[name] for layer, name in layers.items()} for numbers in (levels, multiples, limits)
+    )
+
+    def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
         if cost_of is None:
-            counts = counts_at_levels(model, rated, levels, multiples)
-        else:
-            power = 2 if score is None else 1  # squares of norms add up, and saliencies do
-            importances = {c.name: [rows**power for rows in scores[c.name]] for c in rated}
-            counts = counts_within(model, rated, importances, cost_of, saved, multiples=multiples, limits=limits)
-        masked = _without_lowest(model, rated, scores, counts)
-        trials = Trials(masked, example_inputs, multiples, tolerance)
+            counts = counts_at_levels(model, some, levels, multiples)
+        else:  # squares of norms add up, and saliencies do
+            how: dict[str, Any] = {"power": 2 if score is None else 1, "multiples": multiples, "limits": limits}
+            counts = counts_within(model, some, scores, cost_of, saved, **how)
+        return Trials(model, _without_lowest(model, some, scores, counts, multiples), example_inputs, tolerance)
 
-        def removed(couplings: Sequence[Coupling]) -> tuple[list[Removal], nn.Module, Compaction]:
-            removals = find_removals(masked, couplings, {c.name: multiples[c.name] for c in couplings}, trials.known)  # noqa: B023
-            return removals, *verified(masked, removals, trials.reference, tolerance, with_config=True, normed=normed)  # noqa: B023
+    # Their units of the lowest scores are made zero and removed
+    next(phase)
+    scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
+    removals, small, report, failing = _removed(list(layers), scored, pruned, normed)
+    next(phase, None)
+    left_out += [*failing, *_unreached(removals, levels, multiples)]
+    return small, _with_reasons(report, whole, small, discovery, left_out, tensor_parallel)
 
+
+def _checked_ratio(
+    model: nn.Module,
+    ratio: float | Mapping[str, float],
+    cost_of: Cost | None,
+    kinds: Sequence[str] | None,
+    uniform: bool | None,
+    tensor_parallel: int,
+) -> float:
+    """The largest of the ratios; a SparsityError where it or another argument of `shrink` is wrong."""
+    if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
+        raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
+    if type(tensor_parallel) is not int or tensor_parallel < 1:
+        raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
+    if uniform and not has_config(model):
+        raise SparsityError(f"shrink: uniform=True needs a model of transformers, got {type(model).__name__}")
+    if isinstance(kinds, str):
+        raise SparsityError(f"shrink: kinds must be a list, such as ({kinds!r},), got {kinds!r}")
+    ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
+    return max(checked_level(level, "shrink: ratio: ") for level in ratios)
+
+
+def _check_coupling_names(discovery: Discovery, kinds: Sequence[str] | None, **numbers: Any) -> None:
+    """Raise if an argument names what is neither a coupling, also one that cannot be removed, nor a kind."""
+    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
+    known += dict.fromkeys(coupling.kind for coupling in discovery.couplings)
+    check_names("shrink: ", known, **numbers, kinds=dict.fromkeys(kinds or ()))
+
+
+def _removed(
+    layers: list[Coupling],
+    scored: Callable[[list[Coupling]], tuple[Rows, list[tuple[str, str]]]],
+    pruned: Callable[[list[Coupling], Rows], Trials],
+    normed: Normed,
+) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
+    """Prune and remove until what was pruned is what can be removed.
+
+    Returns (layer, removal) of each, the smaller model, its report, and (name, reason) of layers that are left out.
+    """
+    left_out = list[tuple[str, str]]()
+    while True:
+        scores, unscored = scored(layers)
+        layers = [c for c in layers if c.name in scores]
+        rated = [c for c in layers if any(bool(rows.any()) for rows in scores[c.name])]
+        left_out += unscored
+        left_out += [(c.name, "the score rates all of its units 0") for c in layers if c not in rated]
+        trials = pruned(rated, scores)
         try:
-            removals, small, report = removed(chosen := rated)
+            removals, small, report = trials.removed(layers := rated, normed)
         except SparsityError:
-            chosen, failing = trials.sort(rated)
+            layers, failing = trials.sort(rated)
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
             if failing:
                 continue
-            removals, small, report = removed(chosen)
-        left_out += _unreached([(chosen[removal.source].name, removal) for removal in removals], levels, multiples)
-        return small, replace(
-            report,
-            before=size_of(whole, report.before.flops),
-            fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
-            left_out=(
-                *_as_texts(left_out),
-                *(f"{name}: never called with these example inputs" for name in discovery.uncalled),
-            ),
-            frozen=_frozen(discovery),
-            values=discovery.values,
-        )
+            removals, small, report = trials.removed(layers, normed)
+        return [(layers[removal.source].name, removal) for removal in removals], small, report, left_out
+
+
+def _with_reasons(
+    report: Compaction,
+    whole: nn.Module,
+    small: nn.Module,
+    discovery: Discovery,
+    left_out: Sequence[tuple[str, str]],
+    tensor_parallel: int,
+) -> Compaction:
+    """The report of `shrink`: beside that of `compact`, what was left out and why, and which engines load the model."""
+    uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
+    return replace(
+        report,
+        before=size_of(whole, report.before.flops),
+        fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
+        left_out=(*_as_texts(left_out), *uncalled),
+        frozen=_frozen(discovery),
+        values=discovery.values,
+    )
 
 
 def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> dict[Coupling, str]:
@@ -202,15 +242,15 @@ def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> d
 
 
 def _without_lowest(
-    model: nn.Module, couplings: Sequence[Coupling], scores: Mapping[str, Sequence[Tensor]], counts: Mapping[str, int]
-) -> nn.Module:
-    """A copy of the model in which the units of the lowest scores are zero."""
-    masked = masked_copy(model, [bound for coupling in couplings for bound in coupling.bind(model)])
-    for coupling in couplings:
-        for bound, rows in zip(coupling.bind(masked), scores[coupling.name], strict=True):
-            keep = keep_mask(rows.reshape(-1, bound.grid[-1]), counts[coupling.name]).cpu()
-            zero_units(masked, Removal(coupling=bound, keep=keep.reshape(bound.grid)))
-    return masked
+    model: nn.Module, couplings: Sequence[Coupling], scores: Rows, counts: Mapping[str, int], multiples: Any
+) -> Known:
+    """The removals of the units of the lowest scores."""
+    known = Known()
+    for c in couplings:
+        pairs = zip(c.bind(model), scores[c.name], strict=True)
+        keeps = [(b, keep_mask(rows.reshape(-1, b.grid[-1]), counts[c.name]).cpu()) for b, rows in pairs]
+        known[c, multiples[c.name]] = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+    return known
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -242,18 +282,18 @@ def _unreached(
 
 
 def _scored(
-    model: nn.Module, couplings: Sequence[Coupling], *how: Any
+    model: nn.Module, couplings: Sequence[Coupling], **how: Any
 ) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]]]:
     """Scores as `_all_scored`, with the same arguments; and (name, reason) of couplings that the score does not fit."""
     try:
-        return _all_scored(model, couplings, *how), []
+        return _all_scored(model, couplings, **how), []
     except SparsityError:
         if len(couplings) < 2:
             raise
     scores, unscored, error = dict[str, list[Tensor]](), list[tuple[str, str]](), SparsityError()
     for half in (couplings[: len(couplings) // 2], couplings[len(couplings) // 2 :]):
         try:
-            some, others = _scored(model, half, *how)
+            some, others = _scored(model, half, **how)
         except SparsityError as e:
             some, others, error = {}, [(coupling.name, str(e)) for coupling in half], e
         scores, unscored = scores | some, unscored + others

@@ -329,12 +329,19 @@ def has_config(model: nn.Module) -> bool:
 
 
 def fit_config(
-    dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float
+    dense: nn.Module,
+    small: nn.Module,
+    removals: Sequence[Removal],
+    reference: Reference,
+    tolerance: float,
+    *,
+    discarded: bool = False,
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
     Tried are the fields that hold a removed size and still have the dense model's value. Returns the changes, and how
-    a model constructed from the config differs ("" if it does not).
+    a model constructed from the config differs ("" if it does not). With `discarded` as for `Reference.compare`, and
+    the smaller model itself is not compared again.
     """
     now = dict(_config_sizes(small))
     options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
@@ -363,7 +370,7 @@ def fit_config(
                 changes.append(change)
             else:
                 apply_changes(small, undone([change]))
-        found = wrong[0] if wrong else _other_outputs(small, reference, tolerance)
+        found = wrong[0] if wrong else _other_outputs(small, reference, tolerance, discarded)
         if not found:
             apply_changes(small, undone(head_dims))
             needed = head_dims if _misfits(small) else []
@@ -417,7 +424,7 @@ def _misfits(model: nn.Module) -> list[str]:
     ]
 
 
-def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> str:
+def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, discarded: bool) -> str:
     """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
@@ -428,8 +435,8 @@ def _other_outputs(small: nn.Module, reference: Reference, tolerance: float) -> 
         for name, values in fresh.named_buffers():  # those that are not saved may have been rounded with the model
             if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
                 values.data = buffers[name]
-        for model in (small, fresh):
-            if not reference.compare(model, tolerance).decisive <= tolerance:
+        for model in (fresh,) if discarded else (small, fresh):
+            if not reference.compare(model, tolerance, discarded=discarded).decisive <= tolerance:
                 return "a model constructed from the config gives other outputs"
     except Exception as e:
         return f"a model constructed from the config does not run: {e}"

@@ -37,5 +37,15 @@ def counted(what: str, unit: str, elements: int) -> Iterator[Callable[[], object
         yield bar.update
 
 
+def phases(what: str, names: Sequence[str]) -> Iterator[str]:
+    """The names of phases, each to be taken when it begins; a bar has the name, and how many of all are over."""
+    from tqdm import tqdm
+
+    bar = tqdm(names, desc=what, unit="phases", mininterval=0, delay=AFTER, leave=False, disable=not _is_shown(LARGE))
+    for name in bar:
+        bar.set_postfix_str(name, refresh=bar.format_dict["elapsed"] >= AFTER)
+        yield name
+
+
 def _is_shown(elements: int) -> bool:
     return elements >= LARGE and sys.stderr is not None and sys.stderr.isatty()

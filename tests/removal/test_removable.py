@@ -270,6 +270,8 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     removable(model, x)
     shown = capsys.readouterr().err
     assert "removable: " in shown and "compactions" in shown and "compact: " in shown
+    shrink(model, x)
+    assert re.search("shrink: .* 2/3 .*scores and removal", capsys.readouterr().err)
 
 
 class Divided(nn.Module):

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.export import load_pretrained, save_pretrained
-from sparsekit_ao.removal import compact, cut_to, removable, shrink, shrink_layers, sizes
+from sparsekit_ao.removal import compact, cut_to, removable, shrink, shrink_layers, sizes, verify
 from sparsekit_ao.removal.removable import Trials
-from sparsekit_ao.removal.verify import Reference, count_flops
+from sparsekit_ao.removal.verify import Computed, Reference, count_flops
 
 
 @pytest.fixture(autouse=True)
@@ -702,3 +702,47 @@ def test_rows_of_the_report_have_kinds_beside_names():
     kinds = {row.name.rpartition(".layers.")[2]: row.kind for row in report.couplings}
     assert {"width", "mlp", "key heads"} <= {*kinds.values()} and kinds["0.mlp.gate_proj.weight"] == "mlp"
     assert report.to_csv().startswith("name,kind,kept,of") and " width " in str(report)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT", "VGG", "LSTM"])
+def test_weights_that_are_computed_when_they_are_read_give_the_same_smaller_model(name, monkeypatch):
+    if name in NETWORKS:
+        network, make = NETWORKS[name]
+        model, inputs = fill(network()).to(memory_format=torch.channels_last), make()
+    else:
+        model, inputs = hf_models.make(name)
+        model = model.to(torch.bfloat16) if name == "Llama" else model
+    model.requires_grad_(False)
+    (copied, _), report = shrink(model, inputs, 0.5), shrink(model, inputs, 0.5)[1]
+    monkeypatch.setattr(verify, "LARGE", 1)
+    monkeypatch.setattr(verify, "_PART", 64)  # so that products read few rows at a time
+    computed, again = shrink(model, inputs, 0.5)
+    pairs = zip(copied.named_parameters(), computed.named_parameters(), strict=True)
+    assert all(a == b and torch.equal(p, q) and p.stride() == q.stride() for (a, p), (b, q) in pairs)
+    assert all(type(p) is nn.Parameter and not p.requires_grad for p in computed.parameters())
+    assert again.left_out == report.left_out and again.changed == report.changed
+    assert again.difference <= 1e-5 and parameters(computed) < parameters(model)
+
+
+def test_operations_read_computed_tensors_as_plain_ones(monkeypatch):
+    monkeypatch.setattr(verify, "_PART", 20)
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(12, 10).bfloat16(), torch.randn(4, 6), torch.randn(5)
+    rows, columns = torch.tensor([1, 2, 5, 7, 11]), torch.tensor([0, 3, 4, 6, 8, 9])
+    whole = Computed.of(weight, torch.float32)
+    whole.zero[0], whole.zero[1] = torch.arange(12) == 5, torch.arange(10) < 4
+    part = Computed.of(Computed.of(whole, kept={0: rows}), kept={1: columns})
+    plain = weight.float().index_fill(0, torch.tensor([5]), 0).index_fill(1, torch.arange(4), 0)
+    for computed, exact, tokens in (
+        (whole, plain, x[:, [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
+        (part, plain[rows][:, columns], x),
+    ):
+        assert torch.equal(computed + 0, exact) and computed.shape == exact.shape
+        assert close(F.linear(tokens, computed), F.linear(tokens, exact))
+        assert close(F.linear(tokens[None], computed, bias[:1]), F.linear(tokens[None], exact, bias[:1]))
+        out = torch.ones(len(exact))
+        assert close(torch.addmm(bias[:1], out[None], computed), torch.addmm(bias[:1], out[None], exact))
+    wide = Computed.of(whole, kept={1: columns})
+    wide.zero.pop(0)
+    ids = torch.tensor([[3, 5], [11, 0]])
+    assert torch.equal(F.embedding(ids, wide), F.embedding(ids, wide + 0))

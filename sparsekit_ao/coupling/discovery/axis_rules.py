@@ -304,7 +304,7 @@ def _sliced(op: Operation, axis: Axis, size: int, window: tuple[int, int, int]) 
         return outer
     inner_size = math.gcd(start, length, size) if step == 1 else 1
     outer, inner = split_axis(axis, size // inner_size, op.why)
-    op.freeze(outer)
+    op.freeze(outer, what=f"{length} of {size}, no equal parts" if step == 1 and length != inner_size else "")
     return op.fixed(length // inner_size)[0] + inner
 
 
