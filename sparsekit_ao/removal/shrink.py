@@ -133,9 +133,8 @@ def shrink(
     limits = {c.name: _number(max_sparsity, c.name, 0.9) for c in named}
     chosen, left_out = _chosen(model, discovery, levels, multiples)
     layers = _of_layers(model, chosen, cost_of is not None and (uniform is False or not hasattr(model, "config")))
-    levels, multiples, limits = (
-        {layer.name: numbers[name] for layer, name in layers.items()} for numbers in (levels, multiples, limits)
-    )
+    multiples = {layer.name: multiples[name] for layer, name in layers.items()}
+    levels, limits = ({layer.name: by[name] for layer, name in layers.items()} for by in (levels, limits))
 
     def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
         if cost_of is None:
