@@ -1,8 +1,7 @@
 """The keys of a group that specify blocks and scopes, checked without any tensor.
 
-Three notations specify a structure: shapes (`view`, `block_shape`, `scope_shape`), an axis pattern (`axes`, `unit`,
-`scope`, `sizes`) and a `pattern`. `BudgetSparsifier._resolve` turns a `pattern` into
-one of the other two; `PruningGroup.budget` reads the budgets.
+Shapes (`view`, `block_shape`, `scope_shape`) or an axis pattern (`axes`, `unit`, `scope`, `sizes`) specify a structure.
+`BudgetSparsifier._resolve` turns a `pattern` into one of the two. `PruningGroup.budget` reads the budgets.
 """
 
 import math
