@@ -362,9 +362,10 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     Dropped parts of blocks are replaced by `Zeros`. The config says so, by `per_layer_config`.
     """
     # All lists are looked up first, since one list may be in a module of another.
-    lists = [(path, model.get_submodule(path), removal) for removal in removals for path in removal.coupling.lists]
-    for path, modules, removal in lists:
-        kept, fields = removal.keep.flatten().nonzero().flatten().tolist(), layer_fields(model, path)
+    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
+    lists = [(model.get_submodule(p), config_of(model, p)[1], layer_fields(model, p), removal) for p, removal in paths]
+    for modules, config, fields, removal in lists:
+        kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]  # type: ignore[operator]
         layers = [layer for block in modules.children() for layer in block.modules()]
@@ -372,7 +373,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         for layer in numbered:
             vars(layer)["layer_idx"] = kept.index(vars(layer)["layer_idx"])
         for field, entries in fields.items():
-            setattr(config_of(model, path)[1], field.rpartition(".")[2], [entries[at] for at in kept])
+            setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
     for removal in (removal for removal in removals if removal.coupling.parts):
         keep = dict(zip(removal.coupling.parts, removal.keep.flatten().tolist(), strict=True))
         for same_type in attention_by_type(model, removal.coupling.parts).values():

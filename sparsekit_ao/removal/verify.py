@@ -48,9 +48,9 @@ class Reference:
 
     Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
     hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy. `opaque` describes objects in the output that are not inspected.
-    `unrounded` are values of parameters of the smaller model, before they were rounded to 16 bits.
-    `uncounted` are operators that `flops` leave out.
+    about as much from its own float64 copy. Objects in the output that are not
+    inspected are in `opaque`. Values of parameters of the smaller model, before they were rounded to 16 bits, are in
+    `unrounded`. Operators that `flops` leave out are in `uncounted`.
 
     Raises:
         SparsityError: It does not run, or returns no tensor, only zeros, or a nan.

@@ -223,7 +223,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         pattern = checked_pattern(own.get("pattern"), place.where)
-        has_budget = bool(refuse_two_budgets(own, place.where)) or getattr(pattern, "budget", None) is not None
+        has_budget = bool(refuse_two_budgets(own, place.where)) or getattr(pattern, "budget_key", None) is not None
         if own.get("strength") is not None:
             checked_strength(own["strength"], place.where)
             defaults = {k: v for k, v in defaults.items() if k != "nnz"}
