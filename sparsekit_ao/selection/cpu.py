@@ -26,7 +26,8 @@ from .request import Request
 Array = np.ndarray[Any, Any]
 
 name = "cpu"
-CHUNK = 1 << 20  # elements that one thread takes at a time
+CHUNK = 1 << 19  # elements that one thread takes at a time
+SCORES = 1 << 20  # elements whose block scores are computed together
 PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
 LONG = 1 << 17  # members from which on a scope is cut
@@ -97,7 +98,7 @@ def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates:
 def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """As `windows.block_scores`, a part of the blocks at a time: the same bits, since no sum crosses a part."""
     first = members[0]
-    if len(members) > 1 or first.window.numel() <= CHUNK:
+    if len(members) > 1 or first.window.numel() <= SCORES:
         return windows.block_scores(members, norm, ndim, as_mean)
     as_mean = first.is_partial if as_mean is None else as_mean
     grid = torch.empty(first.grid, dtype=torch.promote_types(first.window.dtype, torch.float32), device="cpu")
@@ -433,11 +434,11 @@ def _keep_between(parts: Sequence[_Slots], keep: int, low: int, high: int) -> bo
 
 
 def _places(whole: Window) -> Iterator[tuple[slice, ...]]:
-    """Parts of a window's grid, CHUNK elements if they can be; smaller last blocks are parts of their own."""
+    """Parts of a window's grid, SCORES elements if they can be; smaller last blocks are parts of their own."""
     counts = [s // b for s, b in zip(whole.window.shape, whole.shape, strict=True)]
     inner = whole.window[tuple(slice(0, c * b) for c, b in zip(counts, whole.shape, strict=True))]
     if inner.numel():
-        yield from (place for place, _ in cut_parts(inner, whole.shape, CHUNK))
+        yield from (place for place, _ in cut_parts(inner, whole.shape, SCORES))
     for k, count in enumerate(counts):
         if whole.window.shape[k] % whole.shape[k]:
             before, after = counts[:k], whole.grid[k + 1 :]
