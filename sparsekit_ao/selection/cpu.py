@@ -155,12 +155,12 @@ def _fill_chunk(
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
-    if masked or within_mask:  # masks are read in the order of memory
-        under, within = mask if masked else None, mask if within_mask else None
+    under, within = mask if masked else None, mask if within_mask else None
+    if narrow and under is None and within is None:  # no copy in between
+        keys = np.ascontiguousarray(_keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=narrow))
+    else:
         keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)
         keys = np.ascontiguousarray(keys.reshape(split).transpose(order))
-    else:
-        keys = np.ascontiguousarray(_keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=narrow))
     targets, budget = mask.reshape(split).transpose(order), keep if isinstance(keep, int) else _ints(keep)
     if narrow:
         lanes = keys.reshape(width, -1)
