@@ -26,7 +26,7 @@ from .request import Request
 Array = np.ndarray[Any, Any]
 
 name = "cpu"
-CHUNK = 1 << 19  # elements that one thread takes at a time
+CHUNK = 1 << 19  # elements of float32 that one thread takes at a time
 SCORES = 1 << 20  # elements whose block scores are computed together
 PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
@@ -113,10 +113,11 @@ def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[],
     (m,) = request.scopes[0].members
     assert m.values is not None
     keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)
-    if m.values.numel() <= CHUNK:
+    chunk = 4 * CHUNK // m.values.element_size()  # as many bytes
+    if m.values.numel() <= chunk:
         _fill_chunk(m, scope.shape, keep, *options)
         return
-    for place, _ in cut_parts(m.window, scope.shape, CHUNK):
+    for place, _ in cut_parts(m.window, scope.shape, chunk):
         cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, scope.shape, strict=True))
         own = keep[place] if isinstance(keep, Tensor) else keep
         yield partial(_fill_chunk, _at(m, cut), scope.shape, own, *options)
