@@ -113,7 +113,9 @@ def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[],
     (m,) = request.scopes[0].members
     assert m.values is not None
     keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)
-    chunk = 4 * CHUNK // m.values.element_size()  # as many bytes
+    chunk = CHUNK
+    if scope.numblk_per_scope() <= PAIRS:  # whose keys have the size of the values
+        chunk = 4 * CHUNK // m.values.element_size()
     if m.values.numel() <= chunk:
         _fill_chunk(m, scope.shape, keep, *options)
         return
