@@ -111,15 +111,16 @@ def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STE
     first = least_squares(weight, gram, first_mask, FEW_STEPS)
     kept, rho = first * scale, RHO
     dual = target - kept @ hessian  # what makes the start a fixed point, but for the projection
-    for step in range(steps):
-        if step % EVERY == 0:
-            rho = rho * GROWTH if step else rho
-            inverse = penalized_inverse(hessian, rho)
-        free = (target - dual + rho * kept) @ inverse
-        shifted = free + dual / rho
-        mask = scopes.project(shifted, 2)
-        kept = shifted * mask
-        dual = dual + rho * (free - kept)
+    for done in range(0, steps, EVERY):
+        inverse = penalized_inverse(hessian, rho)
+        for _ in range(min(EVERY, steps - done)):
+            free = (target - dual + rho * kept) @ inverse
+            shifted = free + dual / rho
+            mask = scopes.project(shifted, 2)
+            kept = shifted * mask
+            dual = dual + rho * (free - kept)
+        rho *= GROWTH
+        del inverse  # the memory of the next one
     solution = least_squares(weight, gram, mask, FEW_STEPS, kept / scale)
     if relative_error(weight, gram, solution) <= relative_error(weight, gram, first):
         return mask, solution
@@ -130,9 +131,10 @@ def penalized_inverse(hessian: Gram, rho: float) -> Gram:
     """(H + rho I)^-1 of each group."""
     if isinstance(hessian, RowGram):
         return hessian.penalized_inverse(rho)
-    penalized = hessian.clone()
-    penalized.diagonal(dim1=1, dim2=2).add_(rho)
-    return torch.cholesky_inverse(torch.linalg.cholesky(penalized))
+    inverse = hessian.mT.clone(memory_format=torch.preserve_format)  # in the order of LAPACK, which then works in place
+    inverse.diagonal(dim1=1, dim2=2).add_(rho)
+    torch.linalg.cholesky(inverse, out=inverse)
+    return torch.cholesky_inverse(inverse, out=inverse)
 
 
 def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:

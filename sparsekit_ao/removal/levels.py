@@ -88,9 +88,9 @@ def counts_within(
 
     Units are dropped one by one, or `multiples` of them. Next is the one with the least increase of its coupling's lost
     importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
-    from being cut to their limit (examples/benchmarks/compare_accuracy.py). With one step less the model would cost
-    more. `limits` are the largest fractions that are dropped; importances, scores to a power,
-    add up.
+    from being cut to their limit (examples/benchmarks/compare_accuracy.py). The last step may save more than is needed,
+    as that of a whole head; as many steps before it are then taken back as the cost allows. `limits` are the largest
+    fractions that are dropped; importances, scores to a power, add up.
     """
     full = {coupling.name: coupling.bind(model)[0].grid[-1] for coupling in couplings}
     cost_at = partial(_cost_with, model, couplings, cost)
@@ -120,7 +120,9 @@ def counts_within(
             f"model still costs {cost_at(counts(len(steps))):.6g} of {dense:.6g}; lower the ratio, raise max_sparsity, "
             "or exclude less"
         )
-    return counts(taken)
+    last = dict.fromkeys(*steps[taken - 1][1:]) if taken else {}
+    fewest = bisect.bisect_left(range(taken), True, key=lambda n: cost_at(counts(n) | last) <= target)
+    return counts(fewest) | last
 
 
 def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:

@@ -32,6 +32,7 @@ PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
 LONG = 1 << 17  # members from which on a scope is cut
 SAMPLED = 1 << 16  # keys of a sample at most, one of 64
+TRANSPOSED = 128  # members that are copied together where they are not adjacent
 DEVIATIONS = 4  # of a sampled rank, to either side
 _INTS = INTS | {torch.bool: torch.uint8, torch.uint8: torch.uint8}
 _ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}
@@ -162,8 +163,11 @@ def _fill_chunk(
     if narrow and under is None and within is None:  # no copy in between
         keys = np.ascontiguousarray(_keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=narrow))
     else:
-        keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)
-        keys = np.ascontiguousarray(keys.reshape(split).transpose(order))
+        source = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)
+        source = source.reshape(split).transpose(order)
+        keys = np.empty(source.shape, source.dtype)
+        for part in _parts_to_copy(source):
+            keys[part] = source[part]
     targets, budget = mask.reshape(split).transpose(order), keep if isinstance(keep, int) else _ints(keep)
     if narrow:
         lanes = keys.reshape(width, -1)
@@ -173,7 +177,17 @@ def _fill_chunk(
         return
     rows = keys.reshape(-1, width)
     kept = _kept(rows, budget if isinstance(budget, int) else budget.reshape(-1, 1), is_16_bit=dtype.itemsize == 2)
-    _write(targets, kept.reshape(targets.shape), m.mask.dtype, within_mask)
+    kept = kept.reshape(targets.shape)
+    for part in _parts_to_copy(targets):
+        _write(targets[part], np.ascontiguousarray(kept[part]), m.mask.dtype, within_mask)
+
+
+def _parts_to_copy(array: Array) -> Iterator[tuple[Any, ...]]:
+    """Yield indices of parts that stay in the cache while they are transposed; one of all if they are not."""
+    last = max((k for k, size in enumerate(array.shape) if size > 1), default=0)
+    size = array.shape[last]
+    step = size if array.strides[last] == array.itemsize else TRANSPOSED
+    return ((*[slice(None)] * last, slice(at, at + step)) for at in range(0, size, step))
 
 
 def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:
@@ -252,13 +266,16 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
     rows, width = keys.shape
     if isinstance(keep, int) and keep in (0, width):
         return np.full(keys.shape, keep > 0)
+    total = keep * rows if isinstance(keep, int) else int(keep.sum())
+    least = keys.min()
+    has_zeros = least in (0, np.iinfo(keys.dtype).min)  # or members that may not be kept
+    if has_zeros and np.count_nonzero(above := keys > least) <= total:
+        room = keep - np.count_nonzero(above, axis=1, keepdims=True)
+        if (room >= 0).all():
+            return _with_ties(above, keys == least, room)
     if is_16_bit and width <= 1 << 16:
         keys = (keys << 16) | np.arange(width - 1, -1, -1, dtype=np.int32)
-    elif width > NETWORK and (least := keys.min()) in (0, np.iinfo(keys.dtype).min):
-        above = keys > least
-        room = keep - np.count_nonzero(above, axis=1, keepdims=True)
-        if (room >= 0).all():  # the least keys are zeros, or members that may not be kept
-            return _with_ties(above, keys == least, room)
+    elif has_zeros and width > NETWORK:
         keys = _with_distinct_least(keys, least)
     if isinstance(keep, int):
         limit = np.partition(keys, width - keep, axis=1)[:, width - keep, None]
@@ -268,8 +285,8 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
         ordered = np.sort(keys, axis=1) if len(different) > 8 else np.partition(keys, different, axis=1)
         limit = np.take_along_axis(ordered, place, axis=1)
     kept = keys >= limit
-    excess = np.flatnonzero(np.count_nonzero(kept, axis=1) != np.broadcast_to(keep, (rows, 1))[:, 0])
-    if len(excess):
+    if np.count_nonzero(kept) > total:
+        excess = np.flatnonzero(np.count_nonzero(kept, axis=1) != np.broadcast_to(keep, (rows, 1))[:, 0])
         tied_keys, tied_limit = keys[excess], limit[excess]
         above, ties = tied_keys > tied_limit, tied_keys == tied_limit
         budget = keep if isinstance(keep, int) else keep[excess]
@@ -459,13 +476,14 @@ def _expand(m: Window, kept: Tensor) -> None:
     """Write which blocks are kept to the mask, whole words at a time where the last dimension of blocks is words."""
     mask, word = m.mask, math.gcd(m.shape[-1], 8)
     assert mask is not None
-    is_words = mask.dtype == torch.bool and mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if word in words and is_words and not any(n % word for n in (*mask.stride()[:-1], mask.storage_offset())):
-        m = replace(m, shape=(*m.shape[:-1], m.shape[-1] // word), mask=mask.view(words[word]), values=None)
-        kept = kept.to(words[word]).mul_(int.from_bytes(b"\1" * word))
+    is_bytes = mask.dtype == torch.bool and mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+    is_words = is_bytes and word > 1 and not any(n % word for n in (*mask.stride()[:-1], mask.storage_offset()))
+    if is_words:
+        m = replace(m, shape=(*m.shape[:-1], m.shape[-1] // word), mask=mask.view(dtype), values=None)
     for place in _places(m):
-        fill_mask((_at(m, place),), kept[place])
+        flags = kept[place].to(dtype).mul_(int.from_bytes(b"\1" * word)) if is_words else kept[place]
+        fill_mask((_at(m, place),), flags)
 
 
 def _on_threads(work: Sequence[Callable[[], None]]) -> None:

@@ -131,8 +131,10 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     count: Tensor | int = 0
     for m in members:
         values = _wide(scored(m))
-        powers = values if norm is None else values * values if norm == 2 else values.abs()
-        power = to_aligned(_fold(split(pad_to(powers, m.shape, 0.0), m.shape), join), m.order, ndim)
+        if norm is not None:
+            out = None if values is m.window else values  # a copy may be overwritten
+            values = torch.mul(values, values, out=out) if norm == 2 else torch.abs(values, out=out)
+        power = to_aligned(_fold(split(pad_to(values, m.shape, 0.0), m.shape), join), m.order, ndim)
         total = power if total is None else join(total, power)
         if as_mean and norm != math.inf:
             count = count + to_aligned(tile_volumes(m.window.shape, m.shape, m.window.device).float(), m.order, ndim)
