@@ -95,8 +95,8 @@ def recover(
     not. Masks and zeros stay: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A model
     without repeated blocks is one block.
 
-    Both models run in eval mode. Weights in 16 bits are trained by float32 copies. In memory are both models, one
-    block's weights six times more in float32, and the inputs of a block in both models for all batches. Of a model with
+    Both models run in eval mode. Weights in 16 bits are trained by float32 copies. In memory are both models, five
+    times one block's weights in float32, and the inputs of a block in both models for all batches. Of a model with
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
     Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
@@ -307,36 +307,38 @@ class Teacher:
         # The error of a row is about 1 at first, so that gradients are in the range of 16 bits.
         first = error(train[0])[0] / max(target(train[0]).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
-        for number in range(1, self.passes + 1):
-            for k in torch.randperm(len(train), generator=order).tolist():
-                optimizer.zero_grad()
-                with torch.enable_grad():
-                    lost = error(train[k])[0] / scale
-                student.set_gradients(lost)
-                optimizer.step()
-                schedule.step()
-            after = measured()
-            if after < best:
-                best, best_pass = after, number
-                student.save()
-            elif number - best_pass >= PATIENCE:
-                break
-        student.write()
+        try:
+            for number in range(1, self.passes + 1):
+                for k in torch.randperm(len(train), generator=order).tolist():
+                    optimizer.zero_grad()
+                    with torch.enable_grad():
+                        lost = error(train[k])[0] / scale
+                    student.set_gradients(lost)
+                    optimizer.step()
+                    schedule.step()
+                after = measured()
+                if after < best:
+                    best, best_pass = after, number
+                    student.save()
+                elif number - best_pass >= PATIENCE:
+                    break
+        finally:  # the block gets the best weights, or those that it had
+            student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
 
 
 class _Student(nn.Module):
-    """A module with copies of its weights in float32 or float64, which are trained in place of them.
+    """A module whose weights are trained: themselves, or in 16 bits copies in float32.
 
     Args:
         module: A block, or the whole model.
         run: `(module, index of a batch) -> output`.
 
     Attributes:
-        weights: {name: a copy} of all floating-point parameters but embeddings.
+        weights: {name: what is trained} of all floating-point parameters but embeddings.
         kept: {name: its elements that are neither masked nor zero}, of those with two or more dimensions.
-        saved: Copies of `weights` of the best pass; empty until there is one.
+        saved: Copies of `weights` of the best pass, or of the start until there is one.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
@@ -350,10 +352,10 @@ class _Student(nn.Module):
             for name in masking.parametrized_names(m)
             if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)
         }
-        self.trained, self.weights, self.kept, self.saved = dict(parameters), {}, {}, dict[str, Tensor]()
+        self.trained, self.weights, self.kept, self.saved = dict(parameters), {}, {}, {}
         for name, p in parameters:
-            wide = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            self.weights[name] = wide.requires_grad_()
+            self.weights[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_()
+            self.saved[name] = self.weights[name].detach().clone()
             if p.ndim > 1:
                 self.kept[name] = (p.detach() != 0) & masks.get(id(p), True)
 
@@ -382,7 +384,6 @@ class _Student(nn.Module):
             weight.grad = _over_ranks(full * self.kept[name] if name in self.kept else full)
 
     def save(self) -> None:
-        self.saved = self.saved or {name: torch.empty_like(weight) for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             self.saved[name].copy_(weight)
 

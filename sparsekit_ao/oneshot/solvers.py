@@ -104,27 +104,32 @@ def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STE
     """
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
-    scaled = weight * scale
-    hessian = gram.scaled(scale) if isinstance(gram, RowGram) else gram / (scale.mT * scale)
-    target = scaled @ hessian
-    first_mask = scopes.project(scaled, 2)
+    first_mask = scopes.project(weight * scale, 2)
     first = least_squares(weight, gram, first_mask, FEW_STEPS)
-    kept, rho = first * scale, RHO
+    hessian = gram.scaled(scale) if isinstance(gram, RowGram) else gram / (scale.mT * scale)
+    mask, kept = _admm_steps(weight * scale, hessian, first * scale, scopes, steps)
+    del hessian
+    solution = least_squares(weight, gram, mask, FEW_STEPS, kept.div_(scale))
+    if relative_error(weight, gram, solution) <= relative_error(weight, gram, first):
+        return mask, solution
+    return first_mask, first
+
+
+def _admm_steps(weight: Tensor, hessian: Gram, kept: Tensor, scopes: MatrixScopes, steps: int) -> tuple[Tensor, Tensor]:
+    """Mask and kept weights after some steps from kept weights, for a Gram matrix with unit diagonal."""
+    target, rho = weight @ hessian, RHO
     dual = target - kept @ hessian  # what makes the start a fixed point, but for the projection
     for done in range(0, steps, EVERY):
         inverse = penalized_inverse(hessian, rho)
         for _ in range(min(EVERY, steps - done)):
-            free = (target - dual + rho * kept) @ inverse
-            shifted = free + dual / rho
-            mask = scopes.project(shifted, 2)
-            kept = shifted * mask
-            dual = dual + rho * (free - kept)
+            free = (target - dual).add_(kept, alpha=rho) @ inverse
+            kept = torch.add(free, dual, alpha=1 / rho)
+            mask = scopes.project(kept, 2)
+            kept.mul_(mask)
+            dual.add_(free.sub_(kept), alpha=rho)
         rho *= GROWTH
         del inverse  # the memory of the next one
-    solution = least_squares(weight, gram, mask, FEW_STEPS, kept / scale)
-    if relative_error(weight, gram, solution) <= relative_error(weight, gram, first):
-        return mask, solution
-    return first_mask, first
+    return mask, kept
 
 
 def penalized_inverse(hessian: Gram, rho: float) -> Gram:

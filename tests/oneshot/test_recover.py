@@ -94,6 +94,25 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits():
         assert torch.equal(start.state_dict()[name], p), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_interruption_within_a_block_leaves_it_as_it_was(dtype):
+    sparsifier, dense, batches = pruned(blocks=2)
+    model, dense, batches = sparsifier.model.to(dtype), dense.to(dtype), [b.to(dtype) for b in batches]
+    calls, saved = [], []
+
+    def interrupt(*args):
+        calls.append(torch.is_grad_enabled())
+        if sum(calls) == 5:  # the fifth step: the weights have been changed by four
+            raise KeyboardInterrupt
+
+    model.blocks[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        recover(model, dense, batches, checkpoint=lambda done: saved.append(copy.deepcopy(model.state_dict())))
+    assert sum(calls) == 5 and len(saved) == 1
+    for name, p in model.state_dict().items():
+        assert torch.equal(saved[0][name], p), name
+
+
 def test_one_shot_recovers_in_the_same_call_and_resumes_where_it_stopped():
     sparsifier, dense, batches = pruned(recover=True)
     apart, _, _ = pruned()
