@@ -19,6 +19,7 @@ from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
 from .verify import count_flops, light_copy, plain_weights
 
+CLOSE = 0.99  # of the allowed cost, from which on no more units are taken back
 T = TypeVar("T")
 Cost = Callable[[nn.Module], float]
 Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numbers of units [scopes, units]}
@@ -89,8 +90,8 @@ def counts_within(
     Units are dropped one by one, or `multiples` of them. Next is the one with the least increase of its coupling's lost
     importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
     from being cut to their limit (examples/benchmarks/compare_accuracy.py). The last step may save more than is needed,
-    as that of a whole head; as many steps before it are then taken back as the cost allows. `limits` are the largest
-    fractions that are dropped; importances, scores to a power, add up.
+    as that of a whole head does. It stays, and steps before it are taken back until the cost is close to what is
+    allowed. `limits` are the largest fractions that are dropped; importances, scores to a power, add up.
     """
     full = {coupling.name: coupling.bind(model)[0].grid[-1] for coupling in couplings}
     cost_at = partial(_cost_with, model, couplings, cost)
@@ -109,20 +110,28 @@ def counts_within(
             steps.append((lost / math.sqrt(saved) if saved > 0 else math.inf, names, kept))
     steps.sort(key=lambda step: step[0])  # stable, so that a coupling drops its units one after the other
 
+    fixed: dict[str, int] = {}
+
     def counts(taken: int) -> dict[str, int]:
-        return full | {name: kept for _, names, kept in steps[:taken] for name in names}
+        return full | {name: kept for _, names, kept in steps[:taken] for name in names} | fixed
+
+    def is_within(taken: int) -> bool:
+        return cost_at(counts(taken)) <= target
 
     target = (1 - ratio) * dense
-    taken = bisect.bisect_left(range(len(steps) + 1), True, key=lambda n: cost_at(counts(n)) <= target)
+    taken = bisect.bisect_left(range(len(steps) + 1), True, key=is_within)
     if taken > len(steps):
         raise SparsityError(
             f"shrink: a ratio of {ratio} allows a cost of {target:.6g}, but without all units that may be dropped the "
             f"model still costs {cost_at(counts(len(steps))):.6g} of {dense:.6g}; lower the ratio, raise max_sparsity, "
             "or exclude less"
         )
-    last = dict.fromkeys(*steps[taken - 1][1:]) if taken else {}
-    fewest = bisect.bisect_left(range(taken), True, key=lambda n: cost_at(counts(n) | last) <= target)
-    return counts(fewest) | last
+    while taken and not (fixed and cost_at(counts(taken)) > CLOSE * target):
+        _, names, kept = steps[taken - 1]
+        for name in names:
+            fixed.setdefault(name, kept)
+        taken = bisect.bisect_left(range(taken), True, key=is_within)
+    return counts(taken)
 
 
 def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:

@@ -100,6 +100,16 @@ def test_with_one_step_more_a_model_would_cost_more():
     assert all(m.out_features % 4 == 0 for m in small[::2][:-1])
 
 
+@pytest.mark.parametrize("ratio", [0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+def test_whole_heads_leave_a_model_close_to_its_budget(ratio):
+    model, hidden = mlp(16, 96, 8, 96, 48, 8), Coupling({"6.weight": "u i", "6.bias": "u", "8.weight": "o u"})
+    first = Coupling({"0.weight": "(h d) i", "0.bias": "(h d)", "2.weight": "o (h d)"}, unit="h", sizes={"d": 24})
+    second = Coupling({"4.weight": "(h d) i", "4.bias": "(h d)", "6.weight": "o (h d)"}, unit="h", sizes={"d": 24})
+    small, report = shrink(model, torch.randn(3, 16), ratio, cost="parameters", couplings=[first, second, hidden])
+    allowed = (1 - ratio) * report.before.parameters
+    assert 0.97 * allowed <= parameters(small) <= allowed
+
+
 def test_units_of_one_coupling_are_dropped_exactly_down_to_the_budget():
     model, x = mlp(4, 64, 2), torch.randn(3, 4)
     for ratio in (0.1, 0.35, 0.8):
