@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import SparsityError
 from ..structure import write_back
 from ..structure.rule import KEY_DTYPES
-from . import cpu, gpu, reference
+from . import cpu, reference, triton
 from .request import Request
 
 Backend = Any  # a module or an object
-BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu, "triton": gpu}
+BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu, "triton": triton}
 ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}  # tried before the reference
 
 

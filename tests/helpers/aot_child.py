@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "bench
 from kernel_cases import as_request
 from sass import compiling, empty, usage
 
-from sparsekit_ao.selection import triton as gpu
-from sparsekit_ao.selection.triton import lowering
+from sparsekit_ao.selection.triton import launches, lowering
 from sparsekit_ao.structure.windows import ScopeWindows, Window
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,7 +44,7 @@ def offsets(big):
 def fill(groups, keep=1, big=False, **how):
     def launch():
         with offsets(big):
-            gpu.fill_masks(gpu.lower(as_request(groups, keep, **how)))
+            launches.fill_masks(lowering.lower(as_request(groups, keep, **how)))
 
     return launch
 

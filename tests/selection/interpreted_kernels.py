@@ -15,11 +15,10 @@ from kernel_cases import KINDS, NAN, as_request, budgets, generator, scope_mask,
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError, View
 from sparsekit_ao.selection import Request, keep_mask, update_masks
-from sparsekit_ao.selection import triton as gpu
 from sparsekit_ao.selection.triton import launches, lowering
 from sparsekit_ao.structure.windows import ScopeWindows, Window, block_scores
 
-if gpu.INTERPRETED:
+if launches.INTERPRETED:
     import interpreting
 
     interpreting.speed_up()
@@ -49,7 +48,7 @@ def on(path, **sizes):
 
 
 def test_the_kernels_are_interpreted():
-    assert gpu.INTERPRETED
+    assert launches.INTERPRETED
 
 
 def integers(shape, dtype=torch.float32, seed=0):
@@ -408,7 +407,7 @@ def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
 def test_scopes_go_in_memory_order_unless_they_have_budgets():
     values = integers((32, 64)).t()
     member = blocks_of(values, (1, 1), mask=torch.zeros(32, 64, dtype=torch.bool).t())
-    ((part,),) = gpu.lower(as_request([ScopeWindows(members=(member,), shape=(1, 4))], 2)).parts
+    ((part,),) = lowering.lower(as_request([ScopeWindows(members=(member,), shape=(1, 4))], 2)).parts
     assert part.scope == lowering.Nest((8, 64), (256, 1), (256, 1))
     assert part.in_memory_order().scope == lowering.Nest((64, 8), (1, 256), (1, 256))
     agree([ScopeWindows(members=(member,), shape=(1, 4))], torch.arange(512).reshape(64, 8) % 5)
@@ -431,7 +430,7 @@ def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypat
     values = torch.empty(8192, 8192, device="meta")
     mask = torch.empty(8192, 8192, dtype=torch.bool, device="meta")
     scoped = ScopeWindows(members=(Window(shape=block, values=values, mask=mask),), shape=scope)
-    gpu.fill_masks(gpu.lower(as_request([scoped], 1)))
+    launches.fill_masks(lowering.lower(as_request([scoped], 1)))
     assert len(seen) == count
 
 

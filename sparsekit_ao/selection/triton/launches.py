@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import cdiv, next_power_of_2
+from triton import JITFunction, cdiv, next_power_of_2
 
 from . import long_rows
 from .long_rows import bracket_kernel, histogram_kernel, mark_kernel, narrow_kernel, sample_kernel, tie_kernel
 from .lowering import Nest, Part, Selection
 from .short_rows import fill_kernel, fused_kernel, score_kernel
+
+INTERPRETED = not isinstance(fused_kernel, JITFunction)  # TRITON_INTERPRET=1: kernels run on CPU tensors, slowly
 
 # Sizes at which another kernel is chosen, and how much a program takes; tests make them small.
 FUSED = 1 << 14  # elements of the largest scope that one program takes, padded to powers of two
