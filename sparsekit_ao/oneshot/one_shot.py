@@ -34,7 +34,7 @@ from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
 METHODS = (None, "least_squares", *SOLVERS)
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
-WIDEST = 32_768  # inputs of a layer whose Gram matrix is inverted
+MOST_INPUTS = 32_768  # inputs of a layer whose Gram matrix is inverted
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
 
@@ -326,10 +326,10 @@ class _Pass:
         for group in self.groups if self.method in ("obs", "sparsegpt") else ():
             adapter = self.sparsifier._adapter(group)
             inputs = 0 if adapter is None else adapter.matrix(self.sparsifier._dense(group)).shape[2]
-            if inputs > WIDEST:
+            if inputs > MOST_INPUTS:
                 raise SparsityError(
                     f"one_shot: {group['tensor_fqn']} has {inputs:,} inputs, and compensate={self.method!r} inverts a "
-                    f"matrix of their products; use 'admm' or 'least_squares' for more than {WIDEST:,}"
+                    f"matrix of their products; use 'admm' or 'least_squares' for more than {MOST_INPUTS:,}"
                 )
 
     def _collected(self, at: int) -> Statistics:

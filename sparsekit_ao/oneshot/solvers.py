@@ -23,7 +23,7 @@ ADMM_STEPS = 27
 RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
 GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor, after so many steps: each growth is a factorization
 WIDTH = 128  # columns after which those to the right are compensated; SparseGPT's scope without N:M
-WIDEST = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
+WIDEST_SCOPE = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,14 +145,14 @@ def penalized_inverse(hessian: Gram, rho: float) -> Gram:
 def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
     """Structured optimal brain surgeon (S3, arXiv 2604.11315): scope after scope, compensated in the columns after it.
 
-    Scopes that are wider than `WIDEST` columns or of several stages are chosen at once instead. The weights are the
-    best for all masks together.
+    Scopes of several stages, or wider than `WIDEST_SCOPE` columns, are chosen at once instead. The weights are the best
+    for all masks together.
     """
     inverse = damped_inverse(gram, 0.0, scopes.name)
     scope_ids, block_ids = scopes.labels()
     is_plain = scopes.is_plain and len(weight) == 1 and bool((block_ids >= 0).all())
     chunks = column_chunks(scope_ids[0]) if is_plain else []
-    if not is_plain or max(stop - start for start, stop in chunks) > WIDEST:
+    if not is_plain or max(stop - start for start, stop in chunks) > WIDEST_SCOPE:
         joint = [joint_saliency(w, c, b) for w, c, b in zip(weight, inverse, block_ids, strict=True)]
         mask = scopes.project(torch.stack(joint), None)
         return mask, least_squares(weight, gram, mask)

@@ -80,7 +80,7 @@ def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = No
         budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
         for row, budget in enumerate(budgets):
             allowed = None if candidates is None else candidates[row]
-            _keep_long([_Slots(scores[row], out[row], False, within=allowed)], budget)
+            _keep_long([_LongPart(scores[row], out[row], False, within=allowed)], budget)
         return out
     step = max(1, CHUNK // width)
     parts = [slice(at, at + step) for at in range(0, rows, step)]
@@ -122,8 +122,8 @@ def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[],
         return
     for place, _ in cut_parts(m.window, scope.shape, chunk):
         cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, scope.shape, strict=True))
-        own = keep[place] if isinstance(keep, Tensor) else keep
-        yield partial(_fill_chunk, _at(m, cut), scope.shape, own, *options)
+        part_keep = keep[place] if isinstance(keep, Tensor) else keep
+        yield partial(_fill_chunk, _at(m, cut), scope.shape, part_keep, *options)
 
 
 def _fill_plain(request: Request) -> None:
@@ -138,14 +138,14 @@ def _fill_plain(request: Request) -> None:
         else:
             _fill_blocks(request)
     elif is_joint:
-        _keep_long([part for m in members for part in _slots_of(m, request)], int(request.budget))
+        _keep_long([part for m in members for part in _long_parts(m, request)], int(request.budget))
     else:
         keep = request.budget
         for place in np.ndindex(*scopes[0].scope_grid):
             part = _at(
                 members[0], tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, scopes[0].shape, strict=True))
             )
-            _keep_long(list(_slots_of(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
+            _keep_long(list(_long_parts(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
 
 
 def _fill_chunk(
@@ -328,7 +328,7 @@ def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
 # one long scope
 
 
-class _Slots:
+class _LongPart:
     """Consecutive members of one long scope, whose keys are computed when they are needed."""
 
     def __init__(
@@ -383,16 +383,16 @@ class _Slots:
         _write(self._mask, kept, self._mask_dtype, self._within_mask)
 
 
-def _slots_of(m: Window, request: Request) -> Iterator[_Slots]:
+def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
     """A window of single elements as chunks of consecutive members."""
     assert m.values is not None and m.mask is not None
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK):
         mask, is_within = m.mask[place], request.within_mask
         under, within = mask if request.masked else None, mask if is_within else None
-        yield _Slots(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
+        yield _LongPart(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
 
 
-def _keep_long(parts: Sequence[_Slots], keep: int) -> None:
+def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
     """Keep exactly `keep` members of one scope, given as consecutive parts."""
     low, high, tied = _bracket(parts, keep)
     if not _keep_between(parts, keep, low, high) and not (tied and _keep_between(parts, keep, high + 1, high + 1)):
@@ -404,7 +404,7 @@ def _keep_long(parts: Sequence[_Slots], keep: int) -> None:
             start += part.size
 
 
-def _bracket(parts: Sequence[_Slots], keep: int) -> tuple[int, int, bool]:
+def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
     """Two keys, such that the last kept key is probably above the first and not above the second, or equals the first.
 
     The third value says whether the key above the second is so frequent that it was left out of the bracket.
@@ -425,7 +425,7 @@ def _bracket(parts: Sequence[_Slots], keep: int) -> tuple[int, int, bool]:
     return low, high, False
 
 
-def _keep_between(parts: Sequence[_Slots], keep: int, low: int, high: int) -> bool:
+def _keep_between(parts: Sequence[_LongPart], keep: int, low: int, high: int) -> bool:
     """Keep the members if the last kept key is between these two, or equals the lower one; whether it is so."""
     _on_threads([partial(part.decide, low, high) for part in parts])
     room = keep - sum(part.above for part in parts)

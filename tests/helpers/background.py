@@ -168,5 +168,5 @@ def _kill():
     for child in _running:
         if child.poll() is None:
             child.kill()
-    for folder in _folders.values():
+    for folder in list(_folders.values()):
         shutil.rmtree(folder, ignore_errors=True)

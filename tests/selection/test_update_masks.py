@@ -149,7 +149,7 @@ ROWS = {  # name: values, budget, whether each bracket tried held the last kept 
 def test_a_good_sample_decides_and_ties_are_cut_at_the_exact_index(name, monkeypatch):
     resize(monkeypatch, LONG=1 << 10, CHUNK=1 << 9)
     values, keep, expected, ties = ROWS[name]
-    kept, tied = watched(monkeypatch, cpu, "_keep_between"), watched(monkeypatch, cpu._Slots, "tied")
+    kept, tied = watched(monkeypatch, cpu, "_keep_between"), watched(monkeypatch, cpu._LongPart, "tied")
     scopes = as_scopes(values[MIXED].view(64, 128), torch.zeros(64, 128, dtype=torch.bool), (1, 1), (-1, -1))
     assert int(agree([scopes], keep)[0].sum()) == keep
     assert kept == expected and bool(tied) is ties

@@ -1,4 +1,4 @@
-"""The backend "triton": kernels for NVIDIA GPUs, which are imported when they may be used. See README.md beside this."""
+"""The backend "triton": kernels for NVIDIA GPUs, imported when they may be used. See README.md beside this."""
 
 import importlib.util
 from collections.abc import Sequence

@@ -148,8 +148,8 @@ def _select_whole(part: Part, selection: Selection) -> None:
         apart=apart and not contiguous,
     )
     taken = form.tile * padded * chunk
-    held = (1024 if contiguous or apart else 512 if elements == chunk else 256) // (2 if form.masked else 1)
-    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(taken, held)}
+    of_warp = (1024 if contiguous or apart else 512 if elements == chunk else 256) // (2 if form.masked else 1)
+    options = {"KEEP": _kind(selection.keep), "FORM": form, "num_warps": _warps(taken, of_warp)}
     if options["num_warps"] == 16 and taken < FUSED:  # else the assembler stops at 64 registers; others spill with it
         options["maxnreg"] = REGISTERS
     fused_kernel[(cdiv(part.scope.trips, form.tile),)](part, part.scope.trips, selection.keep, **options)
@@ -169,8 +169,8 @@ def _select_stored(selection: Selection) -> None:
             ends = {"FIRST": at == 0, "LAST": at == len(coupled) - 1}
             arguments = (part, rows * width, width, own_scores, own_kept, row)
             score_kernel[(cdiv(rows * width, form.tile),)](*arguments, **ends, **_block_options(form))
-    one = Nest((1,), (0,), (0,))
-    stored = Part(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), one)
+    element = Nest((1,), (0,), (0,))
+    stored = Part(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), element)
     among_stored = replace(selection, parts=((stored,),), masked=False)
     if _fits_program(row, among_stored):
         _select_whole(stored, among_stored)
@@ -190,10 +190,10 @@ def _block_form(part: Part, selection: Selection, size: int, single: bool = Fals
     # Where neighbours in memory are other blocks, not other elements, a tile takes enough blocks to use whole sectors.
     across = part.block.values[0] == 1 and part.element.values[0] != 1
     # Of a row of blocks of several rows a thread reads 16 bytes at a time.
-    held = TILE // 2 // size if part.element.trips > inner else TILE
+    tile_elements = TILE // 2 // size if part.element.trips > inner else TILE
     return Form(
         **_scoring(part, selection, single=single),
-        tile=max(held // chunk, SECTOR // size if across else 1),
+        tile=max(tile_elements // chunk, SECTOR // size if across else 1),
         elements=part.element.trips,
         chunk=chunk,
         outer=part.element.trips // inner,
@@ -286,6 +286,6 @@ def _kind(keep: int | Tensor) -> str:
     return "number" if not isinstance(keep, Tensor) else "one" if keep.numel() == 1 else "each"
 
 
-def _warps(held: int, elements: int) -> int:
-    """Warps of a program that holds so many elements, `elements` a warp."""
-    return min(16, max(4, held // elements))
+def _warps(elements: int, of_warp: int) -> int:
+    """Warps of a program that holds so many elements, `of_warp` in each."""
+    return min(16, max(4, elements // of_warp))

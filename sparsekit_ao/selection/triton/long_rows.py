@@ -120,30 +120,30 @@ def narrow_kernel(part, spans, state, records, gathered, FORM: tl.constexpr):
     buffer = gathered + record * capacity
     whole = begin + (end - begin) // TILE * TILE
     below = tl.full([FORM.runs], 0, tl.int32)
-    at_high, at_low, found = below, below, tl.full((), 0, tl.int32)
+    at_high, at_low, inside = below, below, tl.full((), 0, tl.int32)
     for at in range(begin, whole, TILE):
         keys = row_keys(part, row, at + tl.arange(0, TILE), None, FORM)
-        below, at_high, at_low, found = gather(
-            keys, bracket, below, at_high, at_low, buffer, capacity, found, LENGTH, FORM
+        below, at_high, at_low, inside = gather(
+            keys, bracket, below, at_high, at_low, buffer, capacity, inside, LENGTH, FORM
         )
     if whole < end:
         slot = whole + tl.arange(0, TILE)
         keys = row_keys(part, row, slot, slot < spans.width, FORM)
-        below, at_high, at_low, found = gather(
-            keys, bracket, below, at_high, at_low, buffer, capacity, found, LENGTH, FORM
+        below, at_high, at_low, inside = gather(
+            keys, bracket, below, at_high, at_low, buffer, capacity, inside, LENGTH, FORM
         )
     spread = tl.load(line + LOW) < tl.load(line + HIGH)
     high_count, low_count = tl.sum(at_high), tl.where(spread, tl.sum(at_low), 0)
-    above = (end - begin + TILE - 1) // TILE * TILE - tl.sum(below) - found - tl.where(spread, high_count, 0)
+    above = (end - begin + TILE - 1) // TILE * TILE - tl.sum(below) - inside - tl.where(spread, high_count, 0)
     fields = records + record * RECORD_FIELDS
-    tl.store(fields + GATHERED, found)
+    tl.store(fields + GATHERED, inside)
     tl.store(fields + SPAN_HIGH, high_count)
     tl.store(fields + SPAN_LOW, low_count)
     tl.atomic_add(line + ABOVE, above.to(tl.int64), sem="relaxed")
     tl.atomic_add(line + AT_HIGH, high_count.to(tl.int64), sem="relaxed")
-    tl.atomic_add(line + INSIDE, found.to(tl.int64), sem="relaxed")
+    tl.atomic_add(line + INSIDE, inside.to(tl.int64), sem="relaxed")
     tl.atomic_add(line + AT_LOW, low_count.to(tl.int64), sem="relaxed")
-    if found > capacity:
+    if inside > capacity:
         tl.atomic_add(line + OVERFLOW, 1, sem="relaxed")
 
 
@@ -216,9 +216,9 @@ def digits_found(counts, need, PASSES: tl.constexpr):
     prefix = 0 * need
     bins = tl.arange(0, BINS)
     for at in tl.static_range(PASSES):
-        found = tl.load(counts + at * BINS + bins).to(tl.int64)
-        digit = tl.maximum(tl.sum((tl.cumsum(found, 0, reverse=True) >= need).to(tl.int64)) - 1, 0)
-        need -= tl.sum(tl.where(bins > digit, found, 0))
+        of_digit = tl.load(counts + at * BINS + bins).to(tl.int64)
+        digit = tl.maximum(tl.sum((tl.cumsum(of_digit, 0, reverse=True) >= need).to(tl.int64)) - 1, 0)
+        need -= tl.sum(tl.where(bins > digit, of_digit, 0))
         prefix = (prefix << DIGIT) | digit
     return prefix, need
 
@@ -234,23 +234,23 @@ def histogram_kernel(
     counts += row * (FORM.digits * BINS)
     source, _, need = resolve(state + row * STATE_FIELDS, budget(keep, row, row >= 0, KEEP).to(tl.int64), FORM.narrow)
     prefix = digits_found(counts, need, PASS)[0].to(tl.uint32)
-    found = tl.zeros([BINS], tl.int32)
+    histogram = tl.zeros([BINS], tl.int32)
     if source == READ_ROW:
         for at in range(begin, end, TILE):
             slot = at + tl.arange(0, TILE)
             keys = row_keys(part, row, slot, slot < spans.width, FORM)
-            found += digit_histogram(keys, slot < spans.width, prefix, SHIFT, PASS)
+            histogram += digit_histogram(keys, slot < spans.width, prefix, SHIFT, PASS)
     elif source == READ_GATHERED:
         buffer = gathered + record * (spans.length * (FORM.tile // 8))
         least = least_gathered(state + row * STATE_FIELDS).to(tl.uint32)
-        held = tl.load(records + record * RECORD_FIELDS + GATHERED)
-        for at in range(0, held, TILE):
+        count = tl.load(records + record * RECORD_FIELDS + GATHERED)
+        for at in range(0, count, TILE):
             slot = at + tl.arange(0, TILE)
-            found += digit_histogram(
-                tl.load(buffer + slot, mask=slot < held, other=0) + least, slot < held, prefix, SHIFT, PASS
+            histogram += digit_histogram(
+                tl.load(buffer + slot, mask=slot < count, other=0) + least, slot < count, prefix, SHIFT, PASS
             )
     bins = PASS * BINS + tl.arange(0, BINS)
-    tl.atomic_add(counts + bins, found.to(counts.dtype.element_ty), mask=found > 0, sem="relaxed")
+    tl.atomic_add(counts + bins, histogram.to(counts.dtype.element_ty), mask=histogram > 0, sem="relaxed")
 
 
 @triton.jit
@@ -287,11 +287,11 @@ def tie_kernel(part, spans, state, records, gathered, counts, keep, KEEP: tl.con
     elif source == READ_GATHERED:
         buffer = gathered + record * (spans.length * (FORM.tile // 8))
         least = least_gathered(state + row * STATE_FIELDS).to(tl.uint32)
-        held = tl.load(fields + GATHERED)
-        for at in range(0, held, FORM.tile):
+        count = tl.load(fields + GATHERED)
+        for at in range(0, count, FORM.tile):
             slot = at + tl.arange(0, FORM.tile)
-            keys = tl.load(buffer + slot, mask=slot < held, other=0) + least
-            tied += ((slot < held) & (keys == limit.to(tl.uint32))).to(tl.int32)
+            keys = tl.load(buffer + slot, mask=slot < count, other=0) + least
+            tied += ((slot < count) & (keys == limit.to(tl.uint32))).to(tl.int32)
         total = tl.sum(tied)
     else:
         is_high = limit == tl.load(state + row * STATE_FIELDS + HIGH)

@@ -142,8 +142,8 @@ def _nests(
     grid = aligned_grid(grid_of(sizes, block), order, ndim)
     steps = []
     for strides in (values, mask):  # to the next block along each dimension of the aligned grid
-        own = tuple(d * b for d, b in zip(strides, block, strict=True)) + (0,) * (ndim - len(strides))
-        steps.append(tuple(own[k] for k in order) if order else own)
+        block_steps = tuple(d * b for d, b in zip(strides, block, strict=True)) + (0,) * (ndim - len(strides))
+        steps.append(tuple(block_steps[k] for k in order) if order else block_steps)
     scopes = [(grid[k] // scope[k], steps[0][k] * scope[k], steps[1][k] * scope[k]) for k in scope_order or range(ndim)]
     blocks, elements = zip(scope, *steps, strict=True), zip(block, values, mask, strict=True)
     return _nest(scopes), _nest(blocks), _nest(elements)

@@ -22,12 +22,12 @@ def offset_of(index, sizes, steps):
 def budget(keep, scope, valid, KEEP: tl.constexpr):
     """Blocks kept in these scopes: a number, or read from device memory, one for all or one for each scope."""
     if KEEP == "each":
-        found = tl.load(keep + scope, mask=valid, other=0)
+        kept = tl.load(keep + scope, mask=valid, other=0)
     elif KEEP == "one":
-        found = tl.load(keep) + 0 * scope
+        kept = tl.load(keep) + 0 * scope
     else:
-        found = keep + 0 * scope
-    return found
+        kept = keep + 0 * scope
+    return kept
 
 
 @triton.jit
@@ -51,11 +51,11 @@ def read(at, exists):
 def magnitude_bits(x):
     """|x| as int32 of the same order; every NaN is the first integer above infinity."""
     if x.dtype.primitive_bitwidth == 32:
-        found = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
+        magnitude = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
     else:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-        found = tl.minimum(bits, 0x7C01 if x.dtype == tl.float16 else 0x7F81)
-    return found
+        magnitude = tl.minimum(bits, 0x7C01 if x.dtype == tl.float16 else 0x7F81)
+    return magnitude
 
 
 @triton.jit
@@ -63,15 +63,15 @@ def order_key(x, SIGNED: tl.constexpr):
     """uint32 keys ordered as x is, or as |x| is without SIGNED; 0 is reserved for slots that must not be kept."""
     size = magnitude_bits(x)
     if not SIGNED:
-        found = (size + 1).to(tl.uint32)
+        key = (size + 1).to(tl.uint32)
     elif x.dtype.primitive_bitwidth == 32:
         negative = (x.to(tl.int32, bitcast=True) < 0) & (size < 0x7F800001)
-        found = tl.where(negative, -size, size).to(tl.uint32, bitcast=True) ^ 0x80000000
+        key = tl.where(negative, -size, size).to(tl.uint32, bitcast=True) ^ 0x80000000
     else:
         top = 0x7C01 if x.dtype == tl.float16 else 0x7F81
         negative = (x.to(tl.int16, bitcast=True).to(tl.int32) < 0) & (size < top)
-        found = (tl.where(negative, -size, size) + 0x8000).to(tl.uint32)
-    return found
+        key = (tl.where(negative, -size, size) + 0x8000).to(tl.uint32)
+    return key
 
 
 @triton.jit
@@ -81,12 +81,12 @@ def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
     Among equal values the lower of COUNT slots, 16 at most, has the higher key; no key is 0.
     """
     if SIGNED:
-        found = order_key(x, True) * 32768 + (COUNT - slot).to(tl.uint32)
+        key = order_key(x, True) * 32768 + (COUNT - slot).to(tl.uint32)
     else:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
         top = 0x7C010000 if x.dtype == tl.float16 else 0x7F810000
-        found = tl.minimum((bits & 0x7FFF0000) | (COUNT - slot), top | (COUNT - slot)).to(tl.uint32)
-    return found
+        key = tl.minimum((bits & 0x7FFF0000) | (COUNT - slot), top | (COUNT - slot)).to(tl.uint32)
+    return key
 
 
 @triton.jit
@@ -94,14 +94,14 @@ def power(x, NORM: tl.constexpr):
     """The terms of a block's norm: squares, magnitudes, (for the maximum) ordered bits; x itself for a sum."""
     wide = x.to(tl.float32)
     if NORM == "inf":
-        found = magnitude_bits(wide)
+        term = magnitude_bits(wide)
     elif NORM == "2":
-        found = wide * wide
+        term = wide * wide
     elif NORM == "1":
-        found = tl.abs(wide)
+        term = tl.abs(wide)
     else:
-        found = wide
-    return found
+        term = wide
+    return term
 
 
 @triton.jit
@@ -120,12 +120,12 @@ def reduced(powers, NORM: tl.constexpr):
 def root(total, NORM: tl.constexpr):
     """The norm of blocks from their sums (or maxima), float32."""
     if NORM == "inf":
-        found = total.to(tl.float32, bitcast=True)
+        norm = total.to(tl.float32, bitcast=True)
     elif NORM == "2":
-        found = tl.sqrt_rn(total)
+        norm = tl.sqrt_rn(total)
     else:
-        found = total
-    return found
+        norm = total
+    return norm
 
 
 @triton.jit
@@ -149,10 +149,10 @@ def keep_sorted(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr, SPARE: tl
 def keep_slots(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr):
     """As `keep_sorted`, of COUNT vectors of keys, one for each slot of a row; returns a vector for each."""
     least = tl.maximum(kth_largest(sorted_slots(keys, COUNT), keep, COUNT), 1)
-    found = ()
+    chosen = ()
     if UNIQUE:
         for i in tl.static_range(COUNT):
-            found += (keys[i] >= least,)
+            chosen += (keys[i] >= least,)
     else:
         need = keep
         for i in tl.static_range(COUNT):
@@ -160,8 +160,8 @@ def keep_slots(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr):
         for i in tl.static_range(COUNT):
             tied = (keys[i] == least) & (need > 0)
             need -= tied.to(tl.int32)
-            found += ((keys[i] > least) | tied,)
-    return found
+            chosen += ((keys[i] > least) | tied,)
+    return chosen
 
 
 @triton.jit

@@ -56,16 +56,16 @@ def select_slots(part, scope, valid, keep, FORM: tl.constexpr):
 @triton.jit
 def key_of_slot(part, values, mask, valid, i: tl.constexpr, UNIQUE: tl.constexpr, FORM: tl.constexpr):
     """Keys of slot i of every scope; 0 where there is none or an earlier stage pruned it."""
-    found = tl.full([FORM.tile], 0, tl.uint32)
+    key = tl.full([FORM.tile], 0, tl.uint32)
     if i < FORM.width:
         x = tl.load(values + slot_offset(i, part[3][0], part[3][1], FORM), mask=valid, other=0.0)
         if FORM.masked:
             kept = tl.load(mask + slot_offset(i, part[3][0], part[3][2], FORM), mask=valid, other=0) != 0
             x = tl.where(kept, x, 0.0).to(x.dtype)
-        found = unique_keys(x, i, FORM.padded, FORM.signed) if UNIQUE else order_key(x, FORM.signed)
+        key = unique_keys(x, i, FORM.padded, FORM.signed) if UNIQUE else order_key(x, FORM.signed)
         if FORM.within_mask:
-            found = tl.where(kept, found, 0).to(tl.uint32)
-    return found
+            key = tl.where(kept, key, 0).to(tl.uint32)
+    return key
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def score_kernel(part, blocks, width, scores, kept, row, FIRST: tl.constexpr, LA
             x = tl.load(values[:, None] + at[None, :], mask=exists, other=0.0)
             if FORM.masked:
                 at = offset_of(outer, part[4][0][1:], part[4][2][1:]) + inner * part[4][2][0]
-                left = tl.load(mask[:, None] + at[None, :], mask=exists, other=0) != 0
-                x = tl.where(left, x, 0.0).to(x.dtype)
-                some = tl.maximum(some, left.to(tl.int32))
+                kept_before = tl.load(mask[:, None] + at[None, :], mask=exists, other=0) != 0
+                x = tl.where(kept_before, x, 0.0).to(x.dtype)
+                some = tl.maximum(some, kept_before.to(tl.int32))
             powers = combine(powers, power(x, NORM), NORM)
     total = reduced(powers, NORM)
     if not FIRST:
@@ -153,10 +153,10 @@ def score_kernel(part, blocks, width, scores, kept, row, FIRST: tl.constexpr, LA
         total = combine(before.to(tl.int32, bitcast=True) if NORM == "inf" else before, total, NORM)
     tl.store(scores + out, root(total, NORM if LAST or NORM == "inf" else "1"), mask=real)
     if FORM.within_mask:
-        found = tl.max(some, axis=1)
+        any_kept = tl.max(some, axis=1)
         if not FIRST:
-            found = tl.maximum(found, tl.load(kept + out, mask=real, other=0).to(tl.int32))
-        tl.store(kept + out, found.to(tl.uint8), mask=real)
+            any_kept = tl.maximum(any_kept, tl.load(kept + out, mask=real, other=0).to(tl.int32))
+        tl.store(kept + out, any_kept.to(tl.uint8), mask=real)
 
 
 @triton.jit
