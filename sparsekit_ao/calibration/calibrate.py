@@ -200,7 +200,7 @@ class RowGram:
 
     def __rmatmul__(self, matrix: Tensor) -> Tensor:
         of_rows = matrix @ self.rows.mT
-        return torch.addcmul((of_rows if self.core is None else of_rows @ self.core) @ self.rows, matrix, self.added)
+        return ((of_rows if self.core is None else of_rows @ self.core) @ self.rows).addcmul_(matrix, self.added)
 
     def to(self, dtype: torch.dtype) -> Self:
         """Convert to another dtype."""

@@ -79,19 +79,19 @@ def least_squares(
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-12 * float(scale.mean()) or 1.0)
     solution = (weight if start is None else start) * mask
-    rest = ((weight - solution) @ gram) * mask
+    rest = ((weight - solution) @ gram).mul_(mask)
     direction = rest / scale
     size = (rest * direction).sum(2, keepdim=True)
     first = size.clone()
     for _ in range(steps):
-        moved = (direction @ gram) * mask
+        moved = (direction @ gram).mul_(mask)
         curvature = (direction * moved).sum(2, keepdim=True)
         step = torch.where((curvature > 0) & (size > 1e-14 * first), size / curvature, 0)
         solution.addcmul_(step, direction)
         rest.addcmul_(step, moved, value=-1)
         turned = rest / scale
         before, size = size, (rest * turned).sum(2, keepdim=True)
-        direction = turned + torch.where(before > 0, size / before, 0) * direction
+        direction.mul_(torch.where(before > 0, size / before, 0)).add_(turned)
     return solution
 
 
