@@ -377,8 +377,8 @@ def light_copy(model: nn.Module, dtype: torch.dtype | None = None, own: Collecti
     tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in own}
     for p in (p for p in model.parameters() if id(p) not in own):
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
-        is_plain = type(p.detach() if type(p) is nn.Parameter else p) in (Tensor, Computed)
-        if p.numel() >= LARGE and p.ndim > 1 and is_plain:
+        is_plain = type(p) is nn.Parameter and type(p.detach()) is Tensor
+        if isinstance(p, Computed) or (is_plain and p.numel() >= LARGE and p.ndim > 1):
             tensors[id(p)] = Computed.of(p, to)
         elif dtype is not None:
             tensors[id(p)] = nn.Parameter(p.detach().to(to, copy=True), p.requires_grad)

@@ -100,6 +100,13 @@ def test_with_one_step_more_a_model_would_cost_more():
     assert all(m.out_features % 4 == 0 for m in small[::2][:-1])
 
 
+@pytest.mark.parametrize("cost", ["flops", "parameters", parameters])
+def test_a_layer_that_is_large_before_and_small_after_is_counted(cost):
+    model = mlp(32, 4 * verify.LARGE // 32, 32)
+    small, report = shrink(model, torch.randn(2, 32), 0.85, cost=cost)
+    assert verify.LARGE > small[0].weight.numel() and 0.149 <= parameters(small) / parameters(model) <= 0.15
+
+
 @pytest.mark.parametrize("ratio", [0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
 def test_whole_heads_leave_a_model_close_to_its_budget(ratio):
     model, hidden = mlp(16, 96, 8, 96, 48, 8), Coupling({"6.weight": "u i", "6.bias": "u", "8.weight": "o u"})
