@@ -120,8 +120,6 @@ class Budgets:
         self.refuse_uneven_scopes()
         least = [u * (1 if low is None else low[k]) for k, u in zip(ideals, unit, strict=True)]
         most = [self.capacities[k] if high is None else u * high[k] for k, u in zip(ideals, unit, strict=True)]
-        if not ideals:
-            return {}
         if high is not None:
             sum_kept = min(sum_kept, sum(most))
         if not sum(least) <= sum_kept <= sum(most):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..calibration import Calibration, call, checked_batches, run_batches
-from ..coupling.nested_tensors import tensors_in
+from ..coupling.nested_tensors import seeded, tensors_in
 from ..errors import SparsityError
-from ..removal.verify import Outputs, output_difference, seeded
+from ..removal.verify import Outputs, output_difference
 from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
 
@@ -129,7 +129,7 @@ def _outputs(
     with ExitStack() as hooks, seeded([*model.parameters(), *model.buffers()]):
         for layer in layers:
             hook = lambda *_, name=layer.fqn: called.add(name)  # noqa: E731
-            hooks.callback(model.get_submodule(layer.path).register_forward_pre_hook(hook).remove)
+            hooks.enter_context(model.get_submodule(layer.path).register_forward_pre_hook(hook))
         run_batches(Calibration(()), model, copies, run, None)
     return outputs, called
 

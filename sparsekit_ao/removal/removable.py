@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,8 +83,11 @@ def removable(
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
-        found = (lambda: discover(model, example_inputs), lambda: removable(model, example_inputs, tolerance=tolerance))
-        fitting, stale = _refitted(model, couplings, found)
+        searches = (
+            partial(discover, model, example_inputs),
+            partial(removable, model, example_inputs, tolerance=tolerance),
+        )
+        fitting, stale = _refitted(model, couplings, searches)
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
     tried, left_out = _tried(model, discovery, exclude, ratio)
     if multiple_of is None:
@@ -203,11 +207,8 @@ class Trials:
         self._failed = Counter[str]() if failed is None else failed
         self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
         self._problems: dict[tuple[Coupling, ...], str] = {}
-        self._known = {
-            (replace(coupling, attrs={}), multiple): known[coupling, multiple] for coupling, multiple in known
-        }
+        self._known, self._multiples = known, {coupling.name: multiple for coupling, multiple in known}
         self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
-        self._multiples = {coupling.name: multiple for coupling, multiple in known}
         self._tolerance, self._done, self.reference = tolerance, done, Reference(self._masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
@@ -331,7 +332,6 @@ def in_config(
 
     Those that fail are tried again together with others of as many units: one field may hold the size of both.
     """
-
     trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
     failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
@@ -361,7 +361,7 @@ def _random(
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        removals = known.setdefault((coupling, multiple), [])
+        removals = known[replace(coupling, attrs={}), multiple] = []
         for bound in coupling.bind(model):
             units, kept = bound.grid[-1], _kept(bound, ratio)
             kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)

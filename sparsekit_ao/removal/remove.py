@@ -60,7 +60,7 @@ class Removal:
         return self.kept == self.scope_units
 
 
-def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, source: int = 0) -> Removal:
+def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) -> Removal:
     """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all)."""
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
@@ -91,7 +91,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, so
     wanted = rounded(most, units, multiple_of)
     keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
     partly = int((zero.any(0) & ~dropped).sum())
-    return Removal(coupling=coupling, keep=keep.reshape(grid), source=source, partly=partly)
+    return Removal(coupling=coupling, keep=keep.reshape(grid), partly=partly)
 
 
 def check_multiple(multiple_of: object, where: str) -> None:
@@ -427,11 +427,9 @@ def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict
     for part in parts:
         layers = [m for m in model.get_submodule(part.name).modules() if type(vars(m).get("layer_idx")) is int]
         if layers and part.kind == "attention":
-            number, listed = (
-                vars(layers[0])["layer_idx"],
-                getattr(config_of(model, part.name)[1], "layer_types", None) or [],
-            )
-            cache_type = str(listed[number]) if number < len(listed) else ""
+            number = vars(layers[0])["layer_idx"]
+            layer_types = getattr(config_of(model, part.name)[1], "layer_types", None) or []
+            cache_type = str(layer_types[number]) if number < len(layer_types) else ""
             types.setdefault(f"{cache_type} {part.name.rpartition('.')[2]}", {})[part] = (number, layers)
     return types
 

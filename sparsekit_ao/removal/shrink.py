@@ -116,7 +116,10 @@ def shrink(
     next(phase)
     trial: dict[str, Any] = {"ratio": level, "tolerance": tolerance}
     discovery = removable(model, example_inputs, couplings, exclude=exclude, multiple_of=multiple_of, **trial)
-    _check_coupling_names(discovery, kinds, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    known = [*(c.name for c in discovery.couplings), *(name for name, _ in discovery.left_out)]
+    known += dict.fromkeys(c.kind for c in discovery.couplings)
+    by_names = {"ratio": ratio, "multiple_of": multiple_of, "max_sparsity": max_sparsity}
+    check_names("shrink: ", known, **by_names, kinds=dict.fromkeys(kinds or ()))
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
     ratio, multiple_of, max_sparsity = (by_name(x, discovery.couplings) for x in (ratio, multiple_of, max_sparsity))
     multiples = {
@@ -174,16 +177,9 @@ def _checked_ratio(
     return max(checked_level(level, "shrink: ratio: ") for level in ratios)
 
 
-def _check_coupling_names(discovery: Discovery, kinds: Sequence[str] | None, **numbers: Any) -> None:
-    """Raise if an argument names what is neither a coupling, also one that cannot be removed, nor a kind."""
-    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    known += dict.fromkeys(coupling.kind for coupling in discovery.couplings)
-    check_names("shrink: ", known, **numbers, kinds=dict.fromkeys(kinds or ()))
-
-
 def _removed(
     layers: list[Coupling],
-    scored: Callable[[list[Coupling]], tuple[Rows, list[tuple[str, str]]]],
+    scored: Callable[[list[Coupling]], tuple[Rows, Mapping[str, SparsityError]]],
     pruned: Callable[[list[Coupling], Rows], Trials],
     normed: Normed,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
@@ -193,11 +189,13 @@ def _removed(
     """
     left_out = list[tuple[str, str]]()
     while True:
-        scores, unscored = scored(layers)
-        layers = [c for c in layers if c.name in scores]
-        rated = [c for c in layers if any(bool(rows.any()) for rows in scores[c.name])]
-        left_out += unscored
-        left_out += [(c.name, "the score rates all of its units 0") for c in layers if c not in rated]
+        scores, errors = scored(layers)
+        if errors and not scores:
+            raise list(errors.values())[-1]
+        rated = [c for c in layers if c.name in scores and any(bool(rows.any()) for rows in scores[c.name])]
+        zero = [c.name for c in layers if c.name in scores and c not in rated]
+        left_out += [(name, str(error)) for name, error in errors.items()]
+        left_out += [(name, "the score rates all of its units 0") for name in zero]
         trials = pruned(rated, scores)
         try:
             removals, small, report = trials.removed(layers := rated, normed)
@@ -220,12 +218,13 @@ def _with_reasons(
 ) -> Compaction:
     """The report of `shrink`: beside that of `compact`, what was left out and why, and which engines load the model."""
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
+    inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
     return replace(
         report,
         before=size_of(whole, report.before.flops),
         fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
         left_out=(*_as_texts(left_out), *uncalled),
-        frozen=_frozen(discovery),
+        frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
         values=discovery.values,
     )
 
@@ -248,7 +247,8 @@ def _without_lowest(
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)
         keeps = [(b, keep_mask(rows.reshape(-1, b.grid[-1]), counts[c.name]).cpu()) for b, rows in pairs]
-        known[c, multiples[c.name]] = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+        removals = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+        known[replace(c, attrs={}), multiples[c.name]] = removals
     return known
 
 
@@ -258,12 +258,6 @@ def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     first = {why: name for name, why in reversed(left_out) if why in alike}
     more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
     return tuple(f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name)
-
-
-def _frozen(discovery: Discovery) -> tuple[str, ...]:
-    """Axes from which nothing may be removed, with the reason, but for inputs and outputs."""
-    inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
-    return tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside)
 
 
 def _unreached(
@@ -282,23 +276,18 @@ def _unreached(
 
 def _scored(
     model: nn.Module, couplings: Sequence[Coupling], **how: Any
-) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]]]:
-    """Scores as `_all_scored`, with the same arguments; and (name, reason) of couplings that the score does not fit."""
+) -> tuple[dict[str, list[Tensor]], dict[str, SparsityError]]:
+    """Scores as `_all_scored`, with the same arguments; and {name: error} of couplings that the score does not fit."""
     try:
-        return _all_scored(model, couplings, **how), []
-    except SparsityError:
-        if len(couplings) < 2:
+        return _all_scored(model, couplings, **how), {}
+    except SparsityError as e:
+        if not couplings:
             raise
-    scores, unscored, error = dict[str, list[Tensor]](), list[tuple[str, str]](), SparsityError()
-    for half in (couplings[: len(couplings) // 2], couplings[len(couplings) // 2 :]):
-        try:
-            some, others = _scored(model, half, **how)
-        except SparsityError as e:
-            some, others, error = {}, [(coupling.name, str(e)) for coupling in half], e
-        scores, unscored = scores | some, unscored + others
-    if not scores:
-        raise error
-    return scores, unscored
+        if len(couplings) == 1:
+            return {}, {couplings[0].name: e}
+    half = len(couplings) // 2
+    (scores, errors), (others, more) = (_scored(model, some, **how) for some in (couplings[:half], couplings[half:]))
+    return scores | others, errors | more
 
 
 def _all_scored(
@@ -333,9 +322,8 @@ def _all_scored(
 
     rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
     for coupling in couplings if score is None else ():
-        rated[coupling.name] = [
-            _whole(*pair, model) for pair in zip(coupling.bind(model), rated[coupling.name], strict=True)
-        ]
+        pairs = zip(coupling.bind(model), rated[coupling.name], strict=True)
+        rated[coupling.name] = [_whole(bound, rows, model) for bound, rows in pairs]
     for module in copied.modules():
         module._buffers.clear()  # the masks, whose modules refer to each other, so that they would be freed much later
     return rated
@@ -364,13 +352,13 @@ def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:
 
 
 def _chosen(
-    model: nn.Module, discovery: Discovery, ratio: float | Mapping[str, float], multiples: Mapping[str, int]
+    model: nn.Module, discovery: Discovery, levels: Mapping[str, float], multiples: Mapping[str, int]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
-    levels = {coupling.name: _number(ratio, coupling.name, 0.0) for coupling in discovery.couplings}
-    left_out = list(discovery.left_out)
-    left_out += [(name, "the ratio of it is 0, or does not name it") for name, level in levels.items() if not level]
-    places = {coupling: _places(model, coupling) for coupling in discovery.couplings if levels[coupling.name]}
+    pruned = [coupling for coupling in discovery.couplings if levels.get(coupling.name)]
+    why = "the ratio of it is 0, or does not name it"
+    left_out = [*discovery.left_out, *((c.name, why) for c in discovery.couplings if c not in pruned)]
+    places = {coupling: _places(model, coupling) for coupling in pruned}
     kept = counts_at_levels(model, list(places), levels, multiples)
     dropped = {coupling: 1 - kept[coupling.name] / coupling.bind(model)[0].grid[-1] for coupling in places}
     chosen: list[Coupling] = []

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..coupling import BoundCoupling, Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
+from ..coupling.nested_tensors import seeded
 from ..errors import SparsityError
 from .remove import Removal, plain_tensors, sizes_of
-from .verify import Reference, seeded
+from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # beside the unit, of which products are formed

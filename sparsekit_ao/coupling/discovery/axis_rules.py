@@ -10,6 +10,7 @@ elements; which entries an index reads depends on values, so nothing may be remo
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,14 +111,10 @@ def _convolution(op: Operation) -> Label:
 
 def _batch_norm(op: Operation) -> list[Label]:
     """BatchNorm in eval mode: each channel by itself; zero where its weight and bias are."""
-    x = op.label("input")
-    affine = op.labels("weight", "bias")
-    channels = combined([(x[1],), *affine, *op.labels("running_mean", "running_var")], op.why)[0]
-    rows = [leaves(axis) for (axis,) in affine]
-    aligned = bool(rows) and all(len(row) == len(channels) for row in rows)
-    zero = [aligned and all(row[k].zero for row in rows) for k in range(len(channels))]
-    channels = tuple(AxisFactor(part.factor, z) for part, z in zip(channels, zero, strict=True))
-    return [(x[0], channels, *x[2:])]
+    x, affine = op.label("input"), op.labels("weight", "bias")
+    operands = [(x[1],), *affine, *op.labels("running_mean", "running_var")]
+    is_zero = lambda zeros: bool(affine) and all(zeros[1 : 1 + len(affine)])  # noqa: E731
+    return [(x[0], *combined(operands, op.why, is_zero), *x[2:])]
 
 
 def _layer_norm(op: Operation) -> list[Label]:
@@ -193,7 +190,7 @@ def _require_zeros(op: Operation, axis: Sequence[AxisFactor]) -> None:
     op.freeze_value(nonzero, what="what it sums over is not zero where a unit is")
 
 
-def _nonzero(label: Label) -> Label:
+def _nonzero(label: Sequence[Axis]) -> Label:
     return tuple(tuple(AxisFactor(part.factor) for part in axis) for axis in label)
 
 
@@ -338,14 +335,10 @@ def _concatenate(op: Operation) -> Label:
 
 def _end_alike(axes: Sequence[Axis], size: int) -> bool:
     """Whether all axes have the same innermost factors, of this size: they are made of pieces of one tensor."""
-    ends = []
-    for axis in axes:
-        end: list[Factor] = []
-        for part in reversed(leaves(axis)):
-            if math.prod(factor.size for factor in end) < size:
-                end.append(part.factor)
-        ends.append(end)
-    return math.prod(factor.size for factor in ends[0]) == size > 1 and all(end == ends[0] for end in ends)
+    inner = [[part.factor for part in reversed(leaves(axis))] for axis in axes]
+    products = list(itertools.accumulate((factor.size for factor in inner[0]), operator.mul))
+    count = products.index(size) + 1 if size in products else 0
+    return count > 0 and all(factors[:count] == inner[0][:count] for factors in inner)
 
 
 def _stack(op: Operation) -> Label:
@@ -363,8 +356,7 @@ def _pad(op: Operation) -> Label:
         if widths[2 * k] or widths[2 * k + 1]:
             op.freeze(label[dim])
             (label[dim],) = op.fixed(op.outs[0].shape[dim])
-    zero = not op["value"]
-    return tuple(tuple(AxisFactor(part.factor, part.zero and zero) for part in axis) for axis in label)
+    return _nonzero(label) if op["value"] else tuple(label)
 
 
 def _embedding(op: Operation) -> Label:
