@@ -58,8 +58,9 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     tensors = {**dict(named_tensors(checked_model(model, "expert_couplings"))), **dict(model.named_buffers())}
     packed = next((fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)), None)
     listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
+    path = packed if packed is not None else listed[1] if listed else ""
+    name, experts = _starred(path), model.get_submodule(path)
     if packed is not None:
-        path, name, experts = packed, _starred(packed), model.get_submodule(packed)
         sizes = [key for key in ("intermediate_dim", "intermediate_size") if type(getattr(experts, key, None)) is int]
         attrs = {f"{name}.{key}": "u" for key in sizes}
         up, down = tensors[f"{path}.gate_up_proj"], tensors[f"{path}.down_proj"]
@@ -71,7 +72,6 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
         packs = {fqn: t for fqn, t in tensors.items() if fqn.rpartition(".")[0] == path and len(t) == len(down)}
         whole = _whole_experts(model, tensors, path, len(down), {_starred(fqn): t.ndim for fqn, t in packs.items()})
     elif listed:
-        path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
         ups, name_of_down = _UP_AND_DOWN[listed[3]]
         axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups}
         axes[f"{name_of_down}.weight"], first = "o u", f"{path}.{listed[2]}"

@@ -5,7 +5,7 @@ Prune, `squash_mask`, then `quantize`; or, with training that simulates quantiza
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import Calibration, call, checked_batches, run_batches
+from ..calibration import Calibration, Forward, call, checked_batches, run_batches
 from ..coupling.nested_tensors import seeded, tensors_in
 from ..errors import SparsityError
 from ..removal.verify import Outputs, output_difference
 from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 def quantize(
@@ -122,7 +120,7 @@ def _outputs(
     outputs, called = list[Outputs](), set[str]()
 
     def run(model: nn.Module, batch: Any) -> None:
-        result = call(model, batch) if forward is None else forward(model, batch)
+        result = (forward or call)(model, batch)
         outputs.append([(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)])
 
     copies = (_pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch) for batch in batches)

@@ -187,7 +187,6 @@ def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
 
 
 def _first(value: Any) -> Tensor | None:
-    """The first tensor in nested arguments or outputs."""
     return next((tensor for _, tensor in tensors_in("", value)), None)
 
 

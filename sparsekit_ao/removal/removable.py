@@ -83,11 +83,8 @@ def removable(
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
-        searches = (
-            partial(discover, model, example_inputs),
-            partial(removable, model, example_inputs, tolerance=tolerance),
-        )
-        fitting, stale = _refitted(model, couplings, searches)
+        tested = partial(removable, model, example_inputs, tolerance=tolerance)
+        fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), tested])
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
     tried, left_out = _tried(model, discovery, exclude, ratio)
     if multiple_of is None:
@@ -155,7 +152,7 @@ def _refitted(
 
 
 def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:
-    """For each layer of a coupling the names of its tensors, with axes; an empty set where a name matches none."""
+    """Return, for each layer of a coupling, the names of its tensors with axes; no names where one matches nothing."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     layers: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for member, axes in coupling.members.items():
@@ -290,7 +287,7 @@ class Trials:
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
+        """Divide couplings by trials of halves: those that can be removed together as they are; why others cannot."""
         stopped = {c: NOT_TRIED + self._why.get(_kind(c), "") for c in couplings if self.has_failed(c)}
         if stopped:
             good, failing = self._split([coupling for coupling in couplings if coupling not in stopped])
@@ -307,7 +304,7 @@ class Trials:
         return good, failing | more | contradicting
 
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Couplings that can be removed together, and others of which each can be by itself: all, or one by one."""
+        """Add to couplings that can be removed together those of the others that can too, all at once or one by one."""
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
         failing = {}

@@ -158,10 +158,10 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
 
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
     """A copy in which the parameters of units that are removed hold zeros; large ones are computed by `light_copy`."""
-    names = {m.fqn for r in removals for m in r.coupling.members if m.is_parameter}
-    written = {id(tensor) for tensor in plain_tensors(model, sorted(names)).values()}
-    masked = light_copy(model, own={id(p) for p in model.parameters()} - written)
-    for removal, member in ((r, m) for r in removals for m in r.coupling.members if m.is_parameter):
+    cuts = [(member, r) for r in removals for member in r.coupling.members if member.is_parameter]
+    written = {id(tensor) for tensor in plain_tensors(model, [member.fqn for member, _ in cuts]).values()}
+    masked = light_copy(model, shared={id(p) for p in model.parameters()} - written)
+    for member, removal in cuts:
         tensor = plain_tensors(masked, [member.fqn])[member.fqn]
         indices = _kept_indices(tuple(tensor.shape), [(member, removal)])
         if indices is None:
@@ -228,7 +228,7 @@ def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list
 
 
 def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[int, Tensor] | None:
-    """{dimension: indices that all removals keep}; None where these are not all, in the order of the tensor."""
+    """Return {dimension: indices that all removals keep}; None where what is kept is not given by single dimensions."""
     masks: dict[int, Tensor] = {}
     for member, removal in cuts:
         pattern, unit, scope = member.pattern, removal.coupling.unit, removal.coupling.scope

@@ -2,11 +2,11 @@
 
 import copy
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_ow
 from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config
 
-T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
@@ -104,10 +103,7 @@ def shrink(
     """
     check_comparable("shrink: ", model, tolerance)
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
-    for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
-        how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
-        raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
-    saved = _checked_ratio(model, ratio, cost_of, kinds, uniform, tensor_parallel)
+    saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
     level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
     whole, model = model, plain_copy(model)
     normed = undo_weight_norms(model)
@@ -161,10 +157,14 @@ def _checked_ratio(
     ratio: float | Mapping[str, float],
     cost_of: Cost | None,
     kinds: Sequence[str] | None,
+    couplings: Sequence[Coupling] | None,
     uniform: bool | None,
     tensor_parallel: int,
 ) -> float:
-    """The largest of the ratios; a SparsityError where it or another argument of `shrink` is wrong."""
+    """Return the largest of the ratios; raise a SparsityError where it or another argument of `shrink` is wrong."""
+    for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
+        how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
+        raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
     if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
         raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
     if type(tensor_parallel) is not int or tensor_parallel < 1:
@@ -230,7 +230,7 @@ def _with_reasons(
 
 
 def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> dict[Coupling, str]:
-    """{coupling of a layer, where layers differ in size, or always with `each`: name of the one that it is part of}."""
+    """Divide couplings into layers where these differ in size, or always with `each`: {layer: name of its coupling}."""
     layers: list[tuple[Coupling, str]] = []
     for coupling in couplings:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
@@ -242,7 +242,6 @@ def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> d
 def _without_lowest(
     model: nn.Module, couplings: Sequence[Coupling], scores: Rows, counts: Mapping[str, int], multiples: Any
 ) -> Known:
-    """The removals of the units of the lowest scores."""
     known = Known()
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)
@@ -253,7 +252,7 @@ def _without_lowest(
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """(name, reason) as lines; of couplings that were not tried for the same reason only the first."""
+    """Write (name, reason) as lines; one line for all couplings that were not tried for the same reason."""
     alike = Counter(why for _, why in left_out if why.startswith(NOT_TRIED))
     first = {why: name for name, why in reversed(left_out) if why in alike}
     more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
@@ -330,7 +329,7 @@ def _all_scored(
 
 
 def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
-    """The norms of units with their further dimensions of one tensor, as recurrent weights have them."""
+    """Add to the norms of units the entries that they have along a second dimension, as in recurrent weights."""
     numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
@@ -346,7 +345,7 @@ def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:
+def _number(numbers: Any, name: str, default: float) -> Any:
     """The number of a coupling: one for all, or by name."""
     return numbers.get(name, default) if isinstance(numbers, Mapping) else numbers
 
@@ -397,12 +396,11 @@ def _removed_parameters(
     dropped: Mapping[Coupling, float],
 ) -> float:
     """How many parameters couplings remove together, each a fraction of its units."""
-    tensors, removed = dict(named_tensors(model)), dict[str, dict[int, float]]()  # {tensor: {dimension: fraction}}
+    tensors, removed = dict(named_tensors(model)), defaultdict[str, dict[int, float]](lambda: defaultdict(float))
     for coupling in couplings:
         for name, d, outside in places[coupling]:
             if name in tensors:
                 inside = 1 - sum(outside or ()) / tensors[name].shape[d]
-                fractions = removed.setdefault(name, {})
-                fractions[d] = fractions.get(d, 0.0) + inside * dropped[coupling]
+                removed[name][d] += inside * dropped[coupling]
     kept = {name: math.prod(1 - fraction for fraction in by.values()) for name, by in removed.items()}
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())

@@ -371,20 +371,20 @@ def fit_config(
                 changes.append(change)
             else:
                 apply_changes(small, undone([change]))
-        found = wrong[0] if wrong else _other_outputs(small, reference, tolerance, discarded)
-        if not found:
+        misfit = wrong[0] if wrong else _other_outputs(small, reference, tolerance, discarded)
+        if not misfit:
             apply_changes(small, undone(head_dims))
             needed = head_dims if _misfits(small) else []
             apply_changes(small, needed)
             return needed + changes, ""
-        problem = problem or found
+        problem = problem or misfit
         apply_changes(small, undone(changes))
     apply_changes(small, undone(head_dims))
     return [], problem
 
 
 def _head_dims(model: nn.Module) -> list[Change]:
-    """The changes that write the size of heads into configs that compute it from the numbers that removal changes."""
+    """Return the changes that set `head_dim` in configs that would compute it from a number that removal changes."""
     sizes = {vars(m)["head_dim"] for m in model.modules() if _is_size(vars(m).get("head_dim"))}
     paths = [path for path, config in _configs(model) if getattr(config, "head_dim", None) is None]
     return [Change(path=f"{path}.head_dim", was=None, now=size) for path in paths for size in sizes if len(sizes) == 1]
@@ -426,7 +426,7 @@ def _misfits(model: nn.Module) -> list[str]:
 
 
 def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, discarded: bool) -> str:
-    """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
+    """Say what is wrong with outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
             fresh = type(small)(copy.deepcopy(small.config))

@@ -368,10 +368,10 @@ def in_format_of(tensor: Tensor, data: Tensor) -> Tensor:
     return data.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 
-def light_copy(model: nn.Module, dtype: torch.dtype | None = None, own: Collection[int] = ()) -> nn.Module:
-    """Copy a model; its large parameters are copied, and converted, whenever they are read. Those of ids `own` stay."""
-    tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in own}
-    for p in (p for p in model.parameters() if id(p) not in own):
+def light_copy(model: nn.Module, dtype: torch.dtype | None = None, shared: Collection[int] = ()) -> nn.Module:
+    """Copy a model; large parameters are copied, and converted, whenever they are read. Ids `shared` are not copied."""
+    tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in shared}
+    for p in (p for p in model.parameters() if id(p) not in shared):
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
         is_plain = type(p.detach() if type(p) is nn.Parameter else p) in (Tensor, Computed)
         if p.numel() >= LARGE and p.ndim > 1 and is_plain:

@@ -394,12 +394,12 @@ def _index_put(op: Operation) -> Label:
 
 
 def _indexed(indices: Sequence[Tensor | None]) -> tuple[list[int], int, int]:
-    """The dimensions that indices read, a mask as many as it has; the first of those that replace them; number."""
+    """Return the dimensions that indices read, and the first and the number of dimensions that replace them."""
     at: list[int] = []
     d, starts, count = 0, 0, 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        width = index.dim() if index is not None and is_mask else 1
+        width = index.dim() if index is not None and is_mask else 1  # a mask reads as many dimensions as it has
         if index is not None:
             starts += not at or at[-1] != d - 1
             at += range(d, d + width)

@@ -33,7 +33,7 @@ from ...masking import find_mask, parametrized_names
 from ...masking.normalized import computed_tensors
 from ..nested_tensors import arguments, opaque_in, seeded, tensors_in, unfused_attention
 from .axis_rules import attention_scale, filled, rule_of
-from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
+from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
 
 NOT_UNDERSTOOD, COMPUTED = "not understood", "is computed by a parametrization"
@@ -155,8 +155,8 @@ class Trace(TorchDispatchMode):
             sizes = zip(tensor.shape, zero, strict=True)
             self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
             self._labels[tensor] = self.named[name]
-            path, found, rest = f".{name}".rpartition(".parametrizations.")
-            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if found else self._normed.get(name)
+            path, separator, rest = f".{name}".rpartition(".parametrizations.")
+            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if separator else self._normed.get(name)
             for axis in self.named[name] if computed else ():
                 freeze(axis, f"{computed} {COMPUTED}")
         self.fix(inputs, "input")
@@ -165,7 +165,8 @@ class Trace(TorchDispatchMode):
         for name, label in self.named.items():
             earlier: set[Factor] = set()
             for d, axis in enumerate(label):
-                free = {factor for factor in every_factor(axis) if not factor.frozen}
+                pieces = [piece for part in leaves(axis) for piece in part.factor.pieces]
+                free = {factor for piece in pieces for factor in piece if not factor.frozen}
                 if free & earlier:
                     yield name, d
                 earlier |= free
