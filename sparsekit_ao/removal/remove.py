@@ -151,9 +151,9 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and any(module is m for m, *_ in places):
             _fit_attention(module, path)
-            for encoder in model.modules() if isinstance(module, PrunedMultiheadAttention) else ():
-                if isinstance(encoder, nn.TransformerEncoder) and any(module is inner for inner in encoder.modules()):
-                    encoder.use_nested_tensor = False  # which only the fused kernels of equal sizes take
+    for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
+        if any(isinstance(module, PrunedMultiheadAttention) for module in encoder.modules()):
+            encoder.use_nested_tensor = False  # which only the fused kernels of equal sizes take
 
 
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
