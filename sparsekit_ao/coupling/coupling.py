@@ -242,10 +242,8 @@ class Coupling:
         parameters: Collection[str],
     ) -> BoundCoupling:
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
-        rows, source = (
-            list[tuple[str, str, bool]](),
-            dict[str, str](),
-        )  # (name, axes, an earlier dimension has the unit)
+        rows: list[tuple[str, str, bool]] = []  # (name, axes, whether an earlier dimension has the unit)
+        source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in matches[member]:
                 raise SparsityError(

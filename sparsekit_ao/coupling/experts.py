@@ -3,11 +3,11 @@
 Which experts run depends on values, so that `discover` freezes them. Names and shapes of tensors tell them apart.
 """
 
-import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -58,8 +58,9 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     tensors = {**dict(named_tensors(checked_model(model, "expert_couplings"))), **dict(model.named_buffers())}
     packed = next((fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)), None)
     listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
+    path = packed if packed is not None else listed[1] if listed else ""
+    name, experts = _starred(path), model.get_submodule(path)
     if packed is not None:
-        path, name, experts = packed, _starred(packed), model.get_submodule(packed)
         sizes = [key for key in ("intermediate_dim", "intermediate_size") if type(getattr(experts, key, None)) is int]
         attrs = {f"{name}.{key}": "u" for key in sizes}
         up, down = tensors[f"{path}.gate_up_proj"], tensors[f"{path}.down_proj"]
@@ -71,14 +72,9 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
         packs = {fqn: t for fqn, t in tensors.items() if fqn.rpartition(".")[0] == path and len(t) == len(down)}
         whole = _whole_experts(model, tensors, path, len(down), {_starred(fqn): t.ndim for fqn, t in packs.items()})
     elif listed:
-        path, name, experts = listed[1], _starred(listed[1]), model.get_submodule(listed[1])
         ups, name_of_down = _UP_AND_DOWN[listed[3]]
-        axes = (
-            {f"{up}.weight": "u i" for up in ups}
-            | {f"{up}.bias": "u" for up in ups}
-            | {f"{name_of_down}.weight": "o u"}
-        )
-        first = f"{path}.{listed[2]}"
+        axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups}
+        axes[f"{name_of_down}.weight"], first = "o u", f"{path}.{listed[2]}"
         members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
         units = Coupling(members, name="expert_units")
         whole = _whole_experts(model, tensors, path, len(experts), lists=(name,)) if is_list(experts) else {}  # type: ignore[arg-type]
@@ -168,9 +164,12 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     sums = {path: torch.zeros(2, len(tensors[f"{path}.down_proj"]), dtype=torch.float64) for path in paths}
     if not paths:
         raise SparsityError(f"expert_scores: {type(model).__name__} has no packed experts; see expert_couplings")
-    with torch.no_grad(), eval_mode(model), _recorded(model, sums):
+    with ExitStack() as hooks, torch.no_grad(), eval_mode(model):
+        for path, totals in sums.items():
+            hook = functools.partial(_add_scores, totals)
+            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
         for batch in batches:
-            call(model, batch) if forward is None else forward(model, batch)
+            (forward or call)(model, batch)
     if not any(bool(counts.any()) for _, counts in sums.values()):
         raise SparsityError(
             "expert_scores: no token reached an expert; there are no batches, or experts are not called"
@@ -178,29 +177,15 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     return {path: total / counts.clamp(min=1) for path, (total, counts) in sums.items()}
 
 
-@contextlib.contextmanager
-def _recorded(model: nn.Module, sums: Mapping[str, Tensor]) -> Iterator[None]:
-    """Add the gate values times norms, and the numbers of tokens, of every expert while the model runs."""
-
-    def record(total: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens, chosen, gates = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3]
-        tokens, chosen, gates = tokens.flatten(0, -2), chosen.flatten(0, -2), gates.flatten(0, -2)
-        for expert in chosen.unique().tolist():
-            at, slot = (chosen == expert).nonzero(as_tuple=True)
-            ones = torch.ones_like(gates[at, :1])
-            output = experts.forward(tokens[at], chosen[at, slot, None], ones)
-            total[0, expert] += float((gates[at, slot].double() * output.double().norm(dim=-1)).sum())
-            total[1, expert] += len(at)
-
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(functools.partial(record, total), with_kwargs=True)
-        for path, total in sums.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _add_scores(totals: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook before experts run: add gate values times norms, and numbers of tokens, to [2, experts]."""
+    arguments = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3]
+    tokens, chosen, gates = (argument.flatten(0, -2) for argument in arguments)
+    for expert in chosen.unique().tolist():
+        at, slot = (chosen == expert).nonzero(as_tuple=True)
+        output = experts.forward(tokens[at], chosen[at, slot, None], torch.ones_like(gates[at, :1]))
+        totals[0, expert] += float((gates[at, slot].double() * output.double().norm(dim=-1)).sum())
+        totals[1, expert] += len(at)
 
 
 def _starred(path: str) -> str:

@@ -1,11 +1,12 @@
-"""Helpers to pass example inputs to a model, and to find tensors in tuples, mappings and dataclasses.
+"""Helpers to run a model on example inputs, and to find tensors in tuples, mappings and dataclasses.
 
 Objects of other types (a cache, say) are not inspected; `opaque_in` lists them.
 """
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,29 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+
+
+@contextlib.contextmanager
+def seeded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Seed the generators of the CPU and of the tensors' devices; their states are restored afterwards."""
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(0)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        yield
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Run the single operations of torch.nn's attention inside, and no fused one of them all."""
+    is_fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fused)
 
 
 def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:

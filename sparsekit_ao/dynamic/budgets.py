@@ -86,11 +86,12 @@ class Budgets:
         Both are in the units of `sizes`; what fixed pruning groups keep is subtracted.
         """
         shared, pruning_groups = set(self.shared), self.pruning_groups
-        shapes = {self._fqn(at): tuple(s.view.param.shape) for c in pruning_groups for s, at in c.members}
-        fixed = [c for k, c in enumerate(pruning_groups) if k not in shared]
-        fixed_densities = {
-            self._fqn(at): 1 - c.scope.level_of(c.budget(self.groups)) for c in fixed for _, at in c.members
-        }
+        names = [group["tensor_fqn"] for group in self.groups]
+        shapes = {names[at]: tuple(s.view.param.shape) for c in pruning_groups for s, at in c.members}
+        fixed = [
+            (c, 1 - c.scope.level_of(c.budget(self.groups))) for k, c in enumerate(pruning_groups) if k not in shared
+        ]
+        fixed_densities = {names[at]: density for c, density in fixed for _, at in c.members}
         assert self.densities is not None
         densities = self.densities(shapes, 1 - level, fixed_densities)
         for name in shapes:  # the distribution may be a user's function
@@ -100,7 +101,7 @@ class Budgets:
         numels = [c.scope.numblk() * n for n, c in zip(self.sizes, pruning_groups, strict=True)]
         sum_kept, ideals = round((1 - level) * sum(numels)), {}
         for k, c in enumerate(pruning_groups):
-            elements = {self._fqn(at): s.view.numel() for s, at in c.members}
+            elements = {names[at]: s.view.numel() for s, at in c.members}
             density = sum(densities[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
             if k in shared:
                 ideals[k] = density * numels[k]
@@ -120,8 +121,6 @@ class Budgets:
         self.refuse_uneven_scopes()
         least = [u * (1 if low is None else low[k]) for k, u in zip(ideals, unit, strict=True)]
         most = [self.capacities[k] if high is None else u * high[k] for k, u in zip(ideals, unit, strict=True)]
-        if not ideals:
-            return {}
         if high is not None:
             sum_kept = min(sum_kept, sum(most))
         if not sum(least) <= sum_kept <= sum(most):
@@ -152,9 +151,6 @@ class Budgets:
                 f"block sizes with no common multiple that fits ({units} elements for one more block in every scope), "
                 "so no block could ever move; use redistribute=None, or other scopes"
             )
-
-    def _fqn(self, at: int) -> str:
-        return self.groups[at]["tensor_fqn"]
 
 
 def exchange(

@@ -168,9 +168,9 @@ class DynamicSparsifier(BudgetSparsifier):
         """Whether updates read gradients or momentum, so that `take_gradients` must precede clipping."""
         return self.settings.needs_gradient or self.settings.needs_momentum
 
-    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        group = super()._complete(own, place)
-        is_fixed = self._resolve(own, place).get("sparsity_level") is not None or group.get("nnz") is not None
+    def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        group = super()._complete(entry, place)
+        is_fixed = self._resolve(entry, place).get("sparsity_level") is not None or group.get("nnz") is not None
         return {**group, "fixed": is_fixed}
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:

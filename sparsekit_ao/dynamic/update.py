@@ -217,12 +217,12 @@ def run_update(
     fraction, slots = settings.fraction_at(iteration), []
     for pruning_group in budgets.pruning_groups:
         leaves = {spec: budgets.groups[at] for spec, at in pruning_group.members}
-        dense = {s: (capture.gradients.get(g["tensor_fqn"]), momenta.get(g["tensor_fqn"])) for s, g in leaves.items()}
+        names = {spec: group["tensor_fqn"] for spec, group in leaves.items()}
         placed = {
             "weights": {spec: original(g).detach() for spec, g in leaves.items()},
             "masks": {spec: mask_of(g).mask for spec, g in leaves.items()},
-            "gradients": {spec: gradient for spec, (gradient, _) in dense.items() if gradient is not None},
-            "momenta": {spec: momentum for spec, (_, momentum) in dense.items() if momentum is not None},
+            "gradients": {spec: capture.gradients[n] for spec, n in names.items() if n in capture.gradients},
+            "momenta": {spec: m for spec, n in names.items() if (m := momenta.get(n)) is not None},
         }
         recorded = {spec: statistics[at] for spec, at in pruning_group.members}
         slots.append(

@@ -118,28 +118,15 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
 
     It is written beside the folder and loaded for a check first, so that an error leaves the folder as it is.
     """
-    name, is_written, manifest = type(model).__name__, report.not_in_config == "", report.manifest
-    if not is_written and "save_original_format" in inspect.signature(model.save_pretrained).parameters:
-        kwargs = {"save_original_format": False} | kwargs  # under its own names, which `load_pretrained` reads
-    changes = [Change(**change) for change in manifest["attributes"]]
-    of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
-    entries = [(path, functools.reduce(getattr, path.split("."), model)) for path in manifest["config"]]
-    of_config += [Change(path=path, was=manifest["config"][path], now=now) for path, now in entries]
-    parts = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
-    absent = {key for key in manifest["tensors"] if key.startswith(parts)} - model.state_dict().keys()
-    if absent and not is_written:  # so that from_pretrained raises, and does not fill in random values
-        kwargs = {"state_dict": model.state_dict() | {key: torch.empty(0) for key in absent}} | kwargs
+    name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         new = Path(parent) / folder.name
-        apply_changes(model, [] if is_written else undone(of_config))
-        try:
+        if report.not_in_config == "":
             model.save_pretrained(new, **kwargs)
-        finally:
-            apply_changes(model, [] if is_written else of_config)
-        if not is_written:
-            report.save(new / MANIFEST)
+        else:
+            _save_with_manifest(model, report, new, **kwargs)
             why = f" ({report.not_in_config})" if report.not_in_config else ""
             loads = f"{name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
             note = f"the config does not describe the smaller model{why}: {loads}"
@@ -168,6 +155,27 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     )
 
 
+def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> None:
+    """Save the weights and the manifest with the config of the dense model; the model itself keeps its config."""
+    manifest = report.manifest
+    changes = [Change(**change) for change in manifest["attributes"]]
+    of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
+    for path, dense_value in manifest["config"].items():
+        of_config.append(Change(path=path, was=dense_value, now=functools.reduce(getattr, path.split("."), model)))
+    if "save_original_format" in inspect.signature(model.save_pretrained).parameters:
+        kwargs = {"save_original_format": False} | kwargs  # under its own names, which `load_pretrained` reads
+    parts = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
+    absent = {key for key in manifest["tensors"] if key.startswith(parts)} - model.state_dict().keys()
+    if absent:  # so that from_pretrained raises, and does not fill in random values
+        kwargs = {"state_dict": model.state_dict() | {key: torch.empty(0) for key in absent}} | kwargs
+    apply_changes(model, undone(of_config))
+    try:
+        model.save_pretrained(folder, **kwargs)
+    finally:
+        apply_changes(model, of_config)
+    report.save(folder / MANIFEST)
+
+
 def _write_per_layer_config(model: nn.Module, path: Path) -> str:
     """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
 
@@ -191,17 +199,17 @@ def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
     """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
-        own = dict[str, int]()
+        layer_sizes = dict[str, int]()
         try:
             attention, mlp = layer.self_attn, layer.mlp
             if not isinstance(attention, Zeros):
                 rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
-                own |= {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
-                own |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
-            own |= {} if isinstance(mlp, Zeros) else {"intermediate_size": mlp.down_proj.in_features}
+                layer_sizes |= {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
+                layer_sizes |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
+            layer_sizes |= {} if isinstance(mlp, Zeros) else {"intermediate_size": mlp.down_proj.in_features}
         except AttributeError:
             return []
-        sizes.append(own)
+        sizes.append(layer_sizes)
     return sizes
 
 
@@ -333,22 +341,25 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if single.exists() == index.exists():
         both = "both" if single.exists() else "neither"
         raise SparsityError(f"{where}{folder} must hold {WEIGHTS} or {INDEX}, and holds {both}")
-    file_of = json.loads(index.read_text()).get("weight_map") if index.exists() else None
-    if index.exists() and not (isinstance(file_of, dict) and all(Path(f).name == f for f in file_of.values())):
-        raise SparsityError(f"{where}{INDEX} must map names to files of its folder under 'weight_map'")
-    files = {WEIGHTS} if file_of is None else {*file_of.values()}
-    if unnamed := {file.name for file in folder.glob("model*.safetensors")} - files:
-        which = WEIGHTS if file_of is None else f"those of {INDEX}"
+    files, listed = {WEIGHTS}, WEIGHTS
+    if index.exists():
+        file_of = json.loads(index.read_text()).get("weight_map")
+        if not (isinstance(file_of, dict) and all(Path(file).name == file for file in file_of.values())):
+            raise SparsityError(f"{where}{INDEX} must map names to files of its folder under 'weight_map'")
+        files, listed = {*file_of.values()}, f"those of {INDEX}"
+    if unlisted := {file.name for file in folder.glob("model*.safetensors")} - files:
         raise SparsityError(
-            f"{where}{folder} holds {min(unnamed)} beside {which}: move out of the folder what is not of this model"
+            f"{where}{folder} holds {min(unlisted)} beside {listed}: move out of the folder what is not of this model"
         )
+    if single.exists():
+        return load_file(single)
     tensors: dict[str, Tensor] = {}
     for file in sorted(files):
         for name, tensor in load_file(folder / file).items():
-            if file_of is not None and file_of.get(name) != file:
+            if file_of.get(name) != file:
                 raise SparsityError(f"{where}{file} holds {name}, for which {INDEX} names {file_of.get(name)}")
             tensors[name] = tensor
-    if file_of is not None and (absent := file_of.keys() - tensors.keys()):
+    if absent := file_of.keys() - tensors.keys():
         raise SparsityError(f"{where}{file_of[min(absent)]} does not hold {min(absent)}, as {INDEX} says")
     return tensors
 

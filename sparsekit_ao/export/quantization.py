@@ -5,7 +5,7 @@ Prune, `squash_mask`, then `quantize`; or, with training that simulates quantiza
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import Calibration, call, checked_batches, run_batches
-from ..coupling.nested_tensors import tensors_in
+from ..calibration import Forward, call, checked_batches, eval_mode
+from ..coupling.nested_tensors import seeded, tensors_in
 from ..errors import SparsityError
-from ..removal.verify import Outputs, output_difference, seeded
+from ..removal.verify import Outputs, output_difference
 from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 def quantize(
@@ -120,17 +118,14 @@ def _outputs(
 ) -> tuple[list[Outputs], set[str]]:
     """The tensors that a model returns for copies of each batch in eval mode, and the names of the layers called."""
     outputs, called = list[Outputs](), set[str]()
-
-    def run(model: nn.Module, batch: Any) -> None:
-        result = call(model, batch) if forward is None else forward(model, batch)
-        outputs.append([(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)])
-
     copies = (_pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch) for batch in batches)
-    with ExitStack() as hooks, seeded([*model.parameters(), *model.buffers()]):
+    with ExitStack() as hooks, seeded([*model.parameters(), *model.buffers()]), torch.no_grad(), eval_mode(model):
         for layer in layers:
             hook = lambda *_, name=layer.fqn: called.add(name)  # noqa: E731
-            hooks.callback(model.get_submodule(layer.path).register_forward_pre_hook(hook).remove)
-        run_batches(Calibration(()), model, copies, run, None)
+            hooks.enter_context(model.get_submodule(layer.path).register_forward_pre_hook(hook))
+        for batch in copies:
+            result = (forward or call)(model, batch)
+            outputs.append([(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)])
     return outputs, called
 
 

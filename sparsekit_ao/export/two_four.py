@@ -10,6 +10,7 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 from .. import masking
 from ..errors import SparsityError
+from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, memory_of, pack_refusals, same_bits
 
 DEVICE = "cuda"  # on which torch has 2:4 kernels
@@ -35,8 +36,7 @@ def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion
         call = "Call model.cuda() first, or export.pack_2_4, which writes a file on any machine"
         raise SparsityError(f"to_2_4: no weight of the model is on CUDA, where torch has 2:4 kernels. {call}.")
     if tensors is None:
-        refused = {layer.fqn: _cuda_refusals(layer) for layer in layers}
-        others = {name: "; ".join(why) for name, why in refused.items() if why}
+        others = {layer.fqn: "; ".join(reasons) for layer in layers if (reasons := _cuda_refusals(layer))}
         chosen = [layer for layer in layers if layer.fqn not in others]
         if not chosen:
             first = "; ".join(f"{name}: {why}" for name, why in list(others.items())[:5])
@@ -144,8 +144,7 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise SparsityError(f"{path} has an unknown tensor {min(file)!r}; load it into the model that was packed")
     model.load_state_dict(dense)
     for name, weight in on_cuda.items():
-        owner, _, tensor_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), tensor_name, nn.Parameter(weight, requires_grad=False))
+        setattr(*owner_of(model, name), nn.Parameter(weight, requires_grad=False))
 
 
 def _cuda_refusals(layer: Layer) -> list[str]:

@@ -116,9 +116,9 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         self.sparsifier.attach(kwargs["optimizer"])
         self.on_init_end(args, state, control, **kwargs)
         if state.global_step:
-            given = getattr(args, "resume_from_checkpoint", None)
+            chosen = getattr(args, "resume_from_checkpoint", None)
             last = Path(getattr(args, "output_dir", None) or "", f"checkpoint-{state.global_step}")
-            self._load(state, [Path(given), last] if isinstance(given, str) else [last])
+            self._load(state, [Path(chosen), last] if isinstance(chosen, str) else [last])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the sparsifier and its schedulers."""
@@ -186,7 +186,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
             scheduler.load_state_dict(state)
 
     def _load_masked(self, folders: list[Path]) -> None:
-        """Load dense weights and masks from the first folder in which they amount to the model's plain weights."""
+        """Load dense weights and masks from the first folder whose masked weights equal the model's plain weights."""
         now = {k: t for k, t in self._model.state_dict().items() if k.endswith(".original")}
         for folder in folders:
             masked = load_file(str(folder / STATE)) if (folder / STATE).exists() else {}

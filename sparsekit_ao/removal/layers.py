@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -104,58 +105,24 @@ def shrink_layers(
     >>> small, report = shrink_layers(model, batches, 0.25, kinds=("attention", "mlp"))  # doctest: +SKIP
     """
     checked_batches(batches, None, forward, "shrink_layers")
-    level, batches, of_blocks = checked_level(ratio, "shrink_layers: "), list(batches), tuple(kinds) == ("blocks",)
+    level, of_blocks = checked_level(ratio, "shrink_layers: "), tuple(kinds) == ("blocks",)
     if isinstance(kinds, str) or not (of_blocks or (kinds and {*kinds} <= _NAMES.keys())):
         raise SparsityError(f"shrink_layers: kinds must be ('blocks',) or some of ('attention', 'mlp'), got {kinds!r}")
     lists: dict[str, Any] = {n: m for n, m in model.named_modules() if is_list(m) and blocks in (None, n)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
-    path, layers = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    cosines: list[dict[Part, list[Tensor]]] = [{} for _ in layers]
-    outputs: dict[str, Any] = {}  # of the modules of the block that runs
-
-    def record(at: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before, after = _first([args, kwargs]), _first(output)
-        if before is None or after is None or before.shape != after.shape:
-            raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
-        parts, states = [Part(f"{path}.{at}", "blocks", 0)], [before, after]
-        if not of_blocks:
-            parts = [_part(f"{path}.{at}.{name}", output) for name, output in outputs.items()]
-            states = _states(block, args, kwargs, dict(outputs))
-            outputs.clear()
-            if not (states[0].equal(before) and states[-1].equal(after)):
-                raise SparsityError(
-                    f"shrink_layers: {path}.{at} does not only add {', '.join(p.name for p in parts) or 'modules'} to "
-                    "its input (a norm may follow the sum, as in BERT); remove whole blocks, kinds=('blocks',)"
-                )
-        for part, state, changed in zip(parts, states, states[1:], strict=False):
-            cosine = F.cosine_similarity(state.double(), changed.double(), dim=-1)
-            cosines[at].setdefault(part, []).append(cosine.flatten())
-
-    hooks = [m.register_forward_hook(partial(record, at), with_kwargs=True) for at, m in enumerate(layers)]
-    for name, child in (item for layer in layers for item in layer.named_children() if not of_blocks):
-        if isinstance(child, nn.Linear) or [*child.children()]:  # no norm or dropout
-            keep_output = lambda *call, name=name: outputs.update({name: _changed(torch.clone, call[-1])})  # noqa: E731
-            hooks += [child.register_forward_hook(keep_output)]
-    try:
-        with torch.no_grad(), eval_mode(model):
-            for batch in batches:
-                call(model, batch) if forward is None else forward(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not all(cosines):
-        raise SparsityError(f"shrink_layers: not all modules of {path} were called")
-    by_part = {part: 1 - torch.cat(values).mean() for of_block in cosines for part, values in of_block.items()}
-    units = tuple(part for part in by_part if part.kind in kinds)
+    path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    batches = list(batches)
+    influence_of = _influences(model, path, of_blocks, batches, forward)
+    units = tuple(part for part in influence_of if part.kind in kinds)
     if absent := {*kinds} - {part.kind for part in units}:
-        names = ", ".join(part.name for part in cosines[0])
+        names = ", ".join(part.name for part in influence_of if part.name.startswith(f"{path}.0."))
         raise SparsityError(f"shrink_layers: none of {names} has a name of the kind {min(absent)!r}")
-    kept, influences = sparsity_to_nnz(level, len(units), ""), torch.stack([by_part[part] for part in units])
+    kept, influences = sparsity_to_nnz(level, len(units), ""), torch.stack([influence_of[part] for part in units])
     if kept == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {len(units)} {kinds[0]} of {path}")
-    for same in attention_by_type(model, units).values():
-        influences[max((units.index(part) for part in same), key=lambda at: float(influences[at]))] = torch.inf
+    for same_type in attention_by_type(model, units).values():
+        influences[units.index(max(same_type, key=lambda part: float(influence_of[part])))] = torch.inf
     keep = keep_mask(influences[None], max(kept, int(influences.isinf().sum())))[0]
     if of_blocks:
         _check_blocks(model, path, keep.nonzero().flatten().tolist())
@@ -163,6 +130,46 @@ def shrink_layers(
     keys |= {"name": "layers", "lists": (path,)} if of_blocks else {"name": " and ".join(kinds), "parts": units}
     coupling = BoundCoupling(unit="u", sizes={"u": len(units)}, **keys)
     return _without(model, [Removal(coupling=coupling, keep=keep)], batches, forward)
+
+
+def _influences(
+    model: nn.Module, path: str, of_blocks: bool, batches: Sequence[Any], forward: Forward | None
+) -> dict[Part, Tensor]:
+    """Measure the influence of each block of a list, or of each module of the blocks that is added to hidden states."""
+    layers: Any = model.get_submodule(path)
+    cosines: dict[str, dict[Part, list[Tensor]]] = {f"{path}.{at}": {} for at in range(len(layers))}
+    outputs: dict[str, Any] = {}  # of the modules of the block that runs
+
+    def record(name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before, after = _first([args, kwargs]), _first(output)
+        if before is None or after is None or before.shape != after.shape:
+            raise SparsityError(f"shrink_layers: {name} gives no tensor of its input's shape")
+        parts, states = [Part(name, "blocks", 0)], [before, after]
+        if not of_blocks:
+            parts = [_part(f"{name}.{child}", output) for child, output in outputs.items()]
+            states = _states(block, args, kwargs, dict(outputs))
+            outputs.clear()
+            if not (states[0].equal(before) and states[-1].equal(after)):
+                raise SparsityError(
+                    f"shrink_layers: {name} does not only add {', '.join(p.name for p in parts) or 'modules'} to its "
+                    "input (a norm may follow the sum, as in BERT); remove whole blocks, kinds=('blocks',)"
+                )
+        for part, state, changed in zip(parts, states, states[1:], strict=False):
+            cosine = F.cosine_similarity(state.double(), changed.double(), dim=-1)
+            cosines[name].setdefault(part, []).append(cosine.flatten())
+
+    with ExitStack() as hooks, torch.no_grad(), eval_mode(model):
+        for name, block in zip(cosines, layers, strict=True):
+            hooks.enter_context(block.register_forward_hook(partial(record, name), with_kwargs=True))
+            for child, module in block.named_children() if not of_blocks else ():
+                if isinstance(module, nn.Linear) or [*module.children()]:  # no norm or dropout
+                    keep = lambda *call, child=child: outputs.update({child: _changed(torch.clone, call[-1])})  # noqa: E731
+                    hooks.enter_context(module.register_forward_hook(keep))
+        for batch in batches:
+            (forward or call)(model, batch)
+    if not all(cosines.values()):
+        raise SparsityError(f"shrink_layers: not all modules of {path} were called")
+    return {part: 1 - torch.cat(values).mean() for parts in cosines.values() for part, values in parts.items()}
 
 
 def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
@@ -180,7 +187,6 @@ def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
 
 
 def _first(value: Any) -> Tensor | None:
-    """The first tensor in nested arguments or outputs."""
     return next((tensor for _, tensor in tensors_in("", value)), None)
 
 
@@ -199,13 +205,12 @@ def _changed(change: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]) -> list[Any]:
     """What a block returns where some modules give zeros; then where the first gives its output; and so on."""
-    given, states = {name: _changed(torch.zeros_like, output) for name, output in outputs.items()}, []
+    constants, states = {name: _changed(torch.zeros_like, output) for name, output in outputs.items()}, []
     try:
-        for name in ("", *outputs):
-            given |= {name: outputs[name]} if name else {}
-            vars(block).update(
-                {key: lambda *_, value=value, **__: _changed(torch.clone, value) for key, value in given.items()}
-            )
+        for last in (None, *outputs):
+            constants |= {last: outputs[last]} if last else {}
+            for name, constant in constants.items():
+                vars(block)[name] = lambda *_, constant=constant, **__: _changed(torch.clone, constant)
             states.append(_first(block.forward(*args, **kwargs)))
     finally:
         for name in outputs:
@@ -214,35 +219,29 @@ def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]
 
 
 def _without(
-    model: nn.Module, removals: Sequence[Removal], batches: Iterable[Any], forward: Forward | None
+    model: nn.Module, removals: Sequence[Removal], batches: Sequence[Any], forward: Forward | None
 ) -> tuple[nn.Module, Compaction]:
     """Remove units that are not zero; the report's difference is that of the outputs on the first batch.
 
     Without parts of blocks, outputs must be those of the model in which these give zeros.
     """
     calls: list[Any] = []
-    hooks = [model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs or args), with_kwargs=True)]
+    record = lambda _, args, kwargs: calls.append(kwargs or args)  # noqa: E731
+    with model.register_forward_pre_hook(record, with_kwargs=True), torch.no_grad(), eval_mode(model):
+        (forward or call)(model, next(iter(batches)))
     pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.coupling.parts)]
     dropped = [name for name, kept in pairs if not kept]
-    try:
-        with torch.no_grad(), eval_mode(model):
-            (forward or call)(model, next(iter(batches)))
-        hooks.pop().remove()
-        dense = Reference(model, calls[0])
-        hooks = [
-            model.get_submodule(name).register_forward_hook(lambda *call: _changed(torch.zeros_like, call[-1]))
-            for name in dropped
-        ]
+    dense = Reference(model, calls[0])
+    with ExitStack() as hooks:
+        for name in dropped:
+            zeros = lambda *call: _changed(torch.zeros_like, call[-1])  # noqa: E731
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(zeros))
         reference, tolerance = (Reference(model, calls[0]), 1e-5) if dropped else (dense, sys.float_info.max)
         small, report = verified(model, removals, reference, tolerance, with_config=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if dropped:
-        difference = dense.compare(small, sys.float_info.max).difference
+        report = replace(report, difference=dense.compare(small, sys.float_info.max).difference)
+    if dropped and report.not_in_config:
         why = f"{type(small).__name__} constructs {', '.join(dropped)}, whatever per_layer_config says"
-        report = replace(
-            report, difference=difference, not_in_config=why if report.not_in_config else report.not_in_config
-        )
+        report = replace(report, not_in_config=why)
     fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
     return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,8 +83,8 @@ def removable(
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
-        found = (lambda: discover(model, example_inputs), lambda: removable(model, example_inputs, tolerance=tolerance))
-        fitting, stale = _refitted(model, couplings, found)
+        tested = partial(removable, model, example_inputs, tolerance=tolerance)
+        fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), tested])
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
     tried, left_out = _tried(model, discovery, exclude, ratio)
     if multiple_of is None:
@@ -151,7 +152,7 @@ def _refitted(
 
 
 def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:
-    """For each layer of a coupling the names of its tensors, with axes; an empty set where a name matches none."""
+    """Return, for each layer of a coupling, the names of its tensors with axes; no names where one matches nothing."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     layers: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for member, axes in coupling.members.items():
@@ -203,11 +204,8 @@ class Trials:
         self._failed = Counter[str]() if failed is None else failed
         self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
         self._problems: dict[tuple[Coupling, ...], str] = {}
-        self._known = {
-            (replace(coupling, attrs={}), multiple): known[coupling, multiple] for coupling, multiple in known
-        }
+        self._known, self._multiples = known, {coupling.name: multiple for coupling, multiple in known}
         self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
-        self._multiples = {coupling.name: multiple for coupling, multiple in known}
         self._tolerance, self._done, self.reference = tolerance, done, Reference(self._masked, inputs)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
@@ -289,7 +287,7 @@ class Trials:
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Those that can be removed as they are, together, and the others: by halves, since most mostly can."""
+        """Divide couplings by trials of halves: those that can be removed together as they are; why others cannot."""
         stopped = {c: NOT_TRIED + self._why.get(_kind(c), "") for c in couplings if self.has_failed(c)}
         if stopped:
             good, failing = self._split([coupling for coupling in couplings if coupling not in stopped])
@@ -306,7 +304,7 @@ class Trials:
         return good, failing | more | contradicting
 
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Couplings that can be removed together, and others of which each can be by itself: all, or one by one."""
+        """Add to couplings that can be removed together those of the others that can too, all at once or one by one."""
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
         failing = {}
@@ -331,7 +329,6 @@ def in_config(
 
     Those that fail are tried again together with others of as many units: one field may hold the size of both.
     """
-
     trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
     failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
@@ -361,7 +358,7 @@ def _random(
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        removals = known.setdefault((coupling, multiple), [])
+        removals = known[replace(coupling, attrs={}), multiple] = []
         for bound in coupling.bind(model):
             units, kept = bound.grid[-1], _kept(bound, ratio)
             kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)

@@ -60,7 +60,7 @@ class Removal:
         return self.kept == self.scope_units
 
 
-def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, source: int = 0) -> Removal:
+def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) -> Removal:
     """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all)."""
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
@@ -91,7 +91,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int, so
     wanted = rounded(most, units, multiple_of)
     keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
     partly = int((zero.any(0) & ~dropped).sum())
-    return Removal(coupling=coupling, keep=keep.reshape(grid), source=source, partly=partly)
+    return Removal(coupling=coupling, keep=keep.reshape(grid), partly=partly)
 
 
 def check_multiple(multiple_of: object, where: str) -> None:
@@ -151,17 +151,17 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and any(module is m for m, *_ in places):
             _fit_attention(module, path)
-            for encoder in model.modules() if isinstance(module, PrunedMultiheadAttention) else ():
-                if isinstance(encoder, nn.TransformerEncoder) and any(module is inner for inner in encoder.modules()):
-                    encoder.use_nested_tensor = False  # which only the fused kernels of equal sizes take
+    for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
+        if any(isinstance(module, PrunedMultiheadAttention) for module in encoder.modules()):
+            encoder.use_nested_tensor = False  # which only the fused kernels of equal sizes take
 
 
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
     """A copy in which the parameters of units that are removed hold zeros; large ones are computed by `light_copy`."""
-    names = {m.fqn for r in removals for m in r.coupling.members if m.is_parameter}
-    written = {id(tensor) for tensor in plain_tensors(model, sorted(names)).values()}
-    masked = light_copy(model, own={id(p) for p in model.parameters()} - written)
-    for removal, member in ((r, m) for r in removals for m in r.coupling.members if m.is_parameter):
+    cuts = [(member, r) for r in removals for member in r.coupling.members if member.is_parameter]
+    written = {id(tensor) for tensor in plain_tensors(model, [member.fqn for member, _ in cuts]).values()}
+    masked = light_copy(model, shared={id(p) for p in model.parameters()} - written)
+    for member, removal in cuts:
         tensor = plain_tensors(masked, [member.fqn])[member.fqn]
         indices = _kept_indices(tuple(tensor.shape), [(member, removal)])
         if indices is None:
@@ -228,7 +228,7 @@ def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list
 
 
 def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[int, Tensor] | None:
-    """{dimension: indices that all removals keep}; None where these are not all, in the order of the tensor."""
+    """Return {dimension: indices that all removals keep}; None where what is kept is not given by single dimensions."""
     masks: dict[int, Tensor] = {}
     for member, removal in cuts:
         pattern, unit, scope = member.pattern, removal.coupling.unit, removal.coupling.scope
@@ -427,11 +427,9 @@ def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict
     for part in parts:
         layers = [m for m in model.get_submodule(part.name).modules() if type(vars(m).get("layer_idx")) is int]
         if layers and part.kind == "attention":
-            number, listed = (
-                vars(layers[0])["layer_idx"],
-                getattr(config_of(model, part.name)[1], "layer_types", None) or [],
-            )
-            cache_type = str(listed[number]) if number < len(listed) else ""
+            number = vars(layers[0])["layer_idx"]
+            layer_types = getattr(config_of(model, part.name)[1], "layer_types", None) or []
+            cache_type = str(layer_types[number]) if number < len(layer_types) else ""
             types.setdefault(f"{cache_type} {part.name.rpartition('.')[2]}", {})[part] = (number, layers)
     return types
 

@@ -2,11 +2,11 @@
 
 import copy
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_ow
 from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config
 
-T = TypeVar("T")
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
@@ -104,10 +103,7 @@ def shrink(
     """
     check_comparable("shrink: ", model, tolerance)
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
-    for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
-        how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
-        raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
-    saved = _checked_ratio(model, ratio, cost_of, kinds, uniform, tensor_parallel)
+    saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
     level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
     whole, model = model, plain_copy(model)
     normed = undo_weight_norms(model)
@@ -116,7 +112,10 @@ def shrink(
     next(phase)
     trial: dict[str, Any] = {"ratio": level, "tolerance": tolerance}
     discovery = removable(model, example_inputs, couplings, exclude=exclude, multiple_of=multiple_of, **trial)
-    _check_coupling_names(discovery, kinds, ratio=ratio, multiple_of=multiple_of, max_sparsity=max_sparsity)
+    known = [*(c.name for c in discovery.couplings), *(name for name, _ in discovery.left_out)]
+    known += dict.fromkeys(c.kind for c in discovery.couplings)
+    by_names = {"ratio": ratio, "multiple_of": multiple_of, "max_sparsity": max_sparsity}
+    check_names("shrink: ", known, **by_names, kinds=dict.fromkeys(kinds or ()))
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
     ratio, multiple_of, max_sparsity = (by_name(x, discovery.couplings) for x in (ratio, multiple_of, max_sparsity))
     multiples = {
@@ -158,10 +157,14 @@ def _checked_ratio(
     ratio: float | Mapping[str, float],
     cost_of: Cost | None,
     kinds: Sequence[str] | None,
+    couplings: Sequence[Coupling] | None,
     uniform: bool | None,
     tensor_parallel: int,
 ) -> float:
-    """The largest of the ratios; a SparsityError where it or another argument of `shrink` is wrong."""
+    """Return the largest of the ratios; raise a SparsityError where it or another argument of `shrink` is wrong."""
+    for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
+        how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
+        raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
     if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
         raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
     if type(tensor_parallel) is not int or tensor_parallel < 1:
@@ -174,16 +177,9 @@ def _checked_ratio(
     return max(checked_level(level, "shrink: ratio: ") for level in ratios)
 
 
-def _check_coupling_names(discovery: Discovery, kinds: Sequence[str] | None, **numbers: Any) -> None:
-    """Raise if an argument names what is neither a coupling, also one that cannot be removed, nor a kind."""
-    known = [*(coupling.name for coupling in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    known += dict.fromkeys(coupling.kind for coupling in discovery.couplings)
-    check_names("shrink: ", known, **numbers, kinds=dict.fromkeys(kinds or ()))
-
-
 def _removed(
     layers: list[Coupling],
-    scored: Callable[[list[Coupling]], tuple[Rows, list[tuple[str, str]]]],
+    scored: Callable[[list[Coupling]], tuple[Rows, Mapping[str, SparsityError]]],
     pruned: Callable[[list[Coupling], Rows], Trials],
     normed: Normed,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
@@ -193,11 +189,13 @@ def _removed(
     """
     left_out = list[tuple[str, str]]()
     while True:
-        scores, unscored = scored(layers)
-        layers = [c for c in layers if c.name in scores]
-        rated = [c for c in layers if any(bool(rows.any()) for rows in scores[c.name])]
-        left_out += unscored
-        left_out += [(c.name, "the score rates all of its units 0") for c in layers if c not in rated]
+        scores, errors = scored(layers)
+        if errors and not scores:
+            raise list(errors.values())[-1]
+        rated = [c for c in layers if c.name in scores and any(bool(rows.any()) for rows in scores[c.name])]
+        zero = [c.name for c in layers if c.name in scores and c not in rated]
+        left_out += [(name, str(error)) for name, error in errors.items()]
+        left_out += [(name, "the score rates all of its units 0") for name in zero]
         trials = pruned(rated, scores)
         try:
             removals, small, report = trials.removed(layers := rated, normed)
@@ -220,18 +218,19 @@ def _with_reasons(
 ) -> Compaction:
     """The report of `shrink`: beside that of `compact`, what was left out and why, and which engines load the model."""
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
+    inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
     return replace(
         report,
         before=size_of(whole, report.before.flops),
         fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
         left_out=(*_as_texts(left_out), *uncalled),
-        frozen=_frozen(discovery),
+        frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
         values=discovery.values,
     )
 
 
 def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> dict[Coupling, str]:
-    """{coupling of a layer, where layers differ in size, or always with `each`: name of the one that it is part of}."""
+    """Divide couplings into layers where these differ in size, or always with `each`: {layer: name of its coupling}."""
     layers: list[tuple[Coupling, str]] = []
     for coupling in couplings:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
@@ -243,27 +242,21 @@ def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> d
 def _without_lowest(
     model: nn.Module, couplings: Sequence[Coupling], scores: Rows, counts: Mapping[str, int], multiples: Any
 ) -> Known:
-    """The removals of the units of the lowest scores."""
     known = Known()
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)
         keeps = [(b, keep_mask(rows.reshape(-1, b.grid[-1]), counts[c.name]).cpu()) for b, rows in pairs]
-        known[c, multiples[c.name]] = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+        removals = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+        known[replace(c, attrs={}), multiples[c.name]] = removals
     return known
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """(name, reason) as lines; of couplings that were not tried for the same reason only the first."""
+    """Write (name, reason) as lines; one line for all couplings that were not tried for the same reason."""
     alike = Counter(why for _, why in left_out if why.startswith(NOT_TRIED))
     first = {why: name for name, why in reversed(left_out) if why in alike}
     more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
     return tuple(f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name)
-
-
-def _frozen(discovery: Discovery) -> tuple[str, ...]:
-    """Axes from which nothing may be removed, with the reason, but for inputs and outputs."""
-    inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
-    return tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside)
 
 
 def _unreached(
@@ -282,23 +275,18 @@ def _unreached(
 
 def _scored(
     model: nn.Module, couplings: Sequence[Coupling], **how: Any
-) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]]]:
-    """Scores as `_all_scored`, with the same arguments; and (name, reason) of couplings that the score does not fit."""
+) -> tuple[dict[str, list[Tensor]], dict[str, SparsityError]]:
+    """Scores as `_all_scored`, with the same arguments; and {name: error} of couplings that the score does not fit."""
     try:
-        return _all_scored(model, couplings, **how), []
-    except SparsityError:
-        if len(couplings) < 2:
+        return _all_scored(model, couplings, **how), {}
+    except SparsityError as e:
+        if not couplings:
             raise
-    scores, unscored, error = dict[str, list[Tensor]](), list[tuple[str, str]](), SparsityError()
-    for half in (couplings[: len(couplings) // 2], couplings[len(couplings) // 2 :]):
-        try:
-            some, others = _scored(model, half, **how)
-        except SparsityError as e:
-            some, others, error = {}, [(coupling.name, str(e)) for coupling in half], e
-        scores, unscored = scores | some, unscored + others
-    if not scores:
-        raise error
-    return scores, unscored
+        if len(couplings) == 1:
+            return {}, {couplings[0].name: e}
+    half = len(couplings) // 2
+    (scores, errors), (others, more) = (_scored(model, some, **how) for some in (couplings[:half], couplings[half:]))
+    return scores | others, errors | more
 
 
 def _all_scored(
@@ -333,16 +321,15 @@ def _all_scored(
 
     rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
     for coupling in couplings if score is None else ():
-        rated[coupling.name] = [
-            _whole(*pair, model) for pair in zip(coupling.bind(model), rated[coupling.name], strict=True)
-        ]
+        pairs = zip(coupling.bind(model), rated[coupling.name], strict=True)
+        rated[coupling.name] = [_whole(bound, rows, model) for bound, rows in pairs]
     for module in copied.modules():
         module._buffers.clear()  # the masks, whose modules refer to each other, so that they would be freed much later
     return rated
 
 
 def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
-    """The norms of units with their further dimensions of one tensor, as recurrent weights have them."""
+    """Add to the norms of units the entries that they have along a second dimension, as in recurrent weights."""
     numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
@@ -358,19 +345,19 @@ def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def _number(numbers: T | Mapping[str, T], name: str, default: T) -> T:
+def _number(numbers: Any, name: str, default: float) -> Any:
     """The number of a coupling: one for all, or by name."""
     return numbers.get(name, default) if isinstance(numbers, Mapping) else numbers
 
 
 def _chosen(
-    model: nn.Module, discovery: Discovery, ratio: float | Mapping[str, float], multiples: Mapping[str, int]
+    model: nn.Module, discovery: Discovery, levels: Mapping[str, float], multiples: Mapping[str, int]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
-    levels = {coupling.name: _number(ratio, coupling.name, 0.0) for coupling in discovery.couplings}
-    left_out = list(discovery.left_out)
-    left_out += [(name, "the ratio of it is 0, or does not name it") for name, level in levels.items() if not level]
-    places = {coupling: _places(model, coupling) for coupling in discovery.couplings if levels[coupling.name]}
+    pruned = [coupling for coupling in discovery.couplings if levels.get(coupling.name)]
+    why = "the ratio of it is 0, or does not name it"
+    left_out = [*discovery.left_out, *((c.name, why) for c in discovery.couplings if c not in pruned)]
+    places = {coupling: _places(model, coupling) for coupling in pruned}
     kept = counts_at_levels(model, list(places), levels, multiples)
     dropped = {coupling: 1 - kept[coupling.name] / coupling.bind(model)[0].grid[-1] for coupling in places}
     chosen: list[Coupling] = []
@@ -409,12 +396,11 @@ def _removed_parameters(
     dropped: Mapping[Coupling, float],
 ) -> float:
     """How many parameters couplings remove together, each a fraction of its units."""
-    tensors, removed = dict(named_tensors(model)), dict[str, dict[int, float]]()  # {tensor: {dimension: fraction}}
+    tensors, removed = dict(named_tensors(model)), defaultdict[str, dict[int, float]](lambda: defaultdict(float))
     for coupling in couplings:
         for name, d, outside in places[coupling]:
             if name in tensors:
                 inside = 1 - sum(outside or ()) / tensors[name].shape[d]
-                fractions = removed.setdefault(name, {})
-                fractions[d] = fractions.get(d, 0.0) + inside * dropped[coupling]
+                removed[name][d] += inside * dropped[coupling]
     kept = {name: math.prod(1 - fraction for fraction in by.values()) for name, by in removed.items()}
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())

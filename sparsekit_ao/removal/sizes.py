@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..coupling import BoundCoupling, Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
+from ..coupling.nested_tensors import seeded
 from ..errors import SparsityError
 from .remove import Removal, plain_tensors, sizes_of
-from .verify import Reference, seeded
+from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # beside the unit, of which products are formed
@@ -370,20 +371,20 @@ def fit_config(
                 changes.append(change)
             else:
                 apply_changes(small, undone([change]))
-        found = wrong[0] if wrong else _other_outputs(small, reference, tolerance, discarded)
-        if not found:
+        misfit = wrong[0] if wrong else _other_outputs(small, reference, tolerance, discarded)
+        if not misfit:
             apply_changes(small, undone(head_dims))
             needed = head_dims if _misfits(small) else []
             apply_changes(small, needed)
             return needed + changes, ""
-        problem = problem or found
+        problem = problem or misfit
         apply_changes(small, undone(changes))
     apply_changes(small, undone(head_dims))
     return [], problem
 
 
 def _head_dims(model: nn.Module) -> list[Change]:
-    """The changes that write the size of heads into configs that compute it from the numbers that removal changes."""
+    """Return the changes that set `head_dim` in configs that would compute it from a number that removal changes."""
     sizes = {vars(m)["head_dim"] for m in model.modules() if _is_size(vars(m).get("head_dim"))}
     paths = [path for path, config in _configs(model) if getattr(config, "head_dim", None) is None]
     return [Change(path=f"{path}.head_dim", was=None, now=size) for path in paths for size in sizes if len(sizes) == 1]
@@ -425,7 +426,7 @@ def _misfits(model: nn.Module) -> list[str]:
 
 
 def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, discarded: bool) -> str:
-    """What is wrong with the outputs of the model, or of one constructed from its config with its weights; or ""."""
+    """Say what is wrong with outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
             fresh = type(small)(copy.deepcopy(small.config))

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..coupling.nested_tensors import arguments, opaque_in, tensors_in
+from ..coupling.nested_tensors import arguments, opaque_in, seeded, tensors_in, unfused_attention
 from ..errors import SparsityError
 
 Outputs = list[tuple[str, Tensor]]
@@ -254,13 +254,9 @@ def _run(
     args, kwargs = inputs
     count = Counter(display=False, custom_mapping=_flop_formulas())
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the counter knows no FLOPs of its fused operations
-    try:
-        with seeded(tensors), contextlib.nullcontext() if discarded else count:
-            output = model(*args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    # The counter knows no FLOPs of fused attention.
+    with seeded(tensors), unfused_attention(), contextlib.nullcontext() if discarded else count:
+        output = model(*args, **kwargs)
     return output, count.get_total_flops(), tuple(uncounted)
 
 
@@ -372,10 +368,10 @@ def in_format_of(tensor: Tensor, data: Tensor) -> Tensor:
     return data.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 
-def light_copy(model: nn.Module, dtype: torch.dtype | None = None, own: Collection[int] = ()) -> nn.Module:
-    """Copy a model; its large parameters are copied, and converted, whenever they are read. Those of ids `own` stay."""
-    tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in own}
-    for p in (p for p in model.parameters() if id(p) not in own):
+def light_copy(model: nn.Module, dtype: torch.dtype | None = None, shared: Collection[int] = ()) -> nn.Module:
+    """Copy a model; large parameters are copied, and converted, whenever they are read. Ids `shared` are not copied."""
+    tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in shared}
+    for p in (p for p in model.parameters() if id(p) not in shared):
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
         is_plain = type(p) is nn.Parameter and type(p.detach()) is Tensor
         if isinstance(p, Computed) or (is_plain and p.numel() >= LARGE and p.ndim > 1):
@@ -401,18 +397,6 @@ def replace_tensors(model: nn.Module, tensors: Mapping[int, Tensor]) -> None:
             registered.update({name: tensors[id(t)] for name, t in registered.items() if id(t) in tensors})  # type: ignore
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-
-@contextlib.contextmanager
-def seeded(tensors: list[Tensor]) -> Iterator[None]:
-    """Seed the generators of the CPU and of the tensors' devices; their states are restored afterwards."""
-    devices = sorted({t.device.index for t in tensors if t.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(0)
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        yield
 
 
 def output_difference(wanted: Outputs, outputs: Outputs) -> float:

@@ -10,6 +10,7 @@ elements; which entries an index reads depends on values, so nothing may be remo
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,28 +27,29 @@ _SUMS = ("sum", "linalg_vector_norm")  # they add terms, so that zeros can be le
 _KEEP_ZEROS = (*_SUMS, "mean", "amax", "amin")
 _PRODUCTS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"), "dot": ("self", "tensor")}
 _WITH_BIAS = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}
+IsZero = Callable[[tuple[bool, ...]], bool]
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def pointwise(op: Operation) -> Label:
     """Follow any elementwise operation of tensors that broadcast."""
     is_zero = functools.cache(lambda zeros: any(zeros) and _is_zero(op, zeros))
-    return combined([op.label_of(t) for t in op.tensors], op.why, is_zero)
+    return combined(op, [op.label_of(t) for t in op.tensors], is_zero)
 
 
-def combined(labels: Sequence[Label], why: str, is_zero: Callable[[tuple[bool, ...]], bool] = all) -> Label:
-    """Return the axes of the result for operands that broadcast; `why` as in `unify`.
+def combined(op: Operation, labels: Sequence[Label], is_zero: IsZero = all) -> Label:
+    """Return the axes of the result for operands that broadcast.
 
     `is_zero` tells from which operands are zero whether the result is (`all`: of a sum, `any`: of a product).
     """
     width = max(map(len, labels))
     padded = [((),) * (width - len(label)) + label for label in labels]
-    return tuple(_combined(axes, is_zero, why) for axes in zip(*padded, strict=True))
+    return tuple(united(op, axes, is_zero) for axes in zip(*padded, strict=True))
 
 
-def _combined(axes: Sequence[Axis], is_zero: Callable[[tuple[bool, ...]], bool], why: str) -> Axis:
+def united(op: Operation, axes: Sequence[Axis], is_zero: IsZero = all) -> Axis:
     """Return one axis of the result; an operand of size 1 is constant along it, hence not zero at single units."""
-    unify([axis for axis in axes if axis], why)
+    unify([axis for axis in axes if axis], op.why)
     rows = [leaves(axis) for axis in axes]
     first = next(filter(None, rows), ())
     if any(row and len(row) != len(first) for row in rows):  # frozen: its factors do not line up
@@ -90,9 +92,9 @@ def _matmul(op: Operation) -> Label:
     a, b = (op.label(operand) for operand in (_PRODUCTS | _WITH_BIAS)[name])
     inner = max(len(b) - 2, 0)
     _contract(op, a[-1], b[inner])
-    batch = combined([a[:-2], b[:-2]], op.why, any) if len(b) > 2 else ()
+    batch = combined(op, [a[:-2], b[:-2]], any) if len(b) > 2 else ()
     product = (*batch, *a[len(batch) : -1], *b[inner + 1 :])
-    return product if name in _PRODUCTS else combined([product, op.label("self")], op.why)
+    return product if name in _PRODUCTS else combined(op, [product, op.label("self")])
 
 
 def _convolution(op: Operation) -> Label:
@@ -101,29 +103,25 @@ def _convolution(op: Operation) -> Label:
     x_group, x_in = split_axis(x[1], groups, op.why)
     w_group, rest = split_axis(w[0], groups, op.why)
     w_in, w_out = (rest, w[1]) if op["transposed"] else (w[1], rest)
-    group = combined([(x_group,), (w_group,)], op.why, any)[0]
+    group = united(op, [x_group, w_group], any)
     _contract(op, x_in, w_in)
     op.freeze(*x[2:], *w[2:])
     out = (x[0], group + w_out, *op.fixed(*op.outs[0].shape[2:]))
-    return combined([out, *((*bias, *((),) * (len(x) - 2)) for bias in op.labels("bias"))], op.why)
+    return combined(op, [out, *((*bias, *((),) * (len(x) - 2)) for bias in op.labels("bias"))])
 
 
 def _batch_norm(op: Operation) -> list[Label]:
     """BatchNorm in eval mode: each channel by itself; zero where its weight and bias are."""
-    x = op.label("input")
-    affine = op.labels("weight", "bias")
-    channels = combined([(x[1],), *affine, *op.labels("running_mean", "running_var")], op.why)[0]
-    rows = [leaves(axis) for (axis,) in affine]
-    aligned = bool(rows) and all(len(row) == len(channels) for row in rows)
-    zero = [aligned and all(row[k].zero for row in rows) for k in range(len(channels))]
-    channels = tuple(AxisFactor(part.factor, z) for part, z in zip(channels, zero, strict=True))
-    return [(x[0], channels, *x[2:])]
+    x, affine = op.label("input"), op.labels("weight", "bias")
+    operands = [x[1], *(axis for (axis,) in (*affine, *op.labels("running_mean", "running_var")))]
+    is_zero = lambda zeros: bool(affine) and all(zeros[1 : 1 + len(affine)])  # noqa: E731
+    return [(x[0], united(op, operands, is_zero), *x[2:])]
 
 
 def _layer_norm(op: Operation) -> list[Label]:
     """LayerNorm: its mean and variance change with every entry that is removed, so the normalized axes are frozen."""
     x, width = op.label("input"), len(op["normalized_shape"])
-    normed = combined([x[-width:], *op.labels("weight", "bias")], op.why)
+    normed = combined(op, [x[-width:], *op.labels("weight", "bias")])
     op.freeze(*normed)
     return [(*(x[:-width] if op["bias"] is None else _nonzero(x[:-width])), *normed)]
 
@@ -133,7 +131,7 @@ def _group_norm(op: Operation) -> list[Label]:
     x = op.label("input")
     x_group, inside = split_axis(x[1], op["group"], op.why)
     op.freeze(inside)
-    channels = combined([(x_group + inside,), *op.labels("weight", "bias")], op.why)[0]
+    channels = united(op, [x_group + inside, *(axis for (axis,) in op.labels("weight", "bias"))])
     return [(*_nonzero((x[0],)), channels, *_nonzero(x[2:]))]
 
 
@@ -142,7 +140,7 @@ def _rms_norm(op: Operation) -> list[Label]:
     x, width = op.label("input"), len(op["normalized_shape"])
     for axis in x[-width:]:
         _require_zeros(op, axis)
-    return [(*x[:-width], *combined([x[-width:], *op.labels("weight")], op.why, any))]
+    return [(*x[:-width], *combined(op, [x[-width:], *op.labels("weight")], any))]
 
 
 def _reduce(op: Operation) -> Label | list[Label]:
@@ -185,7 +183,7 @@ def _pool(op: Operation) -> list[Label]:
 
 def _contract(op: Operation, a: Axis, b: Axis) -> None:
     """Sum over an axis that two operands share."""
-    _require_zeros(op, combined([(a,), (b,)], op.why, any)[0])
+    _require_zeros(op, united(op, [a, b], any))
 
 
 def _require_zeros(op: Operation, axis: Sequence[AxisFactor]) -> None:
@@ -193,7 +191,7 @@ def _require_zeros(op: Operation, axis: Sequence[AxisFactor]) -> None:
     op.freeze_value(nonzero, what="what it sums over is not zero where a unit is")
 
 
-def _nonzero(label: Label) -> Label:
+def _nonzero(label: Sequence[Axis]) -> Label:
     return tuple(tuple(AxisFactor(part.factor) for part in axis) for axis in label)
 
 
@@ -219,11 +217,11 @@ def _recurrent(op: Operation) -> list[Label]:
     gated = 4 if op["has_biases"] else 2
     split = [split_axis(label[0], _GATES[op.name], op.why) for layer in layers for label in layer[:gated]]
     op.freeze(*(gate for gate, _ in split))
-    unit = combined([(axis,) for axis in (*(rows for _, rows in split), *cells)], op.why)[0]
+    unit = united(op, [*(rows for _, rows in split), *cells])
     projections = [layer[gated] for layer in layers if len(layer) > gated]
     for _, columns in projections:
         _contract(op, unit, columns)
-    hidden = combined([(axis,) for axis in (first, *([rows for rows, _ in projections] or [unit]))], op.why)[0]
+    hidden = united(op, [first, *([rows for rows, _ in projections] or [unit])])
     for at, (inputs, recurrent) in enumerate((layer[0][1], layer[1][1]) for layer in layers):
         _contract(op, hidden, recurrent)
         way, inner = split_axis(inputs, ways, op.why) if at >= ways else ((), inputs)
@@ -327,30 +325,26 @@ def _concatenate(op: Operation) -> Label:
     sizes = [t.shape[dim] for t in tensors]
     axes, inner = [label[dim] for label in labels], min(sizes)
     if len(set(sizes)) > 1 and not (all(n % inner == 0 for n in sizes) and _end_alike(axes, inner)):
-        rest = combined([(*label[:dim], (), *label[dim + 1 :]) for label in labels], op.why)
+        rest = combined(op, [(*label[:dim], (), *label[dim + 1 :]) for label in labels])
         return (*rest[:dim], concatenated(axes), *rest[dim + 1 :])
     halves = [split_axis(label[dim], n // inner, op.why) for label, n in zip(labels, sizes, strict=True)]
     op.freeze(*(outer for outer, _ in halves))
-    united = [(*label[:dim], half, *label[dim + 1 :]) for label, (_, half) in zip(labels, halves, strict=True)]
-    label = combined(united, op.why)
+    inner_labels = [(*label[:dim], half, *label[dim + 1 :]) for label, (_, half) in zip(labels, halves, strict=True)]
+    label = combined(op, inner_labels)
     return (*label[:dim], op.fixed(sum(sizes) // inner)[0] + label[dim], *label[dim + 1 :])
 
 
 def _end_alike(axes: Sequence[Axis], size: int) -> bool:
     """Whether all axes have the same innermost factors, of this size: they are made of pieces of one tensor."""
-    ends = []
-    for axis in axes:
-        end: list[Factor] = []
-        for part in reversed(leaves(axis)):
-            if math.prod(factor.size for factor in end) < size:
-                end.append(part.factor)
-        ends.append(end)
-    return math.prod(factor.size for factor in ends[0]) == size > 1 and all(end == ends[0] for end in ends)
+    inner = [[part.factor for part in reversed(leaves(axis))] for axis in axes]
+    products = list(itertools.accumulate((factor.size for factor in inner[0]), operator.mul))
+    count = products.index(size) + 1 if size in products else 0
+    return count > 0 and all(factors[:count] == inner[0][:count] for factors in inner)
 
 
 def _stack(op: Operation) -> Label:
     labels = [op.label_of(t) for t in op["tensors"]]
-    label = combined(labels, op.why)
+    label = combined(op, labels)
     dim = op.dim("dim", len(label) + 1)
     return (*label[:dim], *op.fixed(len(labels)), *label[dim:])
 
@@ -363,8 +357,7 @@ def _pad(op: Operation) -> Label:
         if widths[2 * k] or widths[2 * k + 1]:
             op.freeze(label[dim])
             (label[dim],) = op.fixed(op.outs[0].shape[dim])
-    zero = not op["value"]
-    return tuple(tuple(AxisFactor(part.factor, part.zero and zero) for part in axis) for axis in label)
+    return _nonzero(label) if op["value"] else tuple(label)
 
 
 def _embedding(op: Operation) -> Label:
@@ -397,17 +390,17 @@ def _index_put(op: Operation) -> Label:
     rest = [d for d in range(len(label)) if d not in at]
     values = ((),) * (len(rest) + count - len(values)) + values
     op.freeze(*(label[d] for d in at), *values[first : first + count], what="written by index")
-    written = combined([tuple(label[d] for d in rest), (*values[:first], *values[first + count :])], op.why)
+    written = combined(op, [tuple(label[d] for d in rest), (*values[:first], *values[first + count :])])
     return tuple(_nonzero((axis,))[0] if d in at else written[rest.index(d)] for d, axis in enumerate(label))
 
 
 def _indexed(indices: Sequence[Tensor | None]) -> tuple[list[int], int, int]:
-    """The dimensions that indices read, a mask as many as it has; the first of those that replace them; number."""
+    """Return the dimensions that indices read, and the first and the number of dimensions that replace them."""
     at: list[int] = []
     d, starts, count = 0, 0, 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        width = index.dim() if index is not None and is_mask else 1
+        width = index.dim() if index is not None and is_mask else 1  # a mask reads as many dimensions as it has
         if index is not None:
             starts += not at or at[-1] != d - 1
             at += range(d, d + width)
@@ -421,7 +414,7 @@ def _index_add(op: Operation) -> Label:
     label, source = op.label("self"), op.label("source")
     dim = op.dim("dim", len(label))
     op.freeze(label[dim], source[dim], what="written by index")
-    others = combined([(*axes[:dim], (), *axes[dim + 1 :]) for axes in (label, source)], op.why)
+    others = combined(op, [(*axes[:dim], (), *axes[dim + 1 :]) for axes in (label, source)])
     return (*others[:dim], label[dim], *others[dim + 1 :])
 
 
@@ -436,9 +429,9 @@ def _fake_quantize(op: Operation) -> list[Label]:
     """Rounding to a grid that has a zero, for each entry; scales are those of all entries or of one dimension."""
     label = op.label("self")
     if op["axis"] is not None:
-        per_entry = tuple(op.labels("scale", "zero_point"))
-        along = combined([(label[op["axis"]],), *per_entry], op.why, lambda zeros: zeros[0])
-        label = (*label[: op["axis"]], *along, *label[op["axis"] + 1 :])
+        per_entry = [axis for (axis,) in op.labels("scale", "zero_point")]
+        along = united(op, [label[op["axis"]], *per_entry], lambda zeros: zeros[0])
+        label = (*label[: op["axis"]], along, *label[op["axis"] + 1 :])
     return [label] * len(op.outs)
 
 

@@ -4,6 +4,7 @@
 `fold_frozen` join those of repeated layers by stars.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -71,12 +72,11 @@ class Discovery:
         rows = zip(self.couplings, self.counts, strict=True)
         lines = [line for coupling, counts in rows for line in _coupling_lines(coupling, *counts)]
         text = ["couplings = [", *lines, "]"]
-        if self.left_out:
-            text += ["", "# Left out, they cannot be removed:", *(f"#   {name}: {why}" for name, why in self.left_out)]
-        if self.frozen:
-            frozen = [f"#   {f'{count} x ' if count > 1 else ''}{axis}" for axis, count in self.frozen]
-            text += ["", "# Frozen, nothing is removed there:", *frozen]
+        left_out = [f"{name}: {why}" for name, why in self.left_out]
+        frozen = [f"{f'{count} x ' if count > 1 else ''}{axis}" for axis, count in self.frozen]
         for title, notes in (
+            ("Left out, they cannot be removed:", left_out),
+            ("Frozen, nothing is removed there:", frozen),
             ("Not inspected, tensors in there are not frozen:", self.opaque),
             ("Values of the example inputs that the forward read; others may lead to another branch:", self.values),
             ("Never called with these example inputs:", self.uncalled),
@@ -149,18 +149,14 @@ def _uncalled(model: nn.Module, used: Collection[str]) -> list[str]:
 
 def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
     name = coupling.name if coupling.name != next(iter(coupling.members)) else ""
-    sizes = ", ".join(f'"{axis}": {size}' for axis, size in coupling.sizes.items())
-    attrs = ", ".join(f'"{path}": "{axes}"' for path, axes in coupling.attrs.items())
+    keys = {"scope": coupling.scope, "sizes": coupling.sizes, "name": name, "attrs": coupling.attrs}
     return [
         f"    # {coupling.kind}: {count} coupling{'s' * (count > 1)} of {units} units",
         "    Coupling(",
         "        {",
         *(f'            "{member}": "{axes}",' for member, axes in coupling.members.items()),
         "        },",
-        *([f'        scope="{coupling.scope}",'] if coupling.scope else []),
-        *([f"        sizes={{{sizes}}},"] if sizes else []),
-        *([f'        name="{name}",'] if name else []),
-        *([f"        attrs={{{attrs}}},"] if attrs else []),
+        *(f"        {key}={json.dumps(value, ensure_ascii=False)}," for key, value in keys.items() if value),
         "    ),",
     ]
 

@@ -73,11 +73,6 @@ class Factor:
         """Whether it consists of parts that follow each other."""
         return bool(self.root._pieces)
 
-    def cut(self, lengths: Sequence[int]) -> None:
-        """Make an undivided factor a concatenation of parts of these lengths."""
-        root = self.root
-        root._pieces = tuple((Factor(n, root._frozen),) if n > 1 else () for n in lengths)
-
     def unite(self, other: "Factor", why: str = "") -> None:
         """Make two undivided factors of one size the same; of two concatenations, their parts."""
         a, b = self.root, other.root
@@ -117,11 +112,6 @@ Axis = tuple[AxisFactor, ...]
 def leaves(axis: Sequence[AxisFactor]) -> Axis:
     """Replace every factor of an axis by what it has been split into."""
     return tuple(replace(part, factor=leaf) for part in axis for leaf in part.factor.leaves())
-
-
-def every_factor(axis: Sequence[AxisFactor]) -> list[Factor]:
-    """Return the undivided factors of an axis, and of the parts of its concatenations."""
-    return [factor for part in leaves(axis) for piece in part.factor.pieces for factor in piece]
 
 
 def freeze(axis: Sequence[AxisFactor], why: str) -> None:
@@ -171,7 +161,8 @@ def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
                     factor.freeze(f"{why}: its parts do not line up")
                 return
             if len(inside) > 1:
-                piece[0].cut([end - begin for begin, end in itertools.pairwise([0, *inside])])
+                root, lengths = piece[0].root, [end - begin for begin, end in itertools.pairwise([0, *inside])]
+                root._pieces = tuple((Factor(n, root._frozen),) if n > 1 else () for n in lengths)
             start += size
     for ours, theirs in zip(a.pieces, b.pieces, strict=True):
         unify([tuple(map(AxisFactor, ours)), tuple(map(AxisFactor, theirs))], why)

@@ -31,9 +31,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...errors import SparsityError
 from ...masking import find_mask, parametrized_names
 from ...masking.normalized import computed_tensors
-from ..nested_tensors import arguments, opaque_in, tensors_in
+from ..nested_tensors import arguments, opaque_in, seeded, tensors_in, unfused_attention
 from .axis_rules import attention_scale, filled, rule_of
-from .factors import AxisFactor, Factor, every_factor, fixed, freeze, leaves
+from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
 
 NOT_UNDERSTOOD, COMPUTED = "not understood", "is computed by a parametrization"
@@ -112,13 +112,13 @@ class Trace(TorchDispatchMode):
             rule = attention_scale if out is not NotImplemented else None
         out = func(*args, **kwargs) if out is NotImplemented else out
         if _reads_values(func, args):
-            self._record_values(func, out)
+            self._record_values(out)
         if reads_tensors or rule is filled:
             is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
             self._steps.append((rule, Operation(func, args, kwargs, out, self.where, self.label_of, is_norm)))
         return out
 
-    def _record_values(self, func: Any, out: Any) -> None:
+    def _record_values(self, out: Any) -> None:
         """Record what the forward reads from values, by the line of code."""
         frames = traceback.walk_stack(inspect.currentframe())
         inside = itertools.takewhile(lambda row: row[0].f_code is not _traced.__code__, frames)
@@ -155,8 +155,8 @@ class Trace(TorchDispatchMode):
             sizes = zip(tensor.shape, zero, strict=True)
             self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
             self._labels[tensor] = self.named[name]
-            path, found, rest = f".{name}".rpartition(".parametrizations.")
-            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if found else self._normed.get(name)
+            path, separator, rest = f".{name}".rpartition(".parametrizations.")
+            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if separator else self._normed.get(name)
             for axis in self.named[name] if computed else ():
                 freeze(axis, f"{computed} {COMPUTED}")
         self.fix(inputs, "input")
@@ -165,7 +165,8 @@ class Trace(TorchDispatchMode):
         for name, label in self.named.items():
             earlier: set[Factor] = set()
             for d, axis in enumerate(label):
-                free = {factor for factor in every_factor(axis) if not factor.frozen}
+                pieces = [piece for part in leaves(axis) for piece in part.factor.pieces]
+                free = {factor for piece in pieces for factor in piece if not factor.frozen}
                 if free & earlier:
                     yield name, d
                 earlier |= free
@@ -249,7 +250,9 @@ class _ForwardError(SparsityError):
 def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) -> Trace:
     """Run a copy of the model on fake tensors of a mode; without one, with values."""
     recorded, memo = Trace(), {}
-    with torch.inference_mode(), _plain_attention(), _random_state(model):  # inference mode dispatches composites here
+    plain_attention = sdpa_kernel(SDPBackend.MATH)  # products and a softmax
+    # Inference mode dispatches composites here.
+    with torch.inference_mode(), unfused_attention(), plain_attention, seeded(model.parameters()):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             memo[id(tensor)] = copied = _copied(tensor, mode)
             recorded.names.setdefault(copied, name)
@@ -298,27 +301,6 @@ def code_line(frames: Iterable[tuple[Any, int]]) -> str:
             text = f"{os.path.basename(name)}:{line}: {linecache.getline(name, line).strip().rstrip(':')}"
             texts[is_torch] = texts[is_torch] or text
     return texts[False] or texts[True]
-
-
-@contextlib.contextmanager
-def _random_state(model: nn.Module) -> Iterator[None]:
-    """Restore the random state afterwards; inside, the generator of the CPU is seeded as in `removal`'s comparisons."""
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        torch.default_generator.manual_seed(0)
-        yield
-
-
-@contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Compute attention by products and a softmax, not by one fused operation."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
