@@ -82,6 +82,10 @@ class MaskSparsifier(BaseSparsifier):
         """The keys that an entry gives for one tensor, completed with the defaults."""
         return {**copied(self.defaults), **own}
 
+    def _extra_state(self) -> dict[str, Any]:
+        """What `state_dict` and pickles contain besides masks and groups."""
+        return {}
+
     def _after_prepare(self) -> None:
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
 
@@ -163,13 +167,13 @@ class MaskSparsifier(BaseSparsifier):
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
         unmasked = [g for g in found.groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
-        own = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
-        if own and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        new_masks = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
+        if new_masks and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise SparsityError(
                 "prepare: the model is wrapped in DistributedDataParallel, which would not see the gradients of "
                 "masked weights; prepare the model inside (model.module), and wrap it anew after that"
             )
-        masks = masking.under_all_names(model, own)
+        masks = masking.under_all_names(model, new_masks)
         before = dict(self.__dict__)
         self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit
         names = {m: name for name, m in model.named_modules()}

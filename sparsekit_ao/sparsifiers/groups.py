@@ -29,10 +29,11 @@ from ..structure import (
     SparseScope,
     View,
     block_windows,
+    scope_windows,
     sparsity_to_nnz,
 )
 from ..structure.tiles import row_major
-from ..structure.windows import fill_mask, kept_flags
+from ..structure.windows import fill_mask, kept_flags, kept_grid, to_scopes
 from .config import TensorGroup
 from .stages import Stage
 
@@ -205,6 +206,14 @@ def total_of(budget: int | Tensor) -> int:
 def kept_in(spec: BlockSpec, mask: Tensor) -> int:
     """Blocks of which a whole mask keeps any element."""
     return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(spec, None, {spec: mask}))
+
+
+def counts_in_scopes(scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
+    """Blocks of which whole masks keep any element, in each scope; int64, of the scope grid's shape."""
+    windows = scope_windows(scope, None, masks)
+    counts = [to_scopes(kept_grid(w.members, len(w.shape)), w, False).sum(1) for w in windows]
+    total = counts[0] if len(counts) == 1 else torch.stack([c.cpu() for c in counts]).sum(0)
+    return total.reshape(scope.grid_shape)
 
 
 def labels_of(spec: BlockSpec) -> Tensor:

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
-from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
-from ..structure.windows import ScopeWindows, block_scores, fill_mask, kept_grid, to_scopes
+from ..structure import BlockSpec, SparseBlock, block_windows, soft_threshold_windows
+from ..structure.windows import ScopeWindows, block_scores, fill_mask
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
-from .groups import PruningGroup, stage_budgets
+from .groups import PruningGroup, counts_in_scopes, stage_budgets
 from .optimizer_state import (
     Conditioner,
     Diagonal,
@@ -195,10 +195,6 @@ class ProximalSparsifier(BudgetSparsifier):
         self._end()
         return target
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the last step kept, groups, the number of steps, and tensors whose optimizer has stepped since then."""
-        return {**super().state_dict(), **self._position()}
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where `state_dict` was saved, at that position of the strength's schedule."""
         self._need_prepared("load_state_dict")
@@ -207,18 +203,18 @@ class ProximalSparsifier(BudgetSparsifier):
         self.iteration = iteration
         self._counts.restore(stepped)
 
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), **self._position()}
+    def _extra_state(self) -> dict[str, Any]:
+        return {**super()._extra_state(), "iteration": self.iteration, "stepped": self._stepped()}
 
-    def _position(self) -> dict[str, Any]:
+    def _stepped(self) -> list[str]:
+        """Names of tensors that their optimizer has moved since the last step here."""
         is_prepared = self._phase == "prepared"
-        stepped = self._counts.stepped(self._parameters(self.groups)) if is_prepared else self._counts.restored()
-        return {"iteration": self.iteration, "stepped": stepped}
+        return self._counts.stepped(self._parameters(self.groups)) if is_prepared else self._counts.restored()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user."""
         counts = StepCounts()
-        counts.restore(self._position()["stepped"])
+        counts.restore(self._stepped())
         return {**super().__getstate__(), "_counts": counts}
 
     def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
@@ -419,9 +415,7 @@ def kept_counts(
     pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]
 ) -> int | Tensor:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
-    own = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
-    counts = torch.zeros((), dtype=torch.int64, device="cpu")
-    for scopes in scope_windows(pruning_group.scope, None, own):
-        counts = counts + to_scopes(kept_grid(scopes.members, len(scopes.shape)), scopes, False).sum(1).cpu()
-    first = int(counts[0]) if counts.numel() else 0
-    return first if bool((counts == first).all()) else counts.reshape(pruning_group.scope.grid_shape)
+    masks_of_specs = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
+    counts = counts_in_scopes(pruning_group.scope, masks_of_specs).cpu()
+    first = int(counts.flatten()[0]) if counts.numel() else 0
+    return first if bool((counts == first).all()) else counts

@@ -474,13 +474,9 @@ class BudgetSparsifier(MaskSparsifier):
                 total[name] = statistics
         self._statistics = total
 
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), "statistics": {name: s.saved() for name, s in self._statistics.items()}}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `MaskSparsifier.state_dict`, with the statistics if there are any."""
-        saved = {name: s.saved() for name, s in self._statistics.items()}
-        return {**super().state_dict(), **({"statistics": saved} if saved else {})}
+    def _extra_state(self) -> dict[str, Any]:
+        statistics = {name: s.saved() for name, s in self._statistics.items()}
+        return {"statistics": statistics} if statistics else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
@@ -613,9 +609,9 @@ class ScopeSparsifier(BudgetSparsifier):
             scores.append((names, g.scope.block_norms(values, norm=g.norm_of(values.values()))))
         return scores
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of any sparsifier, with the number of calls of `step`, and the progress of an unfinished `one_shot`."""
-        return {**super().state_dict(), **self._progress(), "steps": self._steps}
+    def _extra_state(self) -> dict[str, Any]:
+        progress = {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
+        return {**super()._extra_state(), **progress, "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As of any sparsifier, with the number of calls of `step` and the progress of `one_shot` if there are any."""
@@ -623,12 +619,6 @@ class ScopeSparsifier(BudgetSparsifier):
         steps, progress = saved_count(state_dict, "steps", self._steps), checked_pass(state_dict, self.groups)
         super().load_state_dict(state_dict, strict)
         self._steps, self._one_shot = steps, progress
-
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), **self._progress()}
-
-    def _progress(self) -> dict[str, Any]:
-        return {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
 
     def _after_prepare(self) -> None:
         super()._after_prepare()

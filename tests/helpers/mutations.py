@@ -81,8 +81,8 @@ MUTATIONS = [
     ("sparsifiers/mask_check.py", "kept > want", "kept > want + 1", SPARSIFIERS),
     ("sparsifiers/mask_check.py", "views[0] != views[1] or", "", ["test_fuzz.py"]),
     ("sparsifiers/config.py", "    refuse_expanded(", "    len if True else (", ["test_fuzz.py"]),
-    ("sparsifiers/checkpoint.py", "(own == 0) | (own == 1)", "(own == 0) | (own > 0)", ["test_foreign_input.py"]),
-    ("sparsifiers/checkpoint.py", "strict and (set(own)", "False and (set(own)", ["test_foreign_input.py"]),
+    ("sparsifiers/checkpoint.py", "(part == 0) | (part == 1)", "(part == 0) | (part > 0)", ["test_foreign_input.py"]),
+    ("sparsifiers/checkpoint.py", "strict and not set(live)", "False and not set(live)", ["test_foreign_input.py"]),
     (
         "sparsifiers/weight_norm.py",
         "blocks.logical_or_(inside)",
