@@ -250,13 +250,8 @@ class SplitDimension:
 
 
 def _n_m(d: _Dimensions, where: str, n: int, m: int) -> Keys:
-    return {"block_shape": d.tile(1), "scope_shape": _inputs(d, where, m), "nnz": n}
-
-
-def _inputs(d: _Dimensions, where: str, m: int) -> tuple[int, ...]:
-    """A scope of m consecutive inputs."""
     d.needs_input(where)
-    return _inside_groups(d, where, d.tile(1, input=m))
+    return {"block_shape": d.tile(1), "scope_shape": _inside_groups(d, where, d.tile(1, input=m)), "nnz": n}
 
 
 def _inside_groups(d: _Dimensions, where: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -52,8 +52,7 @@ def _certain(earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequen
     plain = len(members) == 2 and all(len(c.members) == 1 and not c.scope.is_partial for c in (*earlier, last))
     if not plain or any(isinstance(b, Tensor) for b in budgets):
         return 0
-    is_partial = any(n % b for n, b in zip(specs[0].view.shape, specs[0].shape, strict=True))
-    if is_partial or views[0] != views[1] or any(b != 1 for b in specs[1].shape):
+    if specs[0].is_partial or views[0] != views[1] or any(b != 1 for b in specs[1].shape):
         return 0
     elements = int(budgets[0])
     for block, blocks, reach in zip(specs[0].shape, members[0].shape, members[1].shape, strict=True):

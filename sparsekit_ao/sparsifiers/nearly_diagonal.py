@@ -9,6 +9,7 @@ from torch import nn
 from .. import distributed
 from ..errors import SparsityError
 from .base import MaskSparsifier
+from .checkpoint import shape_of
 from .config import TensorGroup
 
 
@@ -40,25 +41,22 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         """Fill the mask of one tensor, in place."""
         self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
         fqn = self._check_prepared(module, tensor_name, kwargs)
-        mask = self._live_mask({"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn})
-        _check_nearliness(nearliness, mask.shape, f"{fqn}: ")
+        group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
+        self._check_groups([group])
+        mask = self._live_mask(group)
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
         distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
-            shape = getattr(group["module"], group["tensor_name"]).shape
-            _check_nearliness(group["nearliness"], shape, f"{group['tensor_fqn']}: ", self._phase == "prepared")
-
-
-def _check_nearliness(nearliness: object, shape: Sequence[int], where: str, is_step: bool = True) -> None:
-    if len(shape) != 2:
-        raise SparsityError(f"{where}a diagonal needs a matrix, got shape {tuple(shape)}")
-    if isinstance(nearliness, bool) or not isinstance(nearliness, int):
-        raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
-    if is_step and nearliness > 0 and nearliness % 2 == 0:
-        raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
-    if nearliness // 2 >= min(shape):
-        raise SparsityError(
-            f"{where}nearliness // 2 must be smaller than both dimensions {tuple(shape)}, got nearliness {nearliness}"
-        )
+            shape, nearliness, where = shape_of(group), group["nearliness"], f"{group['tensor_fqn']}: "
+            if len(shape) != 2:
+                raise SparsityError(f"{where}a diagonal needs a matrix, got shape {shape}")
+            if isinstance(nearliness, bool) or not isinstance(nearliness, int):
+                raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
+            if self._phase == "prepared" and nearliness > 0 and nearliness % 2 == 0:
+                raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
+            if nearliness // 2 >= min(shape):
+                raise SparsityError(
+                    f"{where}nearliness // 2 must be smaller than both dimensions {shape}, got nearliness {nearliness}"
+                )

@@ -164,15 +164,6 @@ Diagonal = Tensor | float  # of the parameter's shape, or a number where all ele
 Conditioner = Callable[[Optimizer, nn.Parameter], Diagonal] | str | None
 
 
-def check_conditioner(conditioner: object, where: str = "") -> None:
-    """Raise unless a conditioner is "auto", a function or None."""
-    if conditioner not in ("auto", None) and not callable(conditioner):
-        raise SparsityError(
-            f"{where}conditioner must be 'auto', None or a function (optimizer, parameter) -> diagonal, got "
-            f"{conditioner!r}"
-        )
-
-
 def check_optimizer(optimizer: Optimizer, conditioner: Conditioner, name: str) -> None:
     """Raise where `conditioner="auto"` knows no diagonal of this optimizer."""
     if conditioner == "auto" and not isinstance(optimizer, tuple(_DIAGONALS)):

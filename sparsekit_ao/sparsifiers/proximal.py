@@ -27,7 +27,6 @@ from .optimizer_state import (
     Conditioner,
     Diagonal,
     StepCounts,
-    check_conditioner,
     check_optimizer,
     diagonal_of,
     options_of,
@@ -104,7 +103,11 @@ class ProximalSparsifier(BudgetSparsifier):
         has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
             raise SparsityError("strength and a budget (sparsity_level, nnz or a pattern's) are mutually exclusive")
-        check_conditioner(conditioner)
+        if conditioner not in ("auto", None) and not callable(conditioner):
+            raise SparsityError(
+                "conditioner must be 'auto', None or a function (optimizer, parameter) -> diagonal, got "
+                f"{conditioner!r}"
+            )
         super().__init__(sparsity_level, nnz=nnz, **structure)
         if strength is not None:
             self.defaults |= {"strength": checked_strength(strength, ""), "sparsity_level": 0.0}
@@ -217,15 +220,15 @@ class ProximalSparsifier(BudgetSparsifier):
         counts.restore(self._stepped())
         return {**super().__getstate__(), "_counts": counts}
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        pattern = checked_pattern(own.get("pattern"), place.where)
-        has_budget = bool(refuse_two_budgets(own, place.where)) or getattr(pattern, "budget_key", None) is not None
-        if own.get("strength") is not None:
-            checked_strength(own["strength"], place.where)
+    def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        pattern = checked_pattern(entry.get("pattern"), place.where)
+        has_budget = bool(refuse_two_budgets(entry, place.where)) or getattr(pattern, "budget_key", None) is not None
+        if entry.get("strength") is not None:
+            checked_strength(entry["strength"], place.where)
             defaults = {k: v for k, v in defaults.items() if k != "nnz"}
         elif has_budget:
             defaults = {k: v for k, v in defaults.items() if k != "strength"}
-        group = super()._over(defaults, own, place)
+        group = super()._over(defaults, entry, place)
         has_budget = has_budget or any(budget is not None for budget in stage_budgets(group))
         if group.get("strength") is not None and has_budget:
             raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both specify what is kept")
@@ -382,12 +385,12 @@ class ProximalSparsifier(BudgetSparsifier):
         return diagonal_of(optimizer, parameter, options, self.conditioner, name)
 
 
-def checked_strength(given: Any, where: str, *, is_value: bool = False) -> Any:
+def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> Any:
     """A strength; raises unless it is a finite number >= 0, or a function (but as the value of one)."""
-    if (is_schedule(given) and not is_value) or (is_number(given) and 0 <= float(given) < math.inf):
-        return given
+    if (is_schedule(strength) and not is_value) or (is_number(strength) and 0 <= float(strength) < math.inf):
+        return strength
     what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
-    raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {given!r}")
+    raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
 
 
 def _shrink_blocks(
@@ -406,9 +409,8 @@ def _shrink_blocks(
     values = [replace(m, mask=None) for m in windows]
     fill_mask(windows, block_scores(values, math.inf, block.grid_ndim, False) != 0)
     for spec, m in zip(specs, windows, strict=True):
-        for window, tensor in ((m.window, weights[spec]), (m.mask, masks[spec])):
-            if window is not None and not spec.view.is_aligned(tensor):  # the window is a copy
-                spec.view.write_back(window, tensor)
+        spec.view.write_back(m.window, weights[spec])
+        spec.view.write_back(m.mask, masks[spec])  # type: ignore[arg-type]
 
 
 def kept_counts(

@@ -134,26 +134,26 @@ class BudgetSparsifier(MaskSparsifier):
                 a config entry overrides defaults.
         """
         self._need_prepared("update_mask")
-        of_module = [i for i, g in enumerate(self.groups) if g["module"] is module and g["tensor_name"] == tensor_name]
-        if not of_module:
+        is_named = [g["module"] is module and g["tensor_name"] == tensor_name for g in self.groups]
+        if True not in is_named:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-        at = of_module[0]
+        at = is_named.index(True)
         groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
         coupled = connected(self._pruning_groups(groups), len(groups))[at]
         with torch.no_grad():
             self._update_groups(coupled, groups)
             self._after_update([self.groups[i] for i in sorted({i for g in coupled for _, i in g.members})])
 
-    def _changed(self, group: TensorGroup, given: Mapping[str, Any]) -> TensorGroup:
+    def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
         """The group with other values; those that it has already are no change."""
-        own = {k: v for k, v in given.items() if k not in group or not _is_same(v, group[k])}
-        self._refuse_unknown(own, self.keys)
-        if not own:
+        changes = {k: v for k, v in values.items() if k not in group or not _is_same(v, group[k])}
+        self._refuse_unknown(changes, self.keys)
+        if not changes:
             return group
         names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
-        changed = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
-        if self._resolve(own, place).get("nnz") is not None:  # a level that differs would replace it
+        changed = self._over({k: v for k, v in group.items() if k in self.keys}, changes, place)
+        if self._resolve(changes, place).get("nnz") is not None:  # a level that differs would replace it
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
@@ -168,11 +168,11 @@ class BudgetSparsifier(MaskSparsifier):
     def _rows(self) -> Iterator[Row]:
         pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
         for at, group in enumerate(shown(self.groups, "report", elements_of(pruning_groups))):
-            own = [g for g in pruning_groups if any(i == at for _, i in g.members)]
-            mask, last = self._live_mask(group), own[-1]
+            stages = [g for g in pruning_groups if any(i == at for _, i in g.members)]
+            mask, last = self._live_mask(group), stages[-1]
             spec = last.spec(at)
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
-            pattern = " then ".join(g.pattern(at) for g in own)
+            pattern = " then ".join(g.pattern(at) for g in stages)
             key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(self.groups))
             yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
@@ -206,22 +206,20 @@ class BudgetSparsifier(MaskSparsifier):
                 raise SparsityError(hint) from None
             raise
 
-    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        return self._over(copied(self.defaults), own, place)
+    def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        return self._over(copied(self.defaults), entry, place)
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """Own keys over default ones, patterns resolved."""
-        given_pattern = checked_pattern(own.get("pattern"), f"{place.tensor_fqn}: ")
-        own = own if given_pattern is None else {**own, "pattern": given_pattern}
-        refuse_two_budgets(own, place.where)
-        own = self._resolve(own, place)
-        budgets = refuse_two_budgets(own, place.where)
-        if not {*SHAPES, *AXES, "stages"}.isdisjoint(own):  # the entry's structure replaces the default one
-            defaults = {**defaults}
-            for key in ("pattern", "stages"):
-                defaults.pop(key, None)
-        pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
-        group = joined(self._resolve(defaults, place), own, place.where)
+    def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        """An entry's keys over default ones, patterns resolved."""
+        pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
+        refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
+        entry = self._resolve(entry, place)
+        budgets = refuse_two_budgets(entry, place.where)
+        if not {*SHAPES, *AXES, "stages"}.isdisjoint(entry):  # the entry's structure replaces the default one
+            defaults = {**defaults, "pattern": None}
+            defaults.pop("stages", None)
+        pattern = defaults.get("pattern") if pattern is None else pattern
+        group = joined(self._resolve(defaults, place), entry, place.where)
         if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
             raise SparsityError(
                 f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
@@ -240,10 +238,9 @@ class BudgetSparsifier(MaskSparsifier):
     def _resolve(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys of an entry with its pattern, if it has one, resolved to config keys for one tensor."""
         where = f"{place.tensor_fqn}: "
-        if "pattern" not in entry:
-            return entry
-        pattern = checked_pattern(entry["pattern"], where)
-        entry = {k: v for k, v in entry.items() if k != "pattern"}
+        pattern = checked_pattern(entry.get("pattern"), where)
+        entry = {**entry}
+        entry.pop("pattern", None)
         if pattern is None:
             return entry
         refuse_two_notations(["pattern", *entry], where)
@@ -349,8 +346,8 @@ class BudgetSparsifier(MaskSparsifier):
         out = []
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
-            found = masking.live_mask(module, name, group["tensor_fqn"])
-            out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
+            live = masking.live_mask(module, name, group["tensor_fqn"])
+            out.append((live.mask, True) if live is not None else (getattr(module, name).detach() != 0, False))
         return out
 
     # calibration
@@ -629,5 +626,5 @@ class ScopeSparsifier(BudgetSparsifier):
         self._update_groups(self._pruning_groups(self.groups), self.groups)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))

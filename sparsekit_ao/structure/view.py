@@ -246,7 +246,9 @@ class View:
         tiles.masked_fill_(self.broadcast_block_to_element(mask, block_shape, fake=True), 0)
 
     def write_back(self, window: Tensor, target: Tensor) -> None:
-        """Copy a window that `window()` had to make as a copy back to the tensor that it was made from."""
+        """Copy a window back to the tensor that `window` made it from; does nothing where it is an alias."""
+        if self.is_aligned(target):
+            return
         start = window.storage_offset() - self.offset
         full = window.as_strided(self.param.shape, self._strides, start)
         if self.numel() < self.param.numel():  # another view may have written the rest of the target
