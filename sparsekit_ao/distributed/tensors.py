@@ -37,8 +37,8 @@ def local_bytes(t: Tensor) -> int:
 
 def part_of(t: Any, like: Any) -> Tensor:
     """The part of a tensor that this rank holds of `like`, which is sharded further; a view."""
-    box, first = box_of(like), box_of(t).start if is_sharded(t) else (0,) * like.ndim
-    return local(t)[tuple(slice(at - f, at - f + n) for at, f, n in zip(box.start, first, box.size, strict=True))]
+    box, first = box_of(like), box_of(t).offsets if is_sharded(t) else (0,) * like.ndim
+    return local(t)[tuple(slice(at - f, at - f + n) for at, f, n in zip(box.offsets, first, box.sizes, strict=True))]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,9 +150,8 @@ class PruningGroup:
             key = "sparsity_level" if group.get("nnz") is None or is_scheduled else "nnz"
             asked[group["tensor_fqn"]] = budgets[self.stage] or (key, group[key])
         first, (what, number) = next(iter(asked.items()))
-        for fqn, (other_what, other) in asked.items():
-            same = torch.equal(other, number) if isinstance(other, Tensor) and isinstance(number, Tensor) else None
-            if other_what != what or not (same if same is not None else other is number or other == number):
+        for fqn, (other_what, other) in [*asked.items()][1:]:
+            if other_what != what or not is_same(other, number):
                 raise CouplingError(
                     f"{self.label}: members share one budget, but {first} asks for {what}={number} "
                     f"and {fqn} for {other_what}={other}"
@@ -188,6 +187,13 @@ class PruningGroup:
         scope = next(m for m in self.scope.members() if spec in m.block.blocks())
         view = "" if spec.view.shape == tuple(spec.view.param.shape) else f"view {_by(spec.view.shape)} "
         return f"{view}block {_by(spec.shape)} scope {_by(scope.shape)}"
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two values of a config key are the same, tensors by their elements."""
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return value is other or (isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other))
+    return value is other or bool(value == other)
 
 
 def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
@@ -244,21 +250,22 @@ def make_pruning_groups(
 
     Of the dense weights `tensors`, only shape, strides and dtype are read. Errors name the tensor that does not fit.
     """
-    out: list[PruningGroup] = []
+    pruning_groups: list[PruningGroup] = []
     for stage in range(max(map(len, stages), default=0)):
-        structures, specs = {}, {}
-        for at, group in enumerate(groups):
-            if stage < len(stages[at]):
-                structures[at] = stages[at][stage]
-                specs[at] = _block_spec(group["tensor_fqn"], structures[at], tensors[at])
-        named: dict[object, list[Unit]] = {}  # units that share one budget, by the name of their scope coupling
-        for unit in _block_units(structures, specs):
-            name = structures[unit[0][0]].scope_coupling
-            named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
+        members = []
+        for at, (group, structures, tensor) in enumerate(zip(groups, stages, tensors, strict=True)):
+            if stage < len(structures):
+                structure = structures[stage]
+                members.append(_Member(at, structure, _block_spec(group["tensor_fqn"], structure, tensor)))
+        named: dict[object, list[_Unit]] = {}  # units that share one budget, by the name of their scope coupling
+        for unit in _block_units(members):
+            first = unit[0][0]
+            name = first.structure.scope_coupling
+            named.setdefault(name if name is not None else (first.at,), []).append(unit)
         for coupling, units in named.items():
             label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(units[0][1].name)
-            out.append(_pruning_group(label, units, structures, specs, stage))
-    return tuple(out)
+            pruning_groups.append(_pruning_group(label, units, stage))
+    return tuple(pruning_groups)
 
 
 def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
@@ -295,44 +302,49 @@ def connected(pruning_groups: Sequence[PruningGroup], count: int) -> tuple[tuple
     return tuple(tuple(coupled.get(f, ())) for f in connection)
 
 
-Unit = tuple[list[int], SparseBlock]
+class _Member(NamedTuple):
+    """A tensor in one stage: the index of its group, its structure and its blocks."""
+
+    at: int
+    structure: Stage
+    spec: BlockSpec
+
+
+_Unit = tuple[list[_Member], SparseBlock]  # blocks that are kept or dropped together
 _SCORING = ("norm", "score", "member_scores", "max_sparsity")  # what tensors that are chosen together agree on
 
 
-def _block_units(structures: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
-    """Blocks that are kept or dropped together: a tensor's own, or a BlockCoupling of tensors that give one name."""
-    named: dict[object, list[int]] = {}
-    for at, structure in structures.items():
-        named.setdefault(structure.block_coupling if structure.block_coupling is not None else (at,), []).append(at)
-    units: list[Unit] = []
-    for name, members in named.items():
-        if not isinstance(name, str):
-            structure, spec = structures[members[0]], specs[members[0]]
+def _block_units(members: Iterable[_Member]) -> list[_Unit]:
+    """Each tensor's own blocks, or a BlockCoupling of tensors that give one name."""
+    named: dict[object, list[_Member]] = {}
+    for m in members:
+        name = m.structure.block_coupling
+        named.setdefault(name if name is not None else (m.at,), []).append(m)
+    units: list[_Unit] = []
+    for coupling, coupled in named.items():
+        _, structure, spec = coupled[0]
+        if not isinstance(coupling, str):
             if structure.coupling_order is not None:
                 raise SparsityError(f"{spec.name}: coupling_order needs a block_coupling")
             if structure.member_scores != "sum":
                 raise SparsityError(f"{spec.name}: member_scores needs a block_coupling")
-            units.append((members, spec))
+            units.append((coupled, spec))
             continue
-        label = f"block coupling {name!r}"
-        if len(members) == 1:
-            raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
-        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), members, structures, specs)
-        orders = [structures[at].coupling_order for at in members]
-        units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
+        label = f"block coupling {coupling!r}"
+        if len(coupled) == 1:
+            raise CouplingError(f"{label}: {spec.name} is its only member; a coupling needs two")
+        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), coupled)
+        orders = [m.structure.coupling_order for m in coupled]
+        units.append((coupled, BlockCoupling([m.spec for m in coupled], orders, name=label)))
     return units
 
 
-def _pruning_group(
-    label: str, units: Sequence[Unit], structures: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
-) -> PruningGroup:
-    members, scopes = [], []
-    for indices, block in units:
-        members += indices
-        scopes.append(ScopeSpec(block, structures[indices[0]].scope_shape))
+def _pruning_group(label: str, units: Sequence[_Unit], stage: int) -> PruningGroup:
+    members = [m for coupled, _ in units for m in coupled]
+    scopes = [ScopeSpec(block, coupled[0].structure.scope_shape) for coupled, block in units]
     if len(members) > 1:
-        _must_agree(label, _SCORING, members, structures, specs)
-    structure = structures[members[0]]
+        _must_agree(label, _SCORING, members)
+    structure = members[0].structure
     least: tuple[int, ...] = ()
     if structure.max_sparsity is not None:
         if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
@@ -344,7 +356,7 @@ def _pruning_group(
         least = tuple(sparsity_to_nnz(structure.max_sparsity, s.numblk(), where) for s in scopes)
     return PruningGroup(
         scope=scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label),
-        members=tuple([(specs[at], at) for at in members]),
+        members=tuple([(m.spec, m.at) for m in members]),
         stage=stage,
         norm=structure.norm if structure.score is None else None,
         score=structure.score,
@@ -354,20 +366,14 @@ def _pruning_group(
     )
 
 
-def _must_agree(
-    label: str,
-    keys: Sequence[str],
-    members: Sequence[int],
-    structures: Mapping[int, Stage],
-    specs: Mapping[int, BlockSpec],
-) -> None:
-    for key in keys:
-        first = getattr(structures[members[0]], key)
-        for at in members[1:]:
-            if getattr(structures[at], key) != first:
+def _must_agree(label: str, keys: Sequence[str], members: Sequence[_Member]) -> None:
+    for m in members[1:]:
+        for key in keys:
+            first, other = getattr(members[0].structure, key), getattr(m.structure, key)
+            if other != first:
                 raise CouplingError(
-                    f"{label}: members need the same {key}, but {specs[members[0]].name} gives {first!r} and "
-                    f"{specs[at].name} {getattr(structures[at], key)!r}"
+                    f"{label}: members need the same {key}, but {members[0].spec.name} gives {first!r} and "
+                    f"{m.spec.name} {other!r}"
                 )
 
 

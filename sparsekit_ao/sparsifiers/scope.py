@@ -38,6 +38,7 @@ from .groups import (
     batches,
     connected,
     elements_of,
+    is_same,
     kept_in,
     make_pruning_groups,
     stage_budgets,
@@ -146,7 +147,7 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
         """The group with other values; those that it has already are no change."""
-        changes = {k: v for k, v in values.items() if k not in group or not _is_same(v, group[k])}
+        changes = {k: v for k, v in values.items() if k not in group or not is_same(v, group[k])}
         self._refuse_unknown(changes, self.keys)
         if not changes:
             return group
@@ -624,7 +625,3 @@ class ScopeSparsifier(BudgetSparsifier):
 
     def _update_all(self) -> None:
         self._update_groups(self._pruning_groups(self.groups), self.groups)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))

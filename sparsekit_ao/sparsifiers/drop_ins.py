@@ -1,7 +1,7 @@
-"""WeightNormSparsifier: torch.ao's arguments and masks, on every shape and dtype.
+"""Drop-ins for torch.ao's `WeightNormSparsifier`, on every shape and dtype, and `NearlyDiagonalSparsifier`.
 
-The selection rule is applied twice: to whole blocks over the tensor, and to the elements inside each block; the mask
-keeps the union. Both are scopes like those of `ScopeSparsifier`, scored by the masked weight.
+`WeightNormSparsifier` applies the selection rule twice: to whole blocks over the tensor, and to the elements inside
+each block. The mask keeps the union. Both are scopes like those of `ScopeSparsifier`, scored by the masked weight.
 """
 
 import math
@@ -20,6 +20,7 @@ from ..selection import Request
 from ..structure import BlockSpec, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
+from .checkpoint import shape_of
 from .config import ConfigContext, TensorGroup
 from .stages import checked_tile
 
@@ -187,3 +188,52 @@ def _matrix_scopes(shape: Shape, stride: Shape, block: Shape) -> tuple[ScopeSpec
     tile = [min(n, size) for n, size in zip(block, matrix, strict=True)]
     blocks, elements = (BlockSpec(view, s, edge="partial") for s in (tile, (1, 1)))
     return ScopeSpec(blocks), ScopeSpec(elements, tile)
+
+
+class NearlyDiagonalSparsifier(MaskSparsifier):
+    """Keep the `nearliness` diagonals closest to the main one; drop-in for torch.ao's class of this name.
+
+    Args:
+        nearliness: An odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
+
+    Raises:
+        SparsityError: An even number in `step`, as torch.ao raises; one that is too large in `prepare` already.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)
+    >>> sparsifier.prepare(model, None)
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight")
+    tensor([[1., 1., 0., 0.],
+            [1., 1., 1., 0.],
+            [0., 1., 1., 1.]])
+    """
+
+    def __init__(self, nearliness: int = 1) -> None:
+        super().__init__({"nearliness": nearliness})
+
+    def update_mask(  # type: ignore[override]
+        self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any
+    ) -> None:
+        """Fill the mask of one tensor, in place."""
+        self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
+        fqn = self._check_prepared(module, tensor_name, kwargs)
+        group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
+        self._check_groups([group])
+        mask = self._live_mask(group)
+        rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
+        distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        for group in groups:
+            shape, nearliness, where = shape_of(group), group["nearliness"], f"{group['tensor_fqn']}: "
+            if len(shape) != 2:
+                raise SparsityError(f"{where}a diagonal needs a matrix, got shape {shape}")
+            if isinstance(nearliness, bool) or not isinstance(nearliness, int):
+                raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
+            if self._phase == "prepared" and nearliness > 0 and nearliness % 2 == 0:
+                raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
+            if nearliness // 2 >= min(shape):
+                raise SparsityError(
+                    f"{where}nearliness // 2 must be smaller than both dimensions {shape}, got nearliness {nearliness}"
+                )
