@@ -21,7 +21,6 @@ from .tensors import (
     full_tensor,
     is_placed_like,
     local,
-    local_bytes,
     placed_like,
     sum_over_ranks,
 )

@@ -30,11 +30,6 @@ def full_tensor(t: Any) -> Tensor:
         return t.detach().full_tensor()
 
 
-def local_bytes(t: Tensor) -> int:
-    """Bytes of a tensor on this rank."""
-    return local(t).numel() * t.element_size()
-
-
 def part_of(t: Any, like: Any) -> Tensor:
     """The part of a tensor that this rank holds of `like`, which is sharded further; a view."""
     box, first = box_of(like), box_of(t).offsets if is_sharded(t) else (0,) * like.ndim

@@ -406,12 +406,12 @@ def _tied_to_skip(
     """
     skipped: dict[str, str] = {}
     for names in names_of:
-        given = [name for name in names if name in owners] if len(names) > 1 else []
-        if not given:
+        in_config = [name for name in names if name in owners] if len(names) > 1 else []
+        if not in_config:
             continue
         out = next((name for name in names if name in excluded), None)
-        first = next((name for name in given if owners[name][1]), given[0])
-        for name in given:
+        first = next((name for name in in_config if owners[name][1]), in_config[0])
+        for name in in_config:
             if is_default:
                 skipped[name] = f"tied to {', '.join(repr(other) for other in names if other != name)}"
             elif out is not None and name != out:

@@ -77,17 +77,14 @@ def _broken_blocks(
             agree = [torch.equal(to_aligned(kept_flags(m), m.order, together.ndim), together) for m in scopes.members]
         for member, spec, agrees in zip(scopes.members, scope_member.block.blocks(), agree, strict=True):
             before = [c.spec(indices[spec]) for c in earlier if any(at == indices[spec] for _, at in c.members)]
-            if not agrees or not (_are_whole_but(member, spec, before) if before else _are_whole(member)):
+            if not agrees or not _are_whole(member, spec, before):
                 yield f"{spec.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 
 
-def _are_whole(m: Window) -> bool:
-    """Whether the mask keeps all elements of each block or none."""
-    return all(n == 1 for n in m.shape) or torch.equal(kept_flags(m, every=True), kept_flags(m))
-
-
-def _are_whole_but(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
+def _are_whole(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
     """Whether blocks are kept whole or dropped whole, but for those that blocks of earlier stages cut."""
+    if not before:
+        return all(n == 1 for n in member.shape) or torch.equal(kept_flags(member, every=True), kept_flags(member))
     assert member.mask is not None
     whole = member.mask.clone()
     fill_mask((replace(member, mask=whole, order=()),), kept_flags(member))

@@ -16,6 +16,7 @@ from ..distributed import local, placed_like, refuse_gathered
 from ..errors import SparsityError, is_number
 from ..masking import find_mask
 from .config import TensorGroup
+from .names import parameter_of
 
 #: names that optimizers give to a running mean or sum of squared gradients
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
@@ -67,12 +68,9 @@ def trainer_of(
 
 def original(group: TensorGroup) -> Tensor:
     """Return the parameter under a group's mask; raise if a module around the model has gathered it (FSDP2)."""
-    module, name = group["module"], group["tensor_name"]
-    mask = find_mask(module, name)
-    if mask is None:
-        return module._parameters[name]
-    parameter = module.parametrizations[name].original
-    refuse_gathered(group["tensor_fqn"], parameter, mask.mask)
+    parameter = parameter_of(group["module"], group["tensor_name"])
+    if (mask := find_mask(group["module"], group["tensor_name"])) is not None:
+        refuse_gathered(group["tensor_fqn"], parameter, mask.mask)
     return parameter
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
-from ..structure import BlockSpec, SparseBlock, block_windows, soft_threshold_windows
+from ..structure import BlockSpec, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
@@ -372,7 +372,16 @@ class ProximalSparsifier(BudgetSparsifier):
             if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
                 thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
         for block, t in thresholds.items():
-            _shrink_blocks(block, t, weights, tensors, masks)
+            specs = block.blocks()
+            windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
+            metric = windows if is_plain else block_windows(block, {s.view.param: tensors[s] for s in specs})
+            shrunk = [replace(m, mask=None if is_plain else h.values) for m, h in zip(windows, metric, strict=True)]
+            soft_threshold_windows([ScopeWindows(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
+            values_alone = [replace(m, mask=None) for m in windows]
+            fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
+            for spec, m in zip(specs, windows, strict=True):
+                spec.view.write_back(m.window, weights[spec])
+                spec.view.write_back(m.mask, masks[spec])  # type: ignore[arg-type]
 
     def _diagonal(self, group: TensorGroup) -> Diagonal | None:
         """The metric of a tensor; None where its optimizer changes nothing."""
@@ -391,26 +400,6 @@ def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> An
         return strength
     what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
     raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
-
-
-def _shrink_blocks(
-    block: SparseBlock,
-    t: Tensor | float,
-    weights: Mapping[BlockSpec, Tensor],
-    diagonals: Mapping[BlockSpec, Tensor],
-    masks: Mapping[BlockSpec, Tensor],
-) -> None:
-    """Shrink the blocks of a spec over placeholders in these weights, and fill masks with those that are not zero."""
-    specs = block.blocks()
-    windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
-    metric = block_windows(block, {s.view.param: diagonals[s] for s in specs}) if diagonals else windows
-    shrunk = [replace(m, mask=h.values if diagonals else None) for m, h in zip(windows, metric, strict=True)]
-    soft_threshold_windows([ScopeWindows(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
-    values = [replace(m, mask=None) for m in windows]
-    fill_mask(windows, block_scores(values, math.inf, block.grid_ndim, False) != 0)
-    for spec, m in zip(specs, windows, strict=True):
-        spec.view.write_back(m.window, weights[spec])
-        spec.view.write_back(m.mask, masks[spec])  # type: ignore[arg-type]
 
 
 def kept_counts(

@@ -78,9 +78,9 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
     return tuple(checked)
 
 
-def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:
-    """The budget keys that are given, at most one, and none beside a pattern that has a budget."""
-    budgets, pattern = [k for k in BUDGETS if given.get(k) is not None], given.get("pattern")
+def refuse_two_budgets(entry: Mapping[str, Any], where: str) -> list[str]:
+    """The budget keys of an entry; raises if there are two, or one beside a pattern that has a budget."""
+    budgets, pattern = [k for k in BUDGETS if entry.get(k) is not None], entry.get("pattern")
     if len(budgets) > 1:
         raise SparsityError(f"{where}sparsity_level and nnz are mutually exclusive")
     if budgets and isinstance(pattern, Pattern) and pattern.budget_key is not None:
