@@ -97,7 +97,7 @@ class MaskSparsifier(BaseSparsifier):
         return f"sparse_block_shape={tuple(group.get('sparse_block_shape', ()))}"
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
-        """{tensor_fqn: level} of tensors whose level stays as it is while no scheduler changes it."""
+        """{tensor_fqn: level} of tensors whose level only a scheduler changes."""
         return {g["tensor_fqn"]: g["sparsity_level"] for g in groups if is_number(g.get("sparsity_level"))}
 
     def _update_all(self) -> None:

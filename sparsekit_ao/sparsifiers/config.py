@@ -402,7 +402,8 @@ def _tied_to_skip(
 ) -> dict[str, str]:
     """{tensor_fqn: why} of names whose parameter has other names too (a head that is tied to an embedding).
 
-    Without a config all of them are left out; else those that are left out, or named more precisely, under another one.
+    Without a config all of them are left out. With one, a name is left out if another name of its parameter is
+    excluded, or has the mask.
     """
     skipped: dict[str, str] = {}
     for names in names_of:

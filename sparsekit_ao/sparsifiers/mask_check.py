@@ -93,7 +93,7 @@ def _are_whole(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> 
 
 
 def _cut(spec: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
-    """The elements, bool in the tensor's shape, of blocks that are in several blocks of another spec of the tensor."""
+    """The elements, bool in the tensor's shape, of blocks that are divided over several blocks of another spec."""
     blocks = labels_of(spec).reshape(-1) + 1  # 0 is outside the view
     is_cut = torch.zeros(spec.numblk() + 1, dtype=torch.bool, device="cpu")
     for other in others:

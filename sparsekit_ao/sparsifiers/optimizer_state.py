@@ -240,8 +240,7 @@ def _wide(t: Tensor) -> Tensor:
 
 _DIAGONALS: dict[type[Optimizer], Callable[..., Diagonal | None]] = {
     optim.SGD: lambda state, options, rate: 1 / rate,
-    optim.Adam: _adam,
-    optim.AdamW: _adam,
+    optim.Adam: _adam,  # and AdamW, which is derived from it
     optim.RMSprop: _rmsprop,
     optim.Adagrad: _adagrad,
 }

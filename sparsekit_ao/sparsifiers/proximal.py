@@ -259,7 +259,7 @@ class ProximalSparsifier(BudgetSparsifier):
         super()._check_groups(groups)
         for pruning_group in self._pruning_groups(groups):
             strengths = [groups[at].get("strength") for _, at in pruning_group.members]
-            if any(s is not strengths[0] and s != strengths[0] for s in strengths):
+            if any(strength != strengths[0] for strength in strengths):
                 raise CouplingError(f"{pruning_group.label}: members need the same strength, got {strengths}")
 
     def _new_mask(self, group: TensorGroup) -> None:

@@ -397,9 +397,8 @@ class BudgetSparsifier(MaskSparsifier):
         for need in needs:
             if need not in NEEDS:
                 raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
-        needs_of_scores = self._needs()
-        needs_of_groups = [(g, (*needs_of_scores.get(g["tensor_fqn"], ()), *needs)) for g in self.groups]
-        targets = [self._target(g, needs_of_group) for g, needs_of_group in needs_of_groups if needs_of_group]
+        of_scores = self._needs()
+        targets = [self._target(g, n) for g in self.groups if (n := (*of_scores.get(g["tensor_fqn"], ()), *needs))]
         if not targets:
             raise SparsityError(
                 "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "

@@ -97,7 +97,7 @@ class SparseBlock(Thresholded):
         return fn(self._elements(values, 0.0), dim=-1)
 
     def apply_mask(self, mask: Tensor) -> None:
-        """Zero every member's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
+        """Zero every member's blocks where `mask` (bool, of the grid's shape) is True; other masks keep where True."""
         self._refuse_partial("apply_mask")
         for spec, order in self.members():
             spec.view.apply_mask(from_aligned(self._on_grid(mask), order, spec.grid_shape), spec.shape)

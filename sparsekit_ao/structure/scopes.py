@@ -52,13 +52,11 @@ class ScopeMember:
         block: The blocks that compete.
         shape: Blocks of a scope along each dimension of the block grid.
         order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-        name: Opening words of error messages.
     """
 
     block: SparseBlock
     shape: Shape
     order: Shape = ()
-    name: str | None = None
 
     @property
     def grid_shape(self) -> Shape:
@@ -269,10 +267,8 @@ class SparseScope(Thresholded):
             per_block = {members[0].block: per_block}
         for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
-                where = f"{m.name}: " if m.name else ""
-                raise SparsityError(
-                    f"{where}{what} must have the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
-                )
+                shapes = f"the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
+                raise SparsityError(f"{m.block._where()}{what} must have {shapes}")
         rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
@@ -360,7 +356,7 @@ class ScopeSpec(SparseScope):
 
     def members(self) -> list[ScopeMember]:
         """The spec's own blocks."""
-        return [ScopeMember(block=self.block, shape=self.shape, name=self.name)]
+        return [ScopeMember(block=self.block, shape=self.shape)]
 
     def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
         """A tensor of the block grid's shape cut into scopes.
@@ -429,7 +425,7 @@ class ScopeCoupling(SparseScope):
         for s, order in zip(scopes, full, strict=True):
             # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
             present = tuple(k for k in order if k < len(s.shape))
-            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=present, name=s.name))
+            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=present))
 
     def members(self) -> list[ScopeMember]:
         """The members with their orders."""

@@ -282,7 +282,7 @@ def _shrink_single(v: Tensor, c: Tensor) -> Tensor:
 
 
 def _scaled(v: Tensor, dim: int, add: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Blocks plus a number in float64, in memory of their own, as rows or columns; and what they were divided by.
+    """Copies of blocks plus `add` in float64, as rows (`dim` 1) or columns (`dim` 0), and what they were divided by.
 
     Only float64 blocks are divided, by a power of two each that makes the largest element about 1, so that squares
     stay in range.

@@ -236,7 +236,7 @@ class View:
         tiles.mul_(self.broadcast_block_to_element(c, block_shape, fake=True).to(tiles.dtype))
 
     def apply_mask(self, mask: Tensor, block_shape: Sequence[int]) -> None:
-        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
+        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True; other masks keep where True."""
         if mask.dtype != torch.bool:
             raise SparsityError(
                 f"{self._where()}apply_mask needs a bool mask (True = zero the block), got {mask.dtype}; "
@@ -249,12 +249,8 @@ class View:
         """Copy a window back to the tensor that `window` made it from; does nothing where it is an alias."""
         if self.is_aligned(target):
             return
-        start = window.storage_offset() - self.offset
-        full = window.as_strided(self.param.shape, self._strides, start)
-        if self.numel() < self.param.numel():  # another view may have written the rest of the target
-            inside = torch.empty_strided(self.param.shape, self._strides, dtype=torch.bool, device=window.device)
-            self.window(inside.fill_(False)).fill_(True)
-            full = torch.where(inside, full, target)
+        full = torch.empty_strided(self.param.shape, self._strides, dtype=target.dtype, device=target.device)
+        self.window(full.copy_(target)).copy_(window)  # another view may have written the rest of the target
         target.detach().copy_(full)
 
     def _tile(self, block_shape: Sequence[int]) -> Shape:
