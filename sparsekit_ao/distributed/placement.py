@@ -43,11 +43,6 @@ def is_sharded(t: object) -> bool:
     return hasattr(t, "placements")
 
 
-def is_cut(t: Any) -> bool:
-    """Whether ranks hold different parts of a tensor."""
-    return is_sharded(t) and not all(p.is_replicate() for p in t.placements)
-
-
 def is_part(mesh: Any, of: Any) -> bool:
     """Whether a mesh equals another one, or consists of some of its named dimensions."""
     names, wider = mesh.mesh_dim_names, of.mesh_dim_names

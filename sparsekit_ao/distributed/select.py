@@ -21,18 +21,7 @@ from ..structure import BlockSpec, ScopeCoupling, ScopeMember, ScopeSpec, block_
 from ..structure.rule import absent, key_bits, order_keys
 from ..structure.tiles import row_major
 from ..structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, to_scopes
-from .placement import (
-    GATHERED,
-    LOCAL,
-    box_of,
-    cuts_of,
-    has_process_group,
-    is_cut,
-    is_part,
-    is_sharded,
-    method_of,
-    window_of,
-)
+from .placement import GATHERED, LOCAL, box_of, cuts_of, has_process_group, is_part, is_sharded, method_of, window_of
 from .tensors import fill, full_tensor, local
 
 FEW = 32  # scopes up to which counts are summed even where the weights would be fewer bytes
@@ -86,7 +75,7 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
         values, scopes = [request.value_of(spec) for spec in request.scope.blocks()], request.scope.numscp()
         count_bytes = 8 * 2 * key_bits(_dtype_of(request)) * scopes  # with those of ties
         is_costly = scopes > FEW and count_bytes > sum(v.numel() * v.element_size() for v in values)
-        if not any(map(is_cut, values)):  # whole on every rank
+        if not any(cuts_of(v, mesh) for v in values):  # whole on every rank
             masks = {spec: local(mask) for spec, mask in request.masks.items()}
             on_rank = {spec.view.param: local(v) for spec, v in zip(request.scope.blocks(), values, strict=True)}
             selection.update_masks([replace(request, masks=masks, values=on_rank)])

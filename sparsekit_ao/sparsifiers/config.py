@@ -298,24 +298,21 @@ def excluded_names(model: nn.Module, exclude: Sequence[Rule], names: Collection[
         paths.setdefault(id(module), []).append(name)
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, rule in enumerate(exclude):
+        where = f"exclude[{at}]"
         if isinstance(rule, nn.Module):
             left_out = [n for n in names if any(modules.get(name) is rule for name in ("", *around[n]))]
             if not left_out:
-                raise SparsityError(
-                    f"exclude[{at}], a {type(rule).__name__}, is no module of the model with parameters"
-                )
+                raise SparsityError(f"{where}, a {type(rule).__name__}, is no module of the model with parameters")
         elif isinstance(rule, type) and issubclass(rule, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
         elif isinstance(rule, str) and rule:
-            is_match = matcher(rule, f"exclude[{at}] ")
+            is_match = matcher(rule, f"{where} ")
             left_out = [n for n in names if any(map(is_match, around[n]))]
             if not left_out:
-                raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
+                raise SparsityError(f"{where} {rule!r} matches no parameter or module of the model")
         else:
-            raise SparsityError(
-                f"exclude[{at}] must be a name, a glob, 're:...', a module or a module class, got {rule!r}"
-            )
-        reasons |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in left_out}
+            raise SparsityError(f"{where} must be a name, a glob, 're:...', a module or a module class, got {rule!r}")
+        reasons |= {name: f"left out by {where} ({_named((rule,))})" for name in left_out}
     return reasons
 
 

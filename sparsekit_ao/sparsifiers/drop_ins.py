@@ -17,7 +17,7 @@ from .. import distributed, masking
 from ..errors import SparsityError, is_number
 from ..scores import saliency_of
 from ..selection import Request
-from ..structure import BlockSpec, ScopeSpec, View
+from ..structure import BlockSpec, Budget, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
 from .checkpoint import shape_of
@@ -156,9 +156,7 @@ def _matrix_shape(shape: Sequence[int]) -> Shape:
     return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
 
 
-def _matrix_budgets(
-    weight: Tensor, block: tuple[int, ...], level: float, zeros: int
-) -> list[tuple[ScopeSpec, int | Tensor]]:
+def _matrix_budgets(weight: Tensor, block: Shape, level: float, zeros: int) -> list[tuple[ScopeSpec, Budget]]:
     """The scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
 
     Args:
@@ -168,7 +166,7 @@ def _matrix_budgets(
         zeros: Elements that such a block loses.
     """
     blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
-    budgets: list[tuple[ScopeSpec, int | Tensor]] = []
+    budgets: list[tuple[ScopeSpec, Budget]] = []
     if level < 1:
         count = blocks.numblk()
         budgets.append((blocks, count - min(round(level * count), count - 1)))

@@ -23,6 +23,7 @@ from ..selection import Request
 from ..structure import (
     BlockCoupling,
     BlockSpec,
+    Budget,
     ScopeCoupling,
     ScopeSpec,
     SparseBlock,
@@ -33,7 +34,7 @@ from ..structure import (
     sparsity_to_nnz,
 )
 from ..structure.tiles import row_major
-from ..structure.windows import fill_mask, kept_flags, kept_grid, to_scopes
+from ..structure.windows import Norm, fill_mask, kept_flags, kept_grid, to_scopes
 from .config import TensorGroup
 from .stages import Stage
 
@@ -57,7 +58,7 @@ class PruningGroup:
     scope: SparseScope
     members: tuple[tuple[BlockSpec, int], ...]
     stage: int
-    norm: float | None
+    norm: Norm
     score: Score | None
     member_scores: str
     label: str
@@ -117,7 +118,7 @@ class PruningGroup:
             )
         return consumers
 
-    def norm_of(self, values: Iterable[Tensor]) -> float | None:
+    def norm_of(self, values: Iterable[Tensor]) -> Norm:
         """Return the norm that reduces these values: 1 for saliencies known to be non-negative, else the group's own.
 
         The 1-norm has faster kernels. Values on a GPU are not inspected, since that would wait for the device.
@@ -129,7 +130,7 @@ class PruningGroup:
                 return self.norm
         return 1
 
-    def budget(self, groups: Sequence[TensorGroup]) -> int | Tensor:
+    def budget(self, groups: Sequence[TensorGroup]) -> Budget:
         """Return how many blocks each scope keeps now; the one place where a budget is checked.
 
         A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
@@ -164,9 +165,7 @@ class PruningGroup:
             )
         return keep
 
-    def request(
-        self, masks: Mapping[int, Tensor], keep: int | Tensor, values: dict[Tensor, Tensor], norm: float | None
-    ) -> Request:
+    def request(self, masks: Mapping[int, Tensor], keep: Budget, values: dict[Tensor, Tensor], norm: Norm) -> Request:
         """Return the request that fills the masks, {index of a group: mask}, by this norm of these values."""
         return Request(
             scope=self.scope,
@@ -204,7 +203,7 @@ def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
     return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
 
 
-def total_of(budget: int | Tensor) -> int:
+def total_of(budget: Budget) -> int:
     """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
     return int(budget.sum()) if isinstance(budget, Tensor) else budget
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..distributed import full_tensor
 from ..errors import SparsityError
-from ..structure import BlockSpec, SparseScope, scope_windows
+from ..structure import BlockSpec, Budget, SparseScope, scope_windows
 from ..structure.tiles import to_aligned
 from ..structure.windows import Window, fill_mask, kept_flags, kept_grid
 from .config import TensorGroup
@@ -105,7 +105,7 @@ def _cut(spec: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
 
 
 def _miscounted(
-    scope: SparseScope, masks: Mapping[BlockSpec, Tensor], budget: int | Tensor, low: int | None
+    scope: SparseScope, masks: Mapping[BlockSpec, Tensor], budget: Budget, low: int | None
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
     kept = counts_in_scopes(scope, masks)

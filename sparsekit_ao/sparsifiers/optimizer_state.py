@@ -172,15 +172,14 @@ def check_optimizer(optimizer: Optimizer, conditioner: Conditioner, name: str) -
         )
 
 
-def diagonal_of(
-    optimizer: Optimizer, parameter: nn.Parameter, options: Mapping[str, Any], conditioner: Conditioner, name: str
-) -> Diagonal | None:
+def diagonal_of(optimizer: Optimizer, parameter: nn.Parameter, conditioner: Conditioner, name: str) -> Diagonal | None:
     """Return the diagonal of a parameter now; None where its step changes nothing (no state, a learning rate of 0).
 
-    `options` are its `param_groups` entry; `conditioner` is "auto", a function, or None for `1 / lr`.
+    `conditioner` is "auto", a function, or None for `1 / lr`.
     """
     if callable(conditioner):
         return _checked_diagonal(conditioner(optimizer, parameter), parameter, name)
+    options = options_of(optimizer, parameter) or {}
     if "lr" not in options:
         raise SparsityError(f"{name}: {type(optimizer).__name__} has no learning rate; give a function as conditioner")
     rate = float(options["lr"])

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
-from ..structure import BlockSpec, block_windows, soft_threshold_windows
+from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
@@ -29,12 +29,11 @@ from .optimizer_state import (
     StepCounts,
     check_optimizer,
     diagonal_of,
-    options_of,
     trainer_of,
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
-from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets
+from .stages import GROUP_KEYS, checked_pattern, refuse_two_budgets
 
 Strength = float | Callable[[int], float]
 
@@ -181,8 +180,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 'init="resume", which starts from the zeros'
             )
         masks = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
-        keys = ("tensor_fqn", *STRUCTURE, *AXES, "stages")
-        entries = [{k: g[k] for k in keys if g.get(k) is not None and g[k] != ()} for g in self.groups]
+        entries = [{k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()} for g in self.groups]
         for pruning_group in self._pruning_groups(self.groups) if is_fixed else ():
             if "stages" not in entries[pruning_group.members[0][1]]:
                 count = kept_counts(pruning_group, self.groups, masks)
@@ -230,9 +228,9 @@ class ProximalSparsifier(BudgetSparsifier):
             defaults = {k: v for k, v in defaults.items() if k != "strength"}
         group = super()._over(defaults, entry, place)
         has_budget = has_budget or any(budget is not None for budget in stage_budgets(group))
-        if group.get("strength") is not None and has_budget:
-            raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both specify what is kept")
         if group.get("strength") is not None:
+            if has_budget:
+                raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both say what is kept")
             return {**group, "sparsity_level": 0.0}
         if not (self._has_default or has_budget):
             raise SparsityError(f"{place.where}give strength, sparsity_level or nnz, here or as a default")
@@ -336,7 +334,7 @@ class ProximalSparsifier(BudgetSparsifier):
         pruning_groups: Sequence[PruningGroup],
         groups: Sequence[TensorGroup],
         masks: Mapping[int, Tensor],
-        keeps: Mapping[PruningGroup, int | Tensor],
+        keeps: Mapping[PruningGroup, Budget],
     ) -> None:
         for pruning_group in pruning_groups:
             diagonals = {spec: self._diagonal(groups[at]) for spec, at in pruning_group.members}
@@ -350,7 +348,7 @@ class ProximalSparsifier(BudgetSparsifier):
         pruning_group: PruningGroup,
         groups: Sequence[TensorGroup],
         diagonals: Mapping[BlockSpec, Diagonal],
-        keep: int | Tensor,
+        keep: Budget,
     ) -> None:
         """Shrink the blocks of a pruning_group in a metric, and fill its masks with what is then not zero."""
         weights = {spec: self._parameter(groups[at]).detach() for spec, at in pruning_group.members}
@@ -389,9 +387,7 @@ class ProximalSparsifier(BudgetSparsifier):
             return 1.0
         parameter, name = self._parameter(group), group["tensor_fqn"]
         optimizer = self._counts.optimizers[trainer_of(self._counts.optimizers, parameter, name)]
-        options = options_of(optimizer, parameter)
-        assert options is not None
-        return diagonal_of(optimizer, parameter, options, self.conditioner, name)
+        return diagonal_of(optimizer, parameter, self.conditioner, name)
 
 
 def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> Any:
@@ -402,9 +398,7 @@ def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> An
     raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
 
 
-def kept_counts(
-    pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]
-) -> int | Tensor:
+def kept_counts(pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> Budget:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
     masks_of_specs = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
     counts = counts_in_scopes(pruning_group.scope, masks_of_specs).cpu()

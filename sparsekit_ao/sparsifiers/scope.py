@@ -49,8 +49,8 @@ from .progress import shown
 from .report import Row, make_row
 from .stages import (
     AXES,
+    GROUP_KEYS,
     SHAPES,
-    STRUCTURE,
     checked_pattern,
     joined,
     refuse_two_budgets,
@@ -58,7 +58,6 @@ from .stages import (
     stages_of,
 )
 
-_GROUP_KEYS = ("tensor_fqn", *STRUCTURE, *AXES, "stages")  # what pruning groups depend on
 AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
 
 
@@ -332,7 +331,7 @@ class BudgetSparsifier(MaskSparsifier):
         for group in groups:
             tensor = self._dense(group, model)
             tensors.append(tensor)
-            key.append((*map(group.get, _GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
+            key.append((*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
         if self._grouped is None or self._grouped[0] != key:
             self._grouped = copied(key), make_pruning_groups(groups, list(map(stages_of, groups)), tensors)
         return self._grouped[1]
