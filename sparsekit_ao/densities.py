@@ -5,10 +5,9 @@ elements to integers with an exact sum.
 """
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 
-from .errors import SparsityError
+from .errors import SparsityError, is_number
 
 __all__ = ["Densities", "allocate", "erdos_renyi", "erdos_renyi_kernel", "power", "shares", "uniform"]
 
@@ -162,7 +161,7 @@ def allocate(
 
 def _check(sizes: Mapping[str, int], density: float, fixed: Mapping[str, float]) -> None:
     for name, value in {"the overall density": density, **fixed}.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
+        if not is_number(value) or not 0 <= float(value) <= 1:
             raise SparsityError(f"{name}: a density must be in [0, 1], got {value!r}")
     if unknown := sorted(set(fixed) - set(sizes)):
         raise SparsityError(f"unknown tensor {unknown[0]!r} in fixed; the tensors are {sorted(sizes)}")

@@ -135,17 +135,17 @@ def is_of_transformers(module: nn.Module, name: str) -> bool:
     return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)
 
 
-def parse(text: str, where: str = "") -> Pattern:
+def parse(text: Any, where: str = "") -> Pattern:
     """Return the pattern of a text: "2:4", "32:2:8" (V:N:M), "4x1" (blocks), or a name such as "rows".
 
     >>> parse("2:4"), parse("32:2:8"), parse("16x16"), parse("rows")
     (patterns.n_m(2, 4), patterns.v_n_m(32, 2, 8), patterns.blocks(16, 16), patterns.rows())
     """
-    for separator, makers in ((":", {2: n_m, 3: v_n_m}), ("x", {2: blocks})):
+    for separator, makers in ((":", {2: n_m, 3: v_n_m}), ("x", {2: blocks})) if isinstance(text, str) else ():
         numbers = text.split(separator)
         if len(numbers) in makers and all(n.isdecimal() for n in numbers):
             return makers[len(numbers)](*map(int, numbers))  # type: ignore[operator]
-    if text in ("unstructured", "rows", "columns", "filters"):
+    if isinstance(text, str) and text in ("unstructured", "rows", "columns", "filters"):
         return Pattern(text)
     raise SparsityError(
         f"{where}pattern must be one of `sparsekit_ao.patterns`, or a text such as '2:4', '32:2:8', '16x16', 'rows', "
@@ -250,13 +250,8 @@ class SplitDimension:
 
 
 def _n_m(d: _Dimensions, where: str, n: int, m: int) -> Keys:
-    return {"block_shape": d.tile(1), "scope_shape": _inputs(d, where, m), "nnz": n}
-
-
-def _inputs(d: _Dimensions, where: str, m: int) -> tuple[int, ...]:
-    """A scope of m consecutive inputs."""
     d.needs_input(where)
-    return _inside_groups(d, where, d.tile(1, input=m))
+    return {"block_shape": d.tile(1), "scope_shape": _inside_groups(d, where, d.tile(1, input=m)), "nnz": n}
 
 
 def _inside_groups(d: _Dimensions, where: str, shape: tuple[int, ...]) -> tuple[int, ...]:

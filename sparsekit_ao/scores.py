@@ -389,8 +389,8 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
                 f"{name}: {score} needs {', '.join(missing)}, and calibration data did not reach this layer or there "
                 "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
             )
-    given = weight if isinstance(score, BuiltInScore) else weight.clone()
-    saliency = score(given, statistics if hasattr(score, "needs") else name)
+    argument = weight if isinstance(score, BuiltInScore) else weight.clone()
+    saliency = score(argument, statistics if hasattr(score, "needs") else name)
     if not isinstance(saliency, Tensor) or saliency.shape != weight.shape or saliency.dtype not in _FLOATS:
         what = f"{saliency.dtype} {tuple(saliency.shape)}" if isinstance(saliency, Tensor) else type(saliency).__name__
         raise SparsityError(

@@ -103,10 +103,10 @@ class Table(Sequence[Row], Generic[Row]):
     def __getitem__(self, at):  # type: ignore[no-untyped-def]
         if not isinstance(at, str):
             return self.rows[at]
-        found = {getattr(row, fields(row)[0].name): row for row in self.rows}  # type: ignore[arg-type]
-        if at not in found:
-            raise KeyError(f"{at!r}; the rows are {', '.join(found)}")
-        return found[at]
+        rows = {getattr(row, fields(row)[0].name): row for row in self.rows}  # type: ignore[arg-type]
+        if at not in rows:
+            raise KeyError(f"{at!r}; the rows are {', '.join(rows)}")
+        return rows[at]
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return a header and one line for each row, numbers as they are; written to `path` if there is one.

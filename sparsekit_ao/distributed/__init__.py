@@ -14,14 +14,4 @@ from .fsdp import (
 )
 from .placement import has_process_group, is_sharded
 from .select import common_mesh, update_masks
-from .tensors import (
-    all_agree,
-    fill,
-    from_local,
-    full_tensor,
-    is_placed_like,
-    local,
-    local_bytes,
-    placed_like,
-    sum_over_ranks,
-)
+from .tensors import all_agree, fill, from_local, full_tensor, is_placed_like, local, placed_like, sum_over_ranks

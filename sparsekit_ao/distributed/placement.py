@@ -18,14 +18,6 @@ GATHERED, BISECTION, LOCAL = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """A box of a tensor: its first index and its sizes, one entry a dimension."""
-
-    start: Shape
-    size: Shape
-
-
-@dataclass(frozen=True, kw_only=True)
 class LocalWindow:
     """The part of a view inside a box: its start in the view and its shape.
 
@@ -51,11 +43,6 @@ def is_sharded(t: object) -> bool:
     return hasattr(t, "placements")
 
 
-def is_cut(t: Any) -> bool:
-    """Whether ranks hold different parts of a tensor."""
-    return is_sharded(t) and not all(p.is_replicate() for p in t.placements)
-
-
 def is_part(mesh: Any, of: Any) -> bool:
     """Whether a mesh equals another one, or consists of some of its named dimensions."""
     names, wider = mesh.mesh_dim_names, of.mesh_dim_names
@@ -71,13 +58,13 @@ def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
     return tuple(k for k, p in zip(at, t.placements, strict=True) if not p.is_replicate())
 
 
-def box_of(t: Any) -> Box:
-    """The box of a DTensor that this rank holds; padding not counted."""
+def box_of(t: Any) -> Any:
+    """The box of a DTensor that this rank holds, by its `offsets` and `sizes`; padding not counted."""
     (chunk,) = t.__create_chunk_list__()
-    return Box(start=tuple(chunk.offsets), size=tuple(chunk.sizes))
+    return chunk
 
 
-def window_of(spec: BlockSpec, box: Box) -> LocalWindow | None:
+def window_of(spec: BlockSpec, box: Any) -> LocalWindow | None:
     """The part of a block spec's view inside a box, where that is a window again; else None.
 
     It is one where every dimension of the view steps along one dimension of the parameter. The box may cut only the
@@ -96,7 +83,7 @@ def window_of(spec: BlockSpec, box: Box) -> LocalWindow | None:
             return None
         steps[j] = (k, d // strides[k])
     start, shape = [0] * view.ndim, list(view.shape)
-    for k, (at, size) in enumerate(zip(box.start, box.size, strict=True)):
+    for k, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size == full[k]:
             continue
         largest, covered = None, 1  # the steps along a dimension that is cut must be nested and cover all of it

@@ -21,18 +21,7 @@ from ..structure import BlockSpec, ScopeCoupling, ScopeMember, ScopeSpec, block_
 from ..structure.rule import absent, key_bits, order_keys
 from ..structure.tiles import row_major
 from ..structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, to_scopes
-from .placement import (
-    GATHERED,
-    LOCAL,
-    box_of,
-    cuts_of,
-    has_process_group,
-    is_cut,
-    is_part,
-    is_sharded,
-    method_of,
-    window_of,
-)
+from .placement import GATHERED, LOCAL, box_of, cuts_of, has_process_group, is_part, is_sharded, method_of, window_of
 from .tensors import fill, full_tensor, local
 
 FEW = 32  # scopes up to which counts are summed even where the weights would be fewer bytes
@@ -86,7 +75,7 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
         values, scopes = [request.value_of(spec) for spec in request.scope.blocks()], request.scope.numscp()
         count_bytes = 8 * 2 * key_bits(_dtype_of(request)) * scopes  # with those of ties
         is_costly = scopes > FEW and count_bytes > sum(v.numel() * v.element_size() for v in values)
-        if not any(map(is_cut, values)):  # whole on every rank
+        if not any(cuts_of(v, mesh) for v in values):  # whole on every rank
             masks = {spec: local(mask) for spec, mask in request.masks.items()}
             on_rank = {spec.view.param: local(v) for spec, v in zip(request.scope.blocks(), values, strict=True)}
             selection.update_masks([replace(request, masks=masks, values=on_rank)])
@@ -167,10 +156,11 @@ class _Shard:
     """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
 
     Attributes:
-        keys: Of the blocks' scores, [rows, slots], the lowest integer where none may be kept; at last what is kept.
+        keys: Of the blocks' scores, [rows, slots]; the lowest integer where no block may be kept. `_select` replaces
+            them by bools, True where the block is kept.
         scopes: The scope of each row, among those of all requests.
         first_index: The index that the member's first block has in a scope.
-        indices: What each dimension adds to it, for the slots of a row.
+        indices: What each dimension of the block grid adds to that index, for the slots of a row.
         is_counted: Whether this rank counts these blocks; False for all replicas but one.
         windows: On values and masks.
         layout: How the padded block grid is cut into rows.
@@ -232,7 +222,7 @@ def _shard_of(
 
 
 def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_over_ranks: SumOverRanks) -> None:
-    """Put True in the place of the keys (of so many bits) that are kept and False in that of the others.
+    """Replace the keys of shards, integers of `bits` bits, by bools: True where the block is kept.
 
     `keep` are the blocks to keep in each scope, `width` the most blocks that a scope has, over all ranks.
     """
@@ -308,7 +298,7 @@ def _keys(windows: Sequence[Window], request: Request, member: ScopeMember, dtyp
 
 
 def _dtype_of(request: Request) -> torch.dtype:
-    """The dtype in which an request's scores are compared, the same on every rank."""
+    """The dtype in which a request's scores are compared, the same on every rank."""
     dtypes = {request.value_of(spec).dtype for spec in request.scope.blocks()}
     is_single = not request.scope.as_mean and all(n == 1 for spec in request.scope.blocks() for n in spec.shape)
     if is_single and len(dtypes) == 1:

@@ -30,15 +30,10 @@ def full_tensor(t: Any) -> Tensor:
         return t.detach().full_tensor()
 
 
-def local_bytes(t: Tensor) -> int:
-    """Bytes of a tensor on this rank."""
-    return local(t).numel() * t.element_size()
-
-
 def part_of(t: Any, like: Any) -> Tensor:
     """The part of a tensor that this rank holds of `like`, which is sharded further; a view."""
-    box, first = box_of(like), box_of(t).start if is_sharded(t) else (0,) * like.ndim
-    return local(t)[tuple(slice(at - f, at - f + n) for at, f, n in zip(box.start, first, box.size, strict=True))]
+    box, first = box_of(like), box_of(t).offsets if is_sharded(t) else (0,) * like.ndim
+    return local(t)[tuple(slice(at - f, at - f + n) for at, f, n in zip(box.offsets, first, box.sizes, strict=True))]
 
 
 @torch.no_grad()

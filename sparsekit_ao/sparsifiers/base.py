@@ -78,9 +78,13 @@ class MaskSparsifier(BaseSparsifier):
         self.model: nn.Module | None = None
         self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
 
-    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+    def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys that an entry gives for one tensor, completed with the defaults."""
-        return {**copied(self.defaults), **own}
+        return {**copied(self.defaults), **entry}
+
+    def _extra_state(self) -> dict[str, Any]:
+        """What `state_dict` and pickles contain besides masks and groups."""
+        return {}
 
     def _after_prepare(self) -> None:
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
@@ -93,7 +97,7 @@ class MaskSparsifier(BaseSparsifier):
         return f"sparse_block_shape={tuple(group.get('sparse_block_shape', ()))}"
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
-        """{tensor_fqn: level} of tensors whose level stays as it is while no scheduler changes it."""
+        """{tensor_fqn: level} of tensors whose level only a scheduler changes."""
         return {g["tensor_fqn"]: g["sparsity_level"] for g in groups if is_number(g.get("sparsity_level"))}
 
     def _update_all(self) -> None:
@@ -156,26 +160,27 @@ class MaskSparsifier(BaseSparsifier):
         check = self._check_groups if skip_unfit else None
         options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
         mask_class = self.mask_class if self._resumes else None
-        found = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
+        resolved = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
+        groups = resolved.groups
         if saved is not None:
-            check_saved(saved, found.groups, strict=True)
-        self._check_groups(found.groups)
+            check_saved(saved, groups, strict=True)
+        self._check_groups(groups)
         if distributed.has_process_group():
-            distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in found.groups])
-        unmasked = [g for g in found.groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
-        own = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
-        if own and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
+        unmasked = [g for g in groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
+        new_masks = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
+        if new_masks and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise SparsityError(
                 "prepare: the model is wrapped in DistributedDataParallel, which would not see the gradients of "
                 "masked weights; prepare the model inside (model.module), and wrap it anew after that"
             )
-        masks = masking.under_all_names(model, own)
+        masks = masking.under_all_names(model, new_masks)
         before = dict(self.__dict__)
-        self.model, self.groups, self._skip_unfit = model, found.groups, skip_unfit
+        self.model, self.groups, self._skip_unfit = model, groups, skip_unfit
         names = {m: name for name, m in model.named_modules()}
         self._exclude = tuple(names[e] if isinstance(e, nn.Module) else e for e in exclude)
-        self._resolved = replace(found if saved is None else self._resolved, groups=[])
-        self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in found.skipped]
+        self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
+        self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
         self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
         try:
             with masking.installed(masks):
@@ -357,9 +362,10 @@ class MaskSparsifier(BaseSparsifier):
             yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
 
     def __repr__(self) -> str:
-        keys = [", ".join(f"{k}={g[k]!r}" for k in self.keys if k in g) for g in self.groups]
-        lines = [f"  {g['tensor_fqn']}: {own}" for g, own in zip(self.groups, keys, strict=True)]
-        return "\n".join([f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)", *lines])
+        lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
+        for group in self.groups:
+            lines.append(f"  {group['tensor_fqn']}: {', '.join(f'{k}={group[k]!r}' for k in self.keys if k in group)}")
+        return "\n".join(lines)
 
     def _new_mask(self, group: TensorGroup) -> masking.WeightMask | None:
         """The parametrization that `prepare` registers on a tensor; it keeps everything. None registers nothing."""
@@ -417,9 +423,9 @@ class MaskSparsifier(BaseSparsifier):
         distributed.reshard(self.model)
         for group in self.groups:
             module = group.get("module")
-            found = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
-            if found is not None:
-                self._state[group["tensor_fqn"]]["mask"] = found.mask
+            live = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
+            if live is not None:
+                self._state[group["tensor_fqn"]]["mask"] = live.mask
 
     def _check_prepared(self, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
         """The `tensor_fqn` of a tensor that `update_mask` is called for; raises if it was not prepared."""
@@ -428,8 +434,8 @@ class MaskSparsifier(BaseSparsifier):
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         return str(group.get("tensor_fqn", tensor_name))
 
-    def _refuse_unknown(self, given: Iterable[str], known: Iterable[str]) -> None:
-        for key in sorted(set(given) - set(known)):
+    def _refuse_unknown(self, keys: Iterable[str], known: Iterable[str]) -> None:
+        for key in sorted(set(keys) - set(known)):
             raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
 
     def _need_prepared(self, what: str) -> None:
@@ -455,20 +461,19 @@ def _kept_params(
         raise SparsityError("squash_mask: the model to squash is given by name, squash_mask(model=...)")
     if isinstance(everywhere, str):
         raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
-    layers = {g["module_fqn"] for g in groups}
     if not isinstance(per_layer, (Mapping, type(None))):
         raise SparsityError(f"squash_mask: params_to_keep_per_layer must be a dict {{module: keys}}, got {per_layer!r}")
-    unknown = sorted(set(per_layer or {}) - layers)
-    if unknown:
-        raise SparsityError(f"squash_mask: {unknown[0]!r} is not a sparsified module; those are {sorted(layers)}")
-    out = []
+    per_layer, layers = per_layer or {}, {g["module_fqn"] for g in groups}
+    for name in sorted(set(per_layer) - layers):
+        raise SparsityError(f"squash_mask: {name!r} is not a sparsified module; those are {sorted(layers)}")
+    kept = []
     for group in groups:
-        wanted = [*(everywhere or ()), *(per_layer or {}).get(group["module_fqn"], ())]
-        absent = [k for k in wanted if k not in group]
-        if absent:
-            raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {absent[0]!r}; it has {sorted(group)}")
-        out.append({k: group[k] for k in wanted})
-    return out
+        keys = (*(everywhere or ()), *per_layer.get(group["module_fqn"], ()))
+        for key in keys:
+            if key not in group:
+                raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {key!r}; it has {sorted(group)}")
+        kept.append({key: group[key] for key in keys})
+    return kept
 
 
 def _warn_of_stale_masks(

@@ -56,23 +56,22 @@ def setstate(self: MaskSparsifier, state: dict[str, Any]) -> None:
 def state_dict(self: MaskSparsifier) -> dict[str, Any]:
     """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
 
-    Functions in the config (a score or a view) are left out; loading keeps the live ones.
+    Functions in the config (a score or a view) are left out; loading keeps the live ones. Statistics, if there are
+    any, and counts of steps are included.
     """
     self._sync_state()
     return {
         "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
         "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
         "enable_mask_update": self.enable_mask_update,
+        **self._extra_state(),
     }
 
 
 def pickled_state(self: MaskSparsifier) -> dict[str, Any]:
     """The state dict that an unpickled sparsifier loads once it is attached."""
-    return {
-        "state": {fqn: dict(s) for fqn, s in self._state.items()},
-        "groups": [dict(g) for g in self.groups],
-        "enable_mask_update": self.enable_mask_update,
-    }
+    state = {"state": self._state, "groups": self.groups, "enable_mask_update": self.enable_mask_update}
+    return {**state, **self._extra_state()}
 
 
 def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -170,30 +169,31 @@ def check_saved(
         raise SparsityError("load_state_dict: 'groups' has several entries for one tensor")
     if not isinstance(state_dict.get("enable_mask_update", True), bool):
         raise SparsityError("load_state_dict: 'enable_mask_update' must be a bool")
-    own, live = {g["tensor_fqn"]: _shape(g) for g in groups}, {g["tensor_fqn"]: g for g in groups}
-    if strict and (set(own) != set(masks) or set(own) != set(saved)):
-        missing, unexpected = sorted(set(own) - (set(masks) & set(saved))), sorted((set(masks) | set(saved)) - set(own))
+    live = {g["tensor_fqn"]: g for g in groups}
+    if strict and not set(live) == set(masks) == set(saved):
+        missing = sorted(set(live) - (set(masks) & set(saved)))
+        unexpected = sorted((set(masks) | set(saved)) - set(live))
         raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
-    for fqn, shape in own.items():
-        if fqn in masks and masks[fqn].is_meta and not getattr(live[fqn]["module"], live[fqn]["tensor_name"]).is_meta:
+    for fqn, mask in masks.items():
+        if fqn not in live:
+            continue
+        if mask.is_meta and not getattr(live[fqn]["module"], live[fqn]["tensor_name"]).is_meta:
             raise SparsityError(f"load_state_dict: {fqn}: the saved mask is on the meta device and has no values")
-        if fqn in masks and masks[fqn].shape != shape:
-            raise SparsityError(
-                f"load_state_dict: {fqn}: the saved mask is {tuple(masks[fqn].shape)}, the weight {tuple(shape)}"
-            )
+        if mask.shape != (shape := shape_of(live[fqn])):
+            raise SparsityError(f"load_state_dict: {fqn}: the saved mask is {tuple(mask.shape)}, the weight {shape}")
     return masks, saved
 
 
 def _saved_masks(state: object) -> dict[str, Tensor]:
-    if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         raise SparsityError("load_state_dict: 'state' must be a dict {tensor name: {'mask': tensor}}")
-    masks = {fqn: own["mask"] for fqn, own in state.items() if own.get("mask") is not None}
+    masks = {fqn: entry["mask"] for fqn, entry in state.items() if entry.get("mask") is not None}
     for fqn, mask in masks.items():
         if not isinstance(mask, Tensor) or mask.is_complex() or mask.is_quantized or mask.layout != torch.strided:
-            found = f"{mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise SparsityError(f"load_state_dict: {fqn}: a mask must be a tensor of 0 and 1, got {found}")
-        own = distributed.local(mask)
-        if not mask.is_meta and mask.dtype != torch.bool and not bool(((own == 0) | (own == 1)).all()):
+            kind = f"{mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise SparsityError(f"load_state_dict: {fqn}: a mask must be a tensor of 0 and 1, got {kind}")
+        part = distributed.local(mask)
+        if not mask.is_meta and mask.dtype != torch.bool and not bool(((part == 0) | (part == 1)).all()):
             raise SparsityError(f"load_state_dict: {fqn}: a mask must hold 0 and 1 only")
     return masks
 
@@ -227,25 +227,24 @@ def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str,
     rows, masks = (saved.get("rows"), saved.get("masks")) if isinstance(saved, Mapping) else (None, None)
     if not isinstance(rows, Mapping) or not isinstance(masks, Mapping):
         raise SparsityError("load_state_dict: 'one_shot' must be a dict with 'rows' and 'masks', as state_dict() gives")
-    own = {g["tensor_fqn"]: g for g in groups}
-    found = _saved_masks({fqn: {"mask": mask} for fqn, mask in masks.items()})
+    live = {g["tensor_fqn"]: g for g in groups}
+    checked = _saved_masks({fqn: {"mask": mask} for fqn, mask in masks.items()})
     for fqn in (*rows, *masks):
-        if fqn not in own or (fqn in masks and (fqn not in found or found[fqn].shape != _shape(own[fqn]))):
+        if fqn not in live or (fqn in masks and (fqn not in checked or checked[fqn].shape != shape_of(live[fqn]))):
             raise SparsityError(f"load_state_dict: 'one_shot': {fqn!r} is unknown, or its mask has another shape")
         if fqn in rows and not (isinstance(rows[fqn], Mapping) and {k: type(v) for k, v in rows[fqn].items()} == _ROW):
             raise SparsityError(f"load_state_dict: 'one_shot': {fqn}: a row has {', '.join(_ROW)}, got {rows[fqn]!r}")
-    devices = {fqn: getattr(own[fqn]["module"], own[fqn]["tensor_name"]).device for fqn in found}
-    copies = {fqn: mask.detach().to(devices[fqn], torch.bool, copy=True) for fqn, mask in found.items()}
-    return {
-        "rows": {fqn: dict(row) for fqn, row in rows.items()},
-        "masks": copies,
-        "recovered": saved_count(saved, "recovered", 0),
-    }
+    devices = {fqn: getattr(live[fqn]["module"], live[fqn]["tensor_name"]).device for fqn in checked}
+    copies = {fqn: mask.detach().to(devices[fqn], torch.bool, copy=True) for fqn, mask in checked.items()}
+    recovered = saved_count(saved, "recovered", 0)
+    return {"rows": {fqn: dict(row) for fqn, row in rows.items()}, "masks": copies, "recovered": recovered}
 
 
-def _shape(group: TensorGroup) -> tuple[int, ...]:
-    found = find_mask(group["module"], group["tensor_name"])
-    return tuple(getattr(group["module"], group["tensor_name"]).shape if found is None else found.mask.shape)
+def shape_of(group: TensorGroup) -> tuple[int, ...]:
+    """The shape of a group's tensor, which is not computed for it."""
+    weight_mask = find_mask(group["module"], group["tensor_name"])
+    tensor = getattr(group["module"], group["tensor_name"]) if weight_mask is None else weight_mask.mask
+    return tuple(tensor.shape)
 
 
 def _merged_group(

@@ -298,24 +298,21 @@ def excluded_names(model: nn.Module, exclude: Sequence[Rule], names: Collection[
         paths.setdefault(id(module), []).append(name)
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, rule in enumerate(exclude):
+        where = f"exclude[{at}]"
         if isinstance(rule, nn.Module):
             left_out = [n for n in names if any(modules.get(name) is rule for name in ("", *around[n]))]
             if not left_out:
-                raise SparsityError(
-                    f"exclude[{at}], a {type(rule).__name__}, is no module of the model with parameters"
-                )
+                raise SparsityError(f"{where}, a {type(rule).__name__}, is no module of the model with parameters")
         elif isinstance(rule, type) and issubclass(rule, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
         elif isinstance(rule, str) and rule:
-            is_match = matcher(rule, f"exclude[{at}] ")
+            is_match = matcher(rule, f"{where} ")
             left_out = [n for n in names if any(map(is_match, around[n]))]
             if not left_out:
-                raise SparsityError(f"exclude[{at}] {rule!r} matches no parameter or module of the model")
+                raise SparsityError(f"{where} {rule!r} matches no parameter or module of the model")
         else:
-            raise SparsityError(
-                f"exclude[{at}] must be a name, a glob, 're:...', a module or a module class, got {rule!r}"
-            )
-        reasons |= {name: f"left out by exclude[{at}] ({_named((rule,))})" for name in left_out}
+            raise SparsityError(f"{where} must be a name, a glob, 're:...', a module or a module class, got {rule!r}")
+        reasons |= {name: f"left out by {where} ({_named((rule,))})" for name in left_out}
     return reasons
 
 
@@ -402,16 +399,17 @@ def _tied_to_skip(
 ) -> dict[str, str]:
     """{tensor_fqn: why} of names whose parameter has other names too (a head that is tied to an embedding).
 
-    Without a config all of them are left out; else those that are left out, or named more precisely, under another one.
+    Without a config all of them are left out. With one, a name is left out if another name of its parameter is
+    excluded, or has the mask.
     """
     skipped: dict[str, str] = {}
     for names in names_of:
-        given = [name for name in names if name in owners] if len(names) > 1 else []
-        if not given:
+        in_config = [name for name in names if name in owners] if len(names) > 1 else []
+        if not in_config:
             continue
         out = next((name for name in names if name in excluded), None)
-        first = next((name for name in given if owners[name][1]), given[0])
-        for name in given:
+        first = next((name for name in in_config if owners[name][1]), in_config[0])
+        for name in in_config:
             if is_default:
                 skipped[name] = f"tied to {', '.join(repr(other) for other in names if other != name)}"
             elif out is not None and name != out:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,18 @@ from ..selection import Request
 from ..structure import (
     BlockCoupling,
     BlockSpec,
+    Budget,
     ScopeCoupling,
     ScopeSpec,
     SparseBlock,
     SparseScope,
     View,
     block_windows,
+    scope_windows,
     sparsity_to_nnz,
 )
 from ..structure.tiles import row_major
-from ..structure.windows import fill_mask, kept_flags
+from ..structure.windows import Norm, fill_mask, kept_flags, kept_grid, to_scopes
 from .config import TensorGroup
 from .stages import Stage
 
@@ -56,7 +58,7 @@ class PruningGroup:
     scope: SparseScope
     members: tuple[tuple[BlockSpec, int], ...]
     stage: int
-    norm: float | None
+    norm: Norm
     score: Score | None
     member_scores: str
     label: str
@@ -116,7 +118,7 @@ class PruningGroup:
             )
         return consumers
 
-    def norm_of(self, values: Iterable[Tensor]) -> float | None:
+    def norm_of(self, values: Iterable[Tensor]) -> Norm:
         """Return the norm that reduces these values: 1 for saliencies known to be non-negative, else the group's own.
 
         The 1-norm has faster kernels. Values on a GPU are not inspected, since that would wait for the device.
@@ -128,7 +130,7 @@ class PruningGroup:
                 return self.norm
         return 1
 
-    def budget(self, groups: Sequence[TensorGroup]) -> int | Tensor:
+    def budget(self, groups: Sequence[TensorGroup]) -> Budget:
         """Return how many blocks each scope keeps now; the one place where a budget is checked.
 
         A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
@@ -149,9 +151,8 @@ class PruningGroup:
             key = "sparsity_level" if group.get("nnz") is None or is_scheduled else "nnz"
             asked[group["tensor_fqn"]] = budgets[self.stage] or (key, group[key])
         first, (what, number) = next(iter(asked.items()))
-        for fqn, (other_what, other) in asked.items():
-            same = torch.equal(other, number) if isinstance(other, Tensor) and isinstance(number, Tensor) else None
-            if other_what != what or not (same if same is not None else other is number or other == number):
+        for fqn, (other_what, other) in [*asked.items()][1:]:
+            if other_what != what or not is_same(other, number):
                 raise CouplingError(
                     f"{self.label}: members share one budget, but {first} asks for {what}={number} "
                     f"and {fqn} for {other_what}={other}"
@@ -164,9 +165,7 @@ class PruningGroup:
             )
         return keep
 
-    def request(
-        self, masks: Mapping[int, Tensor], keep: int | Tensor, values: dict[Tensor, Tensor], norm: float | None
-    ) -> Request:
+    def request(self, masks: Mapping[int, Tensor], keep: Budget, values: dict[Tensor, Tensor], norm: Norm) -> Request:
         """Return the request that fills the masks, {index of a group: mask}, by this norm of these values."""
         return Request(
             scope=self.scope,
@@ -189,6 +188,13 @@ class PruningGroup:
         return f"{view}block {_by(spec.shape)} scope {_by(scope.shape)}"
 
 
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two values of a config key are the same, tensors by their elements."""
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return value is other or (isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other))
+    return value is other or bool(value == other)
+
+
 def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
     """Return each stage's own budget as (key, number); None where the stage follows its group."""
     stages = group.get("stages")
@@ -197,7 +203,7 @@ def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
     return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
 
 
-def total_of(budget: int | Tensor) -> int:
+def total_of(budget: Budget) -> int:
     """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
     return int(budget.sum()) if isinstance(budget, Tensor) else budget
 
@@ -205,6 +211,14 @@ def total_of(budget: int | Tensor) -> int:
 def kept_in(spec: BlockSpec, mask: Tensor) -> int:
     """Blocks of which a whole mask keeps any element."""
     return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(spec, None, {spec: mask}))
+
+
+def counts_in_scopes(scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
+    """Blocks of which whole masks keep any element, in each scope; int64, of the scope grid's shape."""
+    windows = scope_windows(scope, None, masks)
+    counts = [to_scopes(kept_grid(w.members, len(w.shape)), w, False).sum(1) for w in windows]
+    total = counts[0] if len(counts) == 1 else torch.stack([c.cpu() for c in counts]).sum(0)
+    return total.reshape(scope.grid_shape)
 
 
 def labels_of(spec: BlockSpec) -> Tensor:
@@ -235,21 +249,22 @@ def make_pruning_groups(
 
     Of the dense weights `tensors`, only shape, strides and dtype are read. Errors name the tensor that does not fit.
     """
-    out: list[PruningGroup] = []
+    pruning_groups: list[PruningGroup] = []
     for stage in range(max(map(len, stages), default=0)):
-        structures, specs = {}, {}
-        for at, group in enumerate(groups):
-            if stage < len(stages[at]):
-                structures[at] = stages[at][stage]
-                specs[at] = _block_spec(group["tensor_fqn"], structures[at], tensors[at])
-        named: dict[object, list[Unit]] = {}  # units that share one budget, by the name of their scope coupling
-        for unit in _block_units(structures, specs):
-            name = structures[unit[0][0]].scope_coupling
-            named.setdefault(name if name is not None else (unit[0][0],), []).append(unit)
+        members = []
+        for at, (group, structures, tensor) in enumerate(zip(groups, stages, tensors, strict=True)):
+            if stage < len(structures):
+                structure = structures[stage]
+                members.append(_Member(at, structure, _block_spec(group["tensor_fqn"], structure, tensor)))
+        named: dict[object, list[_Unit]] = {}  # units that share one budget, by the name of their scope coupling
+        for unit in _block_units(members):
+            first = unit[0][0]
+            name = first.structure.scope_coupling
+            named.setdefault(name if name is not None else (first.at,), []).append(unit)
         for coupling, units in named.items():
             label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(units[0][1].name)
-            out.append(_pruning_group(label, units, structures, specs, stage))
-    return tuple(out)
+            pruning_groups.append(_pruning_group(label, units, stage))
+    return tuple(pruning_groups)
 
 
 def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
@@ -286,44 +301,49 @@ def connected(pruning_groups: Sequence[PruningGroup], count: int) -> tuple[tuple
     return tuple(tuple(coupled.get(f, ())) for f in connection)
 
 
-Unit = tuple[list[int], SparseBlock]
+class _Member(NamedTuple):
+    """A tensor in one stage: the index of its group, its structure and its blocks."""
+
+    at: int
+    structure: Stage
+    spec: BlockSpec
+
+
+_Unit = tuple[list[_Member], SparseBlock]  # blocks that are kept or dropped together
 _SCORING = ("norm", "score", "member_scores", "max_sparsity")  # what tensors that are chosen together agree on
 
 
-def _block_units(structures: Mapping[int, Stage], specs: Mapping[int, BlockSpec]) -> list[Unit]:
-    """Blocks that are kept or dropped together: a tensor's own, or a BlockCoupling of tensors that give one name."""
-    named: dict[object, list[int]] = {}
-    for at, structure in structures.items():
-        named.setdefault(structure.block_coupling if structure.block_coupling is not None else (at,), []).append(at)
-    units: list[Unit] = []
-    for name, members in named.items():
-        if not isinstance(name, str):
-            structure, spec = structures[members[0]], specs[members[0]]
+def _block_units(members: Iterable[_Member]) -> list[_Unit]:
+    """Each tensor's own blocks, or a BlockCoupling of tensors that give one name."""
+    named: dict[object, list[_Member]] = {}
+    for m in members:
+        name = m.structure.block_coupling
+        named.setdefault(name if name is not None else (m.at,), []).append(m)
+    units: list[_Unit] = []
+    for coupling, coupled in named.items():
+        _, structure, spec = coupled[0]
+        if not isinstance(coupling, str):
             if structure.coupling_order is not None:
                 raise SparsityError(f"{spec.name}: coupling_order needs a block_coupling")
             if structure.member_scores != "sum":
                 raise SparsityError(f"{spec.name}: member_scores needs a block_coupling")
-            units.append((members, spec))
+            units.append((coupled, spec))
             continue
-        label = f"block coupling {name!r}"
-        if len(members) == 1:
-            raise CouplingError(f"{label}: {specs[members[0]].name} is its only member; a coupling needs two")
-        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), members, structures, specs)
-        orders = [structures[at].coupling_order for at in members]
-        units.append((members, BlockCoupling([specs[at] for at in members], orders, name=label)))
+        label = f"block coupling {coupling!r}"
+        if len(coupled) == 1:
+            raise CouplingError(f"{label}: {spec.name} is its only member; a coupling needs two")
+        _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), coupled)
+        orders = [m.structure.coupling_order for m in coupled]
+        units.append((coupled, BlockCoupling([m.spec for m in coupled], orders, name=label)))
     return units
 
 
-def _pruning_group(
-    label: str, units: Sequence[Unit], structures: Mapping[int, Stage], specs: Mapping[int, BlockSpec], stage: int
-) -> PruningGroup:
-    members, scopes = [], []
-    for indices, block in units:
-        members += indices
-        scopes.append(ScopeSpec(block, structures[indices[0]].scope_shape))
+def _pruning_group(label: str, units: Sequence[_Unit], stage: int) -> PruningGroup:
+    members = [m for coupled, _ in units for m in coupled]
+    scopes = [ScopeSpec(block, coupled[0].structure.scope_shape) for coupled, block in units]
     if len(members) > 1:
-        _must_agree(label, _SCORING, members, structures, specs)
-    structure = structures[members[0]]
+        _must_agree(label, _SCORING, members)
+    structure = members[0].structure
     least: tuple[int, ...] = ()
     if structure.max_sparsity is not None:
         if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
@@ -335,7 +355,7 @@ def _pruning_group(
         least = tuple(sparsity_to_nnz(structure.max_sparsity, s.numblk(), where) for s in scopes)
     return PruningGroup(
         scope=scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes, name=label),
-        members=tuple([(specs[at], at) for at in members]),
+        members=tuple([(m.spec, m.at) for m in members]),
         stage=stage,
         norm=structure.norm if structure.score is None else None,
         score=structure.score,
@@ -345,20 +365,14 @@ def _pruning_group(
     )
 
 
-def _must_agree(
-    label: str,
-    keys: Sequence[str],
-    members: Sequence[int],
-    structures: Mapping[int, Stage],
-    specs: Mapping[int, BlockSpec],
-) -> None:
-    for key in keys:
-        first = getattr(structures[members[0]], key)
-        for at in members[1:]:
-            if getattr(structures[at], key) != first:
+def _must_agree(label: str, keys: Sequence[str], members: Sequence[_Member]) -> None:
+    for m in members[1:]:
+        for key in keys:
+            first, other = getattr(members[0].structure, key), getattr(m.structure, key)
+            if other != first:
                 raise CouplingError(
-                    f"{label}: members need the same {key}, but {specs[members[0]].name} gives {first!r} and "
-                    f"{specs[at].name} {getattr(structures[at], key)!r}"
+                    f"{label}: members need the same {key}, but {members[0].spec.name} gives {first!r} and "
+                    f"{m.spec.name} {other!r}"
                 )
 
 

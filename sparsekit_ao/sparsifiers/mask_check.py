@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from ..distributed import full_tensor
 from ..errors import SparsityError
-from ..structure import BlockSpec, scope_windows
-from ..structure.tiles import pad_to, split, to_aligned
-from ..structure.windows import ScopeWindows, Window, fill_mask, kept_flags, kept_grid
+from ..structure import BlockSpec, Budget, SparseScope, scope_windows
+from ..structure.tiles import to_aligned
+from ..structure.windows import Window, fill_mask, kept_flags, kept_grid
 from .config import TensorGroup
-from .groups import PruningGroup, elements_of, labels_of
+from .groups import PruningGroup, counts_in_scopes, elements_of, labels_of
 from .progress import shown
 
 
@@ -33,7 +32,7 @@ def check_masks(
         if is_exact and len(earlier) == len(others):
             low = None if not earlier else _certain(earlier, group, groups)
             wrong += [f"{group.label}: {text}" for text in _broken_blocks(group, of_group, earlier)]
-        wrong += [f"{group.label}: {text}" for text in _miscounted(group, of_group, group.budget(groups), low)]
+        wrong += [f"{group.label}: {text}" for text in _miscounted(group.scope, of_group, group.budget(groups), low)]
         checked += group.scope.numscp()
     if wrong:
         raise SparsityError("masks do not hold their budgets:\n  " + "\n  ".join(wrong))
@@ -53,52 +52,39 @@ def _certain(earlier: Sequence[PruningGroup], last: PruningGroup, groups: Sequen
     plain = len(members) == 2 and all(len(c.members) == 1 and not c.scope.is_partial for c in (*earlier, last))
     if not plain or any(isinstance(b, Tensor) for b in budgets):
         return 0
-    is_partial = any(n % b for n, b in zip(specs[0].view.shape, specs[0].shape, strict=True))
-    if is_partial or views[0] != views[1] or any(b != 1 for b in specs[1].shape):
+    if specs[0].is_partial or views[0] != views[1] or any(b != 1 for b in specs[1].shape):
         return 0
-    left = int(budgets[0])
+    elements = int(budgets[0])
     for block, blocks, reach in zip(specs[0].shape, members[0].shape, members[1].shape, strict=True):
         if blocks == 1 and block % reach == 0:
-            left *= reach
+            elements *= reach
         elif blocks > 1 and reach % (block * blocks) == 0:
-            left *= block * (reach // (block * blocks))
+            elements *= block * (reach // (block * blocks))
         else:
             return 0
-    return min(left, int(budgets[1]))
+    return min(elements, int(budgets[1]))
 
 
 def _broken_blocks(
-    group: PruningGroup, own: Mapping[BlockSpec, Tensor], earlier: Sequence[PruningGroup]
+    group: PruningGroup, masks: Mapping[BlockSpec, Tensor], earlier: Sequence[PruningGroup]
 ) -> Iterator[str]:
     """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
     indices = dict(group.members)
-    for scopes, scope_member in zip(scope_windows(group.scope, None, own), group.scope.members(), strict=True):
+    for scopes, scope_member in zip(scope_windows(group.scope, None, masks), group.scope.members(), strict=True):
         agree = [True] * len(scopes.members)
         if not earlier and len(agree) > 1:  # each of coupled members keeps every block of which another one keeps any
-            kept = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.members]
-            together = reduce(torch.logical_or, kept)
-            agree = [torch.equal(flags, together) for flags in kept]
+            together = kept_grid(scopes.members, len(scopes.shape))
+            agree = [torch.equal(to_aligned(kept_flags(m), m.order, together.ndim), together) for m in scopes.members]
         for member, spec, agrees in zip(scopes.members, scope_member.block.blocks(), agree, strict=True):
             before = [c.spec(indices[spec]) for c in earlier if any(at == indices[spec] for _, at in c.members)]
-            if not agrees or not (_are_whole_but(member, spec, before) if before else _are_whole(member)):
+            if not agrees or not _are_whole(member, spec, before):
                 yield f"{spec.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"
 
 
-def _are_whole(m: Window) -> bool:
-    """Whether the mask keeps all elements of each block or none."""
-    return all(n == 1 for n in m.shape) or torch.equal(kept_flags(m, every=True), kept_flags(m))
-
-
-def _kept_counts(scopes: ScopeWindows) -> Tensor:
-    """Blocks of each scope of which the masks keep any element: int64, of the aligned scope grid's shape."""
-    flags = kept_grid(scopes.members, len(scopes.shape))
-    tiles = split(pad_to(flags, scopes.shape, False), scopes.shape)
-    counts = tiles.sum(dim=tuple(range(1, tiles.ndim, 2)), dtype=torch.int64)
-    return counts.permute(scopes.order) if scopes.order else counts
-
-
-def _are_whole_but(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
+def _are_whole(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> bool:
     """Whether blocks are kept whole or dropped whole, but for those that blocks of earlier stages cut."""
+    if not before:
+        return all(n == 1 for n in member.shape) or torch.equal(kept_flags(member, every=True), kept_flags(member))
     assert member.mask is not None
     whole = member.mask.clone()
     fill_mask((replace(member, mask=whole, order=()),), kept_flags(member))
@@ -107,29 +93,27 @@ def _are_whole_but(member: Window, spec: BlockSpec, before: Sequence[BlockSpec])
 
 
 def _cut(spec: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
-    """The elements, bool in the tensor's shape, of blocks that are in several blocks of another spec of the tensor."""
-    own = labels_of(spec).reshape(-1) + 1  # 0 is outside the view
-    found = torch.zeros(spec.numblk() + 1, dtype=torch.bool, device="cpu")
+    """The elements, bool in the tensor's shape, of blocks that are divided over several blocks of another spec."""
+    blocks = labels_of(spec).reshape(-1) + 1  # 0 is outside the view
+    is_cut = torch.zeros(spec.numblk() + 1, dtype=torch.bool, device="cpu")
     for other in others:
         labels = labels_of(other).reshape(-1)
-        empty = torch.full(found.shape, -1, device="cpu")
-        low, high = (empty.scatter_reduce(0, own, labels, how, include_self=False) for how in ("amin", "amax"))
-        found |= low != high
-    return found[own].reshape(tuple(spec.view.param.shape))
+        empty = torch.full(is_cut.shape, -1, device="cpu")
+        low, high = (empty.scatter_reduce(0, blocks, labels, how, include_self=False) for how in ("amin", "amax"))
+        is_cut |= low != high
+    return is_cut[blocks].reshape(tuple(spec.view.param.shape))
 
 
 def _miscounted(
-    group: PruningGroup, own: Mapping[BlockSpec, Tensor], budget: int | Tensor, low: int | None
+    scope: SparseScope, masks: Mapping[BlockSpec, Tensor], budget: Budget, low: int | None
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
-    scope = group.scope
-    counts = [_kept_counts(w).reshape(scope.grid_shape) for w in scope_windows(scope, None, own)]
-    kept = counts[0] if len(counts) == 1 else torch.stack([c.cpu().long() for c in counts]).sum(0)
+    kept = counts_in_scopes(scope, masks)
     if isinstance(budget, int) and not scope.is_partial and kept.numel():
         least, most = map(int, kept.aminmax())
         if most <= budget and least >= (budget if low is None else low):
             return
-    kept = kept.cpu().long()
+    kept = kept.cpu()
     want = torch.minimum(torch.as_tensor(budget, device="cpu").expand(scope.grid_shape), scope.blocks_per_scope())
     bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
     if bool(bad.any()):

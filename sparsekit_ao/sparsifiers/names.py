@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
-from ..masking import parametrized_names
+from ..masking import parameter_under, parametrized_names
 
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
 _SHOWN = 5  # names in an error
@@ -30,15 +30,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def parameter_of(module: nn.Module, name: str) -> Tensor:
     """The (first) parameter behind a tensor name."""
-    if not parametrize.is_parametrized(module, name):
-        found = module._parameters[name]
-        assert found is not None
-        return found
-    chain = module.parametrizations[name]  # type: ignore[index]
-    assert isinstance(chain, parametrize.ParametrizationList)
-    first = chain.original if chain.is_tensor else chain.original0
-    assert isinstance(first, Tensor)
-    return first
+    if parametrize.is_parametrized(module, name):
+        return parameter_under(module, name)
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -16,6 +16,7 @@ from ..distributed import local, placed_like, refuse_gathered
 from ..errors import SparsityError, is_number
 from ..masking import find_mask
 from .config import TensorGroup
+from .names import parameter_of
 
 #: names that optimizers give to a running mean or sum of squared gradients
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
@@ -67,12 +68,9 @@ def trainer_of(
 
 def original(group: TensorGroup) -> Tensor:
     """Return the parameter under a group's mask; raise if a module around the model has gathered it (FSDP2)."""
-    module, name = group["module"], group["tensor_name"]
-    mask = find_mask(module, name)
-    if mask is None:
-        return module._parameters[name]
-    parameter = module.parametrizations[name].original
-    refuse_gathered(group["tensor_fqn"], parameter, mask.mask)
+    parameter = parameter_of(group["module"], group["tensor_name"])
+    if (mask := find_mask(group["module"], group["tensor_name"])) is not None:
+        refuse_gathered(group["tensor_fqn"], parameter, mask.mask)
     return parameter
 
 
@@ -164,15 +162,6 @@ Diagonal = Tensor | float  # of the parameter's shape, or a number where all ele
 Conditioner = Callable[[Optimizer, nn.Parameter], Diagonal] | str | None
 
 
-def check_conditioner(conditioner: object, where: str = "") -> None:
-    """Raise unless a conditioner is "auto", a function or None."""
-    if conditioner not in ("auto", None) and not callable(conditioner):
-        raise SparsityError(
-            f"{where}conditioner must be 'auto', None or a function (optimizer, parameter) -> diagonal, got "
-            f"{conditioner!r}"
-        )
-
-
 def check_optimizer(optimizer: Optimizer, conditioner: Conditioner, name: str) -> None:
     """Raise where `conditioner="auto"` knows no diagonal of this optimizer."""
     if conditioner == "auto" and not isinstance(optimizer, tuple(_DIAGONALS)):
@@ -183,15 +172,14 @@ def check_optimizer(optimizer: Optimizer, conditioner: Conditioner, name: str) -
         )
 
 
-def diagonal_of(
-    optimizer: Optimizer, parameter: nn.Parameter, options: Mapping[str, Any], conditioner: Conditioner, name: str
-) -> Diagonal | None:
+def diagonal_of(optimizer: Optimizer, parameter: nn.Parameter, conditioner: Conditioner, name: str) -> Diagonal | None:
     """Return the diagonal of a parameter now; None where its step changes nothing (no state, a learning rate of 0).
 
-    `options` are its `param_groups` entry; `conditioner` is "auto", a function, or None for `1 / lr`.
+    `conditioner` is "auto", a function, or None for `1 / lr`.
     """
     if callable(conditioner):
         return _checked_diagonal(conditioner(optimizer, parameter), parameter, name)
+    options = options_of(optimizer, parameter) or {}
     if "lr" not in options:
         raise SparsityError(f"{name}: {type(optimizer).__name__} has no learning rate; give a function as conditioner")
     rate = float(options["lr"])
@@ -251,8 +239,7 @@ def _wide(t: Tensor) -> Tensor:
 
 _DIAGONALS: dict[type[Optimizer], Callable[..., Diagonal | None]] = {
     optim.SGD: lambda state, options, rate: 1 / rate,
-    optim.Adam: _adam,
-    optim.AdamW: _adam,
+    optim.Adam: _adam,  # and AdamW, which is derived from it
     optim.RMSprop: _rmsprop,
     optim.Adagrad: _adagrad,
 }

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 LARGE = 1 << 26  # elements from which on a bar is worth its cost
 AFTER = 2.0  # seconds of work before it is shown
 T = TypeVar("T")
@@ -20,8 +22,6 @@ def shown(items: Sequence[T], what: str, elements: int) -> Iterable[T]:
     """
     if not _is_shown(elements):
         return items
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
     return tqdm(items, desc=what, unit="tensors", delay=AFTER, leave=False)
 
 
@@ -31,16 +31,12 @@ def counted(what: str, unit: str, elements: int) -> Iterator[Callable[[], object
     if not _is_shown(elements):
         yield lambda: None
         return
-    from tqdm import tqdm
-
     with tqdm(desc=what, unit=unit, delay=AFTER, leave=False) as bar:
         yield bar.update
 
 
 def phases(what: str, names: Sequence[str]) -> Iterator[str]:
     """The names of phases, each to be taken when it begins; a bar has the name, and how many of all are over."""
-    from tqdm import tqdm
-
     bar = tqdm(names, desc=what, unit="phases", mininterval=0, delay=AFTER, leave=False, disable=not _is_shown(LARGE))
     for name in bar:
         bar.set_postfix_str(name, refresh=bar.format_dict["elapsed"] >= AFTER)

@@ -18,24 +18,22 @@ from torch.optim import Optimizer
 from ..distributed import is_sharded
 from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
-from ..structure import BlockSpec, SparseBlock, block_windows, scope_windows, soft_threshold_windows
-from ..structure.windows import ScopeWindows, block_scores, fill_mask, kept_grid, to_scopes
+from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
+from ..structure.windows import ScopeWindows, block_scores, fill_mask
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
-from .groups import PruningGroup, stage_budgets
+from .groups import PruningGroup, counts_in_scopes, stage_budgets
 from .optimizer_state import (
     Conditioner,
     Diagonal,
     StepCounts,
-    check_conditioner,
     check_optimizer,
     diagonal_of,
-    options_of,
     trainer_of,
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
-from .stages import AXES, STRUCTURE, checked_pattern, refuse_two_budgets
+from .stages import GROUP_KEYS, checked_pattern, refuse_two_budgets
 
 Strength = float | Callable[[int], float]
 
@@ -104,7 +102,11 @@ class ProximalSparsifier(BudgetSparsifier):
         has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
             raise SparsityError("strength and a budget (sparsity_level, nnz or a pattern's) are mutually exclusive")
-        check_conditioner(conditioner)
+        if conditioner not in ("auto", None) and not callable(conditioner):
+            raise SparsityError(
+                "conditioner must be 'auto', None or a function (optimizer, parameter) -> diagonal, got "
+                f"{conditioner!r}"
+            )
         super().__init__(sparsity_level, nnz=nnz, **structure)
         if strength is not None:
             self.defaults |= {"strength": checked_strength(strength, ""), "sparsity_level": 0.0}
@@ -178,8 +180,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 'init="resume", which starts from the zeros'
             )
         masks = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
-        keys = ("tensor_fqn", *STRUCTURE, *AXES, "stages")
-        entries = [{k: g[k] for k in keys if g.get(k) is not None and g[k] != ()} for g in self.groups]
+        entries = [{k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()} for g in self.groups]
         for pruning_group in self._pruning_groups(self.groups) if is_fixed else ():
             if "stages" not in entries[pruning_group.members[0][1]]:
                 count = kept_counts(pruning_group, self.groups, masks)
@@ -195,10 +196,6 @@ class ProximalSparsifier(BudgetSparsifier):
         self._end()
         return target
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the last step kept, groups, the number of steps, and tensors whose optimizer has stepped since then."""
-        return {**super().state_dict(), **self._position()}
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where `state_dict` was saved, at that position of the strength's schedule."""
         self._need_prepared("load_state_dict")
@@ -207,33 +204,33 @@ class ProximalSparsifier(BudgetSparsifier):
         self.iteration = iteration
         self._counts.restore(stepped)
 
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), **self._position()}
+    def _extra_state(self) -> dict[str, Any]:
+        return {**super()._extra_state(), "iteration": self.iteration, "stepped": self._stepped()}
 
-    def _position(self) -> dict[str, Any]:
+    def _stepped(self) -> list[str]:
+        """Names of tensors that their optimizer has moved since the last step here."""
         is_prepared = self._phase == "prepared"
-        stepped = self._counts.stepped(self._parameters(self.groups)) if is_prepared else self._counts.restored()
-        return {"iteration": self.iteration, "stepped": stepped}
+        return self._counts.stepped(self._parameters(self.groups)) if is_prepared else self._counts.restored()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user."""
         counts = StepCounts()
-        counts.restore(self._position()["stepped"])
+        counts.restore(self._stepped())
         return {**super().__getstate__(), "_counts": counts}
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        pattern = checked_pattern(own.get("pattern"), place.where)
-        has_budget = bool(refuse_two_budgets(own, place.where)) or getattr(pattern, "budget_key", None) is not None
-        if own.get("strength") is not None:
-            checked_strength(own["strength"], place.where)
+    def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        pattern = checked_pattern(entry.get("pattern"), place.where)
+        has_budget = bool(refuse_two_budgets(entry, place.where)) or getattr(pattern, "budget_key", None) is not None
+        if entry.get("strength") is not None:
+            checked_strength(entry["strength"], place.where)
             defaults = {k: v for k, v in defaults.items() if k != "nnz"}
         elif has_budget:
             defaults = {k: v for k, v in defaults.items() if k != "strength"}
-        group = super()._over(defaults, own, place)
+        group = super()._over(defaults, entry, place)
         has_budget = has_budget or any(budget is not None for budget in stage_budgets(group))
-        if group.get("strength") is not None and has_budget:
-            raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both specify what is kept")
         if group.get("strength") is not None:
+            if has_budget:
+                raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both say what is kept")
             return {**group, "sparsity_level": 0.0}
         if not (self._has_default or has_budget):
             raise SparsityError(f"{place.where}give strength, sparsity_level or nnz, here or as a default")
@@ -260,7 +257,7 @@ class ProximalSparsifier(BudgetSparsifier):
         super()._check_groups(groups)
         for pruning_group in self._pruning_groups(groups):
             strengths = [groups[at].get("strength") for _, at in pruning_group.members]
-            if any(s is not strengths[0] and s != strengths[0] for s in strengths):
+            if any(strength != strengths[0] for strength in strengths):
                 raise CouplingError(f"{pruning_group.label}: members need the same strength, got {strengths}")
 
     def _new_mask(self, group: TensorGroup) -> None:
@@ -337,7 +334,7 @@ class ProximalSparsifier(BudgetSparsifier):
         pruning_groups: Sequence[PruningGroup],
         groups: Sequence[TensorGroup],
         masks: Mapping[int, Tensor],
-        keeps: Mapping[PruningGroup, int | Tensor],
+        keeps: Mapping[PruningGroup, Budget],
     ) -> None:
         for pruning_group in pruning_groups:
             diagonals = {spec: self._diagonal(groups[at]) for spec, at in pruning_group.members}
@@ -351,7 +348,7 @@ class ProximalSparsifier(BudgetSparsifier):
         pruning_group: PruningGroup,
         groups: Sequence[TensorGroup],
         diagonals: Mapping[BlockSpec, Diagonal],
-        keep: int | Tensor,
+        keep: Budget,
     ) -> None:
         """Shrink the blocks of a pruning_group in a metric, and fill its masks with what is then not zero."""
         weights = {spec: self._parameter(groups[at]).detach() for spec, at in pruning_group.members}
@@ -373,7 +370,16 @@ class ProximalSparsifier(BudgetSparsifier):
             if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
                 thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
         for block, t in thresholds.items():
-            _shrink_blocks(block, t, weights, tensors, masks)
+            specs = block.blocks()
+            windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
+            metric = windows if is_plain else block_windows(block, {s.view.param: tensors[s] for s in specs})
+            shrunk = [replace(m, mask=None if is_plain else h.values) for m, h in zip(windows, metric, strict=True)]
+            soft_threshold_windows([ScopeWindows(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
+            values_alone = [replace(m, mask=None) for m in windows]
+            fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
+            for spec, m in zip(specs, windows, strict=True):
+                spec.view.write_back(m.window, weights[spec])
+                spec.view.write_back(m.mask, masks[spec])  # type: ignore[arg-type]
 
     def _diagonal(self, group: TensorGroup) -> Diagonal | None:
         """The metric of a tensor; None where its optimizer changes nothing."""
@@ -381,47 +387,20 @@ class ProximalSparsifier(BudgetSparsifier):
             return 1.0
         parameter, name = self._parameter(group), group["tensor_fqn"]
         optimizer = self._counts.optimizers[trainer_of(self._counts.optimizers, parameter, name)]
-        options = options_of(optimizer, parameter)
-        assert options is not None
-        return diagonal_of(optimizer, parameter, options, self.conditioner, name)
+        return diagonal_of(optimizer, parameter, self.conditioner, name)
 
 
-def checked_strength(given: Any, where: str, *, is_value: bool = False) -> Any:
+def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> Any:
     """A strength; raises unless it is a finite number >= 0, or a function (but as the value of one)."""
-    if (is_schedule(given) and not is_value) or (is_number(given) and 0 <= float(given) < math.inf):
-        return given
+    if (is_schedule(strength) and not is_value) or (is_number(strength) and 0 <= float(strength) < math.inf):
+        return strength
     what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
-    raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {given!r}")
+    raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
 
 
-def _shrink_blocks(
-    block: SparseBlock,
-    t: Tensor | float,
-    weights: Mapping[BlockSpec, Tensor],
-    diagonals: Mapping[BlockSpec, Tensor],
-    masks: Mapping[BlockSpec, Tensor],
-) -> None:
-    """Shrink the blocks of a spec over placeholders in these weights, and fill masks with those that are not zero."""
-    specs = block.blocks()
-    windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
-    metric = block_windows(block, {s.view.param: diagonals[s] for s in specs}) if diagonals else windows
-    shrunk = [replace(m, mask=h.values if diagonals else None) for m, h in zip(windows, metric, strict=True)]
-    soft_threshold_windows([ScopeWindows(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
-    values = [replace(m, mask=None) for m in windows]
-    fill_mask(windows, block_scores(values, math.inf, block.grid_ndim, False) != 0)
-    for spec, m in zip(specs, windows, strict=True):
-        for window, tensor in ((m.window, weights[spec]), (m.mask, masks[spec])):
-            if window is not None and not spec.view.is_aligned(tensor):  # the window is a copy
-                spec.view.write_back(window, tensor)
-
-
-def kept_counts(
-    pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]
-) -> int | Tensor:
+def kept_counts(pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> Budget:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
-    own = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
-    counts = torch.zeros((), dtype=torch.int64, device="cpu")
-    for scopes in scope_windows(pruning_group.scope, None, own):
-        counts = counts + to_scopes(kept_grid(scopes.members, len(scopes.shape)), scopes, False).sum(1).cpu()
-    first = int(counts[0]) if counts.numel() else 0
-    return first if bool((counts == first).all()) else counts.reshape(pruning_group.scope.grid_shape)
+    masks_of_specs = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
+    counts = counts_in_scopes(pruning_group.scope, masks_of_specs).cpu()
+    first = int(counts.flatten()[0]) if counts.numel() else 0
+    return first if bool((counts == first).all()) else counts

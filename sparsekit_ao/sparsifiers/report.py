@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..distributed import full_tensor, local_bytes
+from ..distributed import full_tensor, local
 from ..tables import Table
 from .config import ResolvedConfig, TensorGroup
 from .names import named_tensors, owner_of, parameter_of
@@ -159,7 +159,7 @@ def make_row(
         sparsity=1 - int(torch.count_nonzero(full_tensor(mask))) / max(mask.numel(), 1),
         kept=blocks[0],
         blocks=blocks[1],
-        mask_bytes=local_bytes(mask),
+        mask_bytes=local(mask).numel() * mask.element_size(),
     )
 
 

@@ -38,6 +38,7 @@ from .groups import (
     batches,
     connected,
     elements_of,
+    is_same,
     kept_in,
     make_pruning_groups,
     stage_budgets,
@@ -48,8 +49,8 @@ from .progress import shown
 from .report import Row, make_row
 from .stages import (
     AXES,
+    GROUP_KEYS,
     SHAPES,
-    STRUCTURE,
     checked_pattern,
     joined,
     refuse_two_budgets,
@@ -57,7 +58,6 @@ from .stages import (
     stages_of,
 )
 
-_GROUP_KEYS = ("tensor_fqn", *STRUCTURE, *AXES, "stages")  # what pruning groups depend on
 AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
 
 
@@ -134,26 +134,26 @@ class BudgetSparsifier(MaskSparsifier):
                 a config entry overrides defaults.
         """
         self._need_prepared("update_mask")
-        of_module = [i for i, g in enumerate(self.groups) if g["module"] is module and g["tensor_name"] == tensor_name]
-        if not of_module:
+        is_named = [g["module"] is module and g["tensor_name"] == tensor_name for g in self.groups]
+        if True not in is_named:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-        at = of_module[0]
+        at = is_named.index(True)
         groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
         coupled = connected(self._pruning_groups(groups), len(groups))[at]
         with torch.no_grad():
             self._update_groups(coupled, groups)
             self._after_update([self.groups[i] for i in sorted({i for g in coupled for _, i in g.members})])
 
-    def _changed(self, group: TensorGroup, given: Mapping[str, Any]) -> TensorGroup:
+    def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
         """The group with other values; those that it has already are no change."""
-        own = {k: v for k, v in given.items() if k not in group or not _is_same(v, group[k])}
-        self._refuse_unknown(own, self.keys)
-        if not own:
+        changes = {k: v for k, v in values.items() if k not in group or not is_same(v, group[k])}
+        self._refuse_unknown(changes, self.keys)
+        if not changes:
             return group
         names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
-        changed = self._over({k: v for k, v in group.items() if k in self.keys}, own, place)
-        if self._resolve(own, place).get("nnz") is not None:  # a level that differs would replace it
+        changed = self._over({k: v for k, v in group.items() if k in self.keys}, changes, place)
+        if self._resolve(changes, place).get("nnz") is not None:  # a level that differs would replace it
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
@@ -168,11 +168,11 @@ class BudgetSparsifier(MaskSparsifier):
     def _rows(self) -> Iterator[Row]:
         pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
         for at, group in enumerate(shown(self.groups, "report", elements_of(pruning_groups))):
-            own = [g for g in pruning_groups if any(i == at for _, i in g.members)]
-            mask, last = self._live_mask(group), own[-1]
+            stages = [g for g in pruning_groups if any(i == at for _, i in g.members)]
+            mask, last = self._live_mask(group), stages[-1]
             spec = last.spec(at)
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
-            pattern = " then ".join(g.pattern(at) for g in own)
+            pattern = " then ".join(g.pattern(at) for g in stages)
             key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(self.groups))
             yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
@@ -206,22 +206,20 @@ class BudgetSparsifier(MaskSparsifier):
                 raise SparsityError(hint) from None
             raise
 
-    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        return self._over(copied(self.defaults), own, place)
+    def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        return self._over(copied(self.defaults), entry, place)
 
-    def _over(self, defaults: dict[str, Any], own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """Own keys over default ones, patterns resolved."""
-        given_pattern = checked_pattern(own.get("pattern"), f"{place.tensor_fqn}: ")
-        own = own if given_pattern is None else {**own, "pattern": given_pattern}
-        refuse_two_budgets(own, place.where)
-        own = self._resolve(own, place)
-        budgets = refuse_two_budgets(own, place.where)
-        if not {*SHAPES, *AXES, "stages"}.isdisjoint(own):  # the entry's structure replaces the default one
-            defaults = {**defaults}
-            for key in ("pattern", "stages"):
-                defaults.pop(key, None)
-        pattern = given_pattern if given_pattern is not None else defaults.get("pattern")
-        group = joined(self._resolve(defaults, place), own, place.where)
+    def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        """An entry's keys over default ones, patterns resolved."""
+        pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
+        refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
+        entry = self._resolve(entry, place)
+        budgets = refuse_two_budgets(entry, place.where)
+        if not {*SHAPES, *AXES, "stages"}.isdisjoint(entry):  # the entry's structure replaces the default one
+            defaults = {**defaults, "pattern": None}
+            defaults.pop("stages", None)
+        pattern = defaults.get("pattern") if pattern is None else pattern
+        group = joined(self._resolve(defaults, place), entry, place.where)
         if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
             raise SparsityError(
                 f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
@@ -240,10 +238,9 @@ class BudgetSparsifier(MaskSparsifier):
     def _resolve(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys of an entry with its pattern, if it has one, resolved to config keys for one tensor."""
         where = f"{place.tensor_fqn}: "
-        if "pattern" not in entry:
-            return entry
-        pattern = checked_pattern(entry["pattern"], where)
-        entry = {k: v for k, v in entry.items() if k != "pattern"}
+        pattern = checked_pattern(entry.get("pattern"), where)
+        entry = {**entry}
+        entry.pop("pattern", None)
         if pattern is None:
             return entry
         refuse_two_notations(["pattern", *entry], where)
@@ -334,7 +331,7 @@ class BudgetSparsifier(MaskSparsifier):
         for group in groups:
             tensor = self._dense(group, model)
             tensors.append(tensor)
-            key.append((*map(group.get, _GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
+            key.append((*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
         if self._grouped is None or self._grouped[0] != key:
             self._grouped = copied(key), make_pruning_groups(groups, list(map(stages_of, groups)), tensors)
         return self._grouped[1]
@@ -349,8 +346,8 @@ class BudgetSparsifier(MaskSparsifier):
         out = []
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
-            found = masking.live_mask(module, name, group["tensor_fqn"])
-            out.append((found.mask, True) if found is not None else (getattr(module, name).detach() != 0, False))
+            live = masking.live_mask(module, name, group["tensor_fqn"])
+            out.append((live.mask, True) if live is not None else (getattr(module, name).detach() != 0, False))
         return out
 
     # calibration
@@ -399,9 +396,8 @@ class BudgetSparsifier(MaskSparsifier):
         for need in needs:
             if need not in NEEDS:
                 raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
-        needs_of_scores = self._needs()
-        needs_of_groups = [(g, (*needs_of_scores.get(g["tensor_fqn"], ()), *needs)) for g in self.groups]
-        targets = [self._target(g, needs_of_group) for g, needs_of_group in needs_of_groups if needs_of_group]
+        of_scores = self._needs()
+        targets = [self._target(g, n) for g in self.groups if (n := (*of_scores.get(g["tensor_fqn"], ()), *needs))]
         if not targets:
             raise SparsityError(
                 "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "
@@ -474,13 +470,9 @@ class BudgetSparsifier(MaskSparsifier):
                 total[name] = statistics
         self._statistics = total
 
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), "statistics": {name: s.saved() for name, s in self._statistics.items()}}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `MaskSparsifier.state_dict`, with the statistics if there are any."""
-        saved = {name: s.saved() for name, s in self._statistics.items()}
-        return {**super().state_dict(), **({"statistics": saved} if saved else {})}
+    def _extra_state(self) -> dict[str, Any]:
+        statistics = {name: s.saved() for name, s in self._statistics.items()}
+        return {"statistics": statistics} if statistics else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
@@ -613,9 +605,9 @@ class ScopeSparsifier(BudgetSparsifier):
             scores.append((names, g.scope.block_norms(values, norm=g.norm_of(values.values()))))
         return scores
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of any sparsifier, with the number of calls of `step`, and the progress of an unfinished `one_shot`."""
-        return {**super().state_dict(), **self._progress(), "steps": self._steps}
+    def _extra_state(self) -> dict[str, Any]:
+        progress = {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
+        return {**super()._extra_state(), **progress, "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As of any sparsifier, with the number of calls of `step` and the progress of `one_shot` if there are any."""
@@ -624,12 +616,6 @@ class ScopeSparsifier(BudgetSparsifier):
         super().load_state_dict(state_dict, strict)
         self._steps, self._one_shot = steps, progress
 
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), **self._progress()}
-
-    def _progress(self) -> dict[str, Any]:
-        return {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
-
     def _after_prepare(self) -> None:
         super()._after_prepare()
         if not self._resumes:  # else it goes on with a copy of the same model
@@ -637,7 +623,3 @@ class ScopeSparsifier(BudgetSparsifier):
 
     def _update_all(self) -> None:
         self._update_groups(self._pruning_groups(self.groups), self.groups)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))

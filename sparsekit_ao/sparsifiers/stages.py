@@ -41,18 +41,13 @@ class Stage:
 STRUCTURE = tuple(f.name for f in fields(Stage))
 SHAPES = ("view", "block_shape", "scope_shape")
 AXES = ("axes", "unit", "scope", "sizes")
+GROUP_KEYS = ("tensor_fqn", *STRUCTURE, *AXES, "stages")  # what pruning groups depend on
 BUDGETS = ("sparsity_level", "nnz")
 
 
 def checked_pattern(pattern: object, where: str) -> Pattern | None:
     """The pattern, parsed if it is a text, or None where there is none."""
-    if pattern is None or isinstance(pattern, Pattern):
-        return pattern
-    if isinstance(pattern, str):
-        return parse(pattern, where)
-    raise SparsityError(
-        f"{where}pattern must be one of `sparsekit_ao.patterns`, got {pattern!r}; give one such as patterns.n_m(2, 4)"
-    )
+    return pattern if pattern is None or isinstance(pattern, Pattern) else parse(pattern, where)
 
 
 def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
@@ -78,9 +73,9 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
     return tuple(checked)
 
 
-def refuse_two_budgets(given: Mapping[str, Any], where: str) -> list[str]:
-    """The budget keys that are given, at most one, and none beside a pattern that has a budget."""
-    budgets, pattern = [k for k in BUDGETS if given.get(k) is not None], given.get("pattern")
+def refuse_two_budgets(entry: Mapping[str, Any], where: str) -> list[str]:
+    """The budget keys of an entry; raises if there are two, or one beside a pattern that has a budget."""
+    budgets, pattern = [k for k in BUDGETS if entry.get(k) is not None], entry.get("pattern")
     if len(budgets) > 1:
         raise SparsityError(f"{where}sparsity_level and nnz are mutually exclusive")
     if budgets and isinstance(pattern, Pattern) and pattern.budget_key is not None:

@@ -21,8 +21,8 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
     """Raise if a sparsifier was prepared on another model than the one that is trained, wrapped or not."""
     if not groups:
         raise SparsityError(f"{where}: the sparsifier is not prepared; call prepare(model, config) before training")
-    own = {id(m) for m in model.modules()}
-    other = next((g["tensor_fqn"] for g in groups if id(g["module"]) not in own), None)
+    modules = set(model.modules())
+    other = next((g["tensor_fqn"] for g in groups if g["module"] not in modules), None)
     if other is not None:
         raise SparsityError(
             f"{where}: {other} belongs to another model than the one that is trained, so its masks would change "
@@ -35,14 +35,14 @@ def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseSched
     where = "SparsifierCallback: "
     if not isinstance(sparsifier, BaseSparsifier):
         raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
-    for one in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
-        if not isinstance(one, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
+    for scheduler in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
+        if not isinstance(scheduler, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
             raise SparsityError(
                 f"{where}schedulers must be a list of schedulers, such as [ScheduleSL(sparsifier, "
-                f"schedules.cubic(0.0, 0.9, steps=1000))], got {type(one).__name__}"
+                f"schedules.cubic(0.0, 0.9, steps=1000))], got {type(scheduler).__name__}"
             )
-        if one.sparsifier is not sparsifier:
-            raise SparsityError(f"{where}the {type(one).__name__} was made for another sparsifier")
+        if scheduler.sparsifier is not sparsifier:
+            raise SparsityError(f"{where}the {type(scheduler).__name__} was made for another sparsifier")
     return list(schedulers)  # type: ignore[call-overload]
 
 

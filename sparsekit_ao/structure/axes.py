@@ -54,16 +54,16 @@ class AxisPattern:
         if not isinstance(self.sizes, Mapping):
             raise self._error(f"sizes must be a dict {{axis: length}}, got {self.sizes!r}")
         for key in ("unit", "scope", "sizes"):
-            given = getattr(self, key)
-            if not isinstance(given, (str, Sequence, Mapping)):
-                raise self._error(f"{key} must be names of axes, got {given!r}")
-            given = given.split() if isinstance(given, str) else given
-            for axis in given:
+            axes = getattr(self, key)
+            if not isinstance(axes, (str, Sequence, Mapping)):
+                raise self._error(f"{key} must be names of axes, got {axes!r}")
+            axes = axes.split() if isinstance(axes, str) else axes
+            for axis in axes:
                 if axis not in names:
                     raise self._error(f"unknown axis {axis!r} in {key}; the axes are {', '.join(names)}")
-            if len(set(given)) != len(given):
-                raise self._error(f"{key} names an axis twice: {' '.join(given)}")
-            object.__setattr__(self, key, given if key == "sizes" else tuple(given))
+            if len(set(axes)) != len(axes):
+                raise self._error(f"{key} names an axis twice: {' '.join(axes)}")
+            object.__setattr__(self, key, axes if key == "sizes" else tuple(axes))
         if not self.unit:
             raise self._error("unit is empty; name the axes that index what is kept or dropped")
         for axis in self.scope:
@@ -79,13 +79,14 @@ class AxisPattern:
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as a torch view: unit axes first, in their order, then the axes inside the block."""
         self.check_shape(tuple(weight.shape))
-        text = f"{self._text} -> {' '.join((*self.unit, *self._inner))}"
+        text = f"{_parsed(self.axes, self.where)[0]} -> {' '.join((*self.unit, *self._inner))}"
         view: Tensor = einops.rearrange(self.window(weight), text, **self.sizes)
         return view
 
     def undo(self, view: Tensor) -> Tensor:
         """A view's axes back in the order of the window that was viewed; they may have other lengths by now."""
-        tensor: Tensor = einops.rearrange(view, f"{' '.join((*self.unit, *self._inner))} -> {self._text}")
+        text = f"{' '.join((*self.unit, *self._inner))} -> {_parsed(self.axes, self.where)[0]}"
+        tensor: Tensor = einops.rearrange(view, text)
         return tensor
 
     def window(self, weight: Tensor) -> Tensor:
@@ -97,11 +98,11 @@ class AxisPattern:
     def lengths(self, shape: Shape) -> dict[str, int]:
         """Every axis and its length in a tensor of this shape."""
         self.check_shape(shape)
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for size, axes in zip(window_shape(self.axes, shape), self.dimensions, strict=True):
             rest = size // math.prod(self.sizes.get(axis, 1) for axis in axes)
-            found |= {axis: self.sizes.get(axis, rest) for axis in axes}
-        return found
+            lengths |= {axis: self.sizes.get(axis, rest) for axis in axes}
+        return lengths
 
     def dimension_of(self, axis: str) -> int:
         """The dimension of the tensor that an axis is a factor of."""
@@ -109,16 +110,14 @@ class AxisPattern:
 
     def leading(self, product: int) -> list[str] | None:
         """The first axes of the first dimension whose sizes multiply to `product`; None if there are none."""
-        found: list[str] = []
-        for axis in self.dimensions[0]:
+        for count, axis in enumerate(self.dimensions[0]):
             if product == 1:
-                break
+                return self.dimensions[0][:count]
             size = self.sizes.get(axis, 0)
             if not size or product % size:
                 return None
             product //= size
-            found.append(axis)
-        return found if product == 1 else None
+        return [*self.dimensions[0]] if product == 1 else None
 
     @property
     def block_shape(self) -> Shape:
@@ -139,11 +138,6 @@ class AxisPattern:
     def outside(self) -> dict[int, tuple[int, int]]:
         """{dimension: entries before and after the part of it that is viewed}, of concatenated dimensions."""
         return _parsed(self.axes, self.where)[1]
-
-    @cached_property
-    def _text(self) -> str:
-        """The pattern of the window, as einops takes it."""
-        return _parsed(self.axes, self.where)[0]
 
     @cached_property
     def _inner(self) -> list[str]:
@@ -196,7 +190,7 @@ def _parsed(axes: str, where: str) -> tuple[str, dict[int, tuple[int, int]]]:
     """The pattern without the lengths of concatenations, and these: {dimension: (before, after)}."""
     if "+" not in axes:
         return axes, {}
-    found, outside = [], {}
+    window, outside = [], {}
     for d, dimension in enumerate(re.findall(r"\([^()]*\)|[^\s()]+", axes)):
         parts = [part.strip() for part in dimension.strip("()").split("+")]
         named = [at for at, part in enumerate(parts) if not part.isdecimal()]
@@ -208,5 +202,5 @@ def _parsed(axes: str, where: str) -> tuple[str, dict[int, tuple[int, int]]]:
             before, after = parts[: named[0]], parts[named[0] + 1 :]
             outside[d] = sum(map(int, before)), sum(map(int, after))
             dimension = f"({parts[named[0]]})"
-        found.append(dimension)
-    return " ".join(found), outside
+        window.append(dimension)
+    return " ".join(window), outside

@@ -9,11 +9,10 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ..errors import CouplingError, SparsityError
-from .thresholds import Thresholded, Values, zero_below
+from .thresholds import Thresholded, Values
 from .tiles import Shape, aligned_grid, from_aligned, grid_of
 from .view import View, is_dense, resolve_tile
 from .windows import ScopeWindows, Window, block_scores, elements_of, fill_mask
@@ -98,7 +97,7 @@ class SparseBlock(Thresholded):
         return fn(self._elements(values, 0.0), dim=-1)
 
     def apply_mask(self, mask: Tensor) -> None:
-        """Zero every member's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
+        """Zero every member's blocks where `mask` (bool, of the grid's shape) is True; other masks keep where True."""
         self._refuse_partial("apply_mask")
         for spec, order in self.members():
             spec.view.apply_mask(from_aligned(self._on_grid(mask), order, spec.grid_shape), spec.shape)
@@ -119,17 +118,6 @@ class SparseBlock(Thresholded):
         # a slice of a larger tensor leaves gaps in memory; users get a mask without them
         return {s: m if is_dense(m.shape, m.stride()) else m.contiguous() for s, m in masks.items()}
 
-    @torch.no_grad()
-    def hard_threshold(self, thresholds: Tensor | float, values: Values = None) -> None:
-        """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
-
-        Args:
-            thresholds: A number, or a tensor that broadcasts to the grid.
-            values: What the norms are taken of; None means the parameters.
-        """
-        scored = None if values is None else self._windows(values)
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored)
-
     def _windows(self, values: Values = None) -> list[ScopeWindows]:
         """Scopes of one block each."""
         return [ScopeWindows(members=block_windows(self, values), shape=(1,) * self.grid_ndim)]
@@ -147,7 +135,7 @@ class SparseBlock(Thresholded):
 
     def _refuse_partial(self, what: str) -> None:
         for b in self.blocks():
-            if any(s % n for s, n in zip(b.view.shape, b.shape, strict=True)):
+            if b.is_partial:
                 raise SparsityError(
                     f"{b._where()}{what} needs whole blocks; block {b.shape} leaves partial ones on {b.view.shape}"
                 )
@@ -188,6 +176,11 @@ class BlockSpec(SparseBlock):
     def data(self) -> Tensor:
         """Live alias of the view's elements (see `View.data`)."""
         return self.view.data
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some last block is smaller than the others."""
+        return any(size % n for size, n in zip(self.view.shape, self.shape, strict=True))
 
     def block_view(self, values: Tensor | None = None, reorder: bool = True, merge: bool = False) -> Tensor:
         """A parameter-shaped tensor cut into blocks; see `View.block_view_of`."""
@@ -239,12 +232,12 @@ class BlockCoupling(SparseBlock):
         return f"BlockCoupling({self.blocks()!r})"
 
 
-def refuse_others(own: str, members: object, kind: type, where: str) -> None:
-    """Raise unless the members of a coupling are a list of one kind."""
-    if not isinstance(members, (list, tuple)) or not all(isinstance(m, kind) for m in members):
-        found = members if isinstance(members, (list, tuple)) else [members]
-        names = ", ".join(dict.fromkeys(type(m).__name__ for m in found))
-        raise SparsityError(f"{where}{own} takes a list of {kind.__name__}, got {names}")
+def refuse_others(coupling: str, members: object, kind: type, where: str) -> None:
+    """Raise unless the members of a coupling (a class name) are a list of one kind."""
+    listed = members if isinstance(members, (list, tuple)) else [members]
+    if listed is not members or not all(isinstance(m, kind) for m in listed):
+        names = ", ".join(dict.fromkeys(type(m).__name__ for m in listed))
+        raise SparsityError(f"{where}{coupling} takes a list of {kind.__name__}, got {names}")
 
 
 def check_distinct(specs: Sequence[BlockSpec], where: str) -> None:
@@ -255,12 +248,12 @@ def check_distinct(specs: Sequence[BlockSpec], where: str) -> None:
 
 
 def aligned_members(
-    kind: str, specs: Sequence[Thresholded], given: Sequence[Sequence[int] | None] | None, where: str
+    kind: str, specs: Sequence[Thresholded], orders: Sequence[Sequence[int] | None] | None, where: str
 ) -> tuple[list[Shape], Shape]:
     """A checked permutation for each member, of all aligned dimensions (() is the identity), and the aligned grid."""
     if not specs:
         raise CouplingError(f"{where}a coupling needs at least one member")
-    orders = list(given) if given is not None else [None] * len(specs)
+    orders = [None] * len(specs) if orders is None else orders
     if len(orders) != len(specs):
         raise CouplingError(f"{where}{len(specs)} members but {len(orders)} orders; give one for each member, or None")
     ndim = max(len(s.grid_shape) for s in specs)
@@ -288,12 +281,12 @@ def block_windows(
     """A block's members as `selection` takes them: windows on the values, and on the masks ({block: mask}) if given."""
     if isinstance(values, Tensor) and len(block.parameters()) > 1:
         raise SparsityError(f"{block._where()}coupled blocks take values as a mapping {{parameter: tensor}}")
-    out = []
+    windows = []
     for spec, order in block.members():
         param = spec.view.param
         if isinstance(values, Mapping) and param not in values:
             raise SparsityError(f"{spec._where()}values hold no tensor for this parameter")
-        found = param if values is None else values if isinstance(values, Tensor) else values[param]
+        scored = param if values is None else values if isinstance(values, Tensor) else values[param]
         mask = None if masks is None else spec.view.window(masks[spec])
-        out.append(Window(shape=spec.shape, values=spec.view.window(found), mask=mask, order=order))
-    return tuple(out)
+        windows.append(Window(shape=spec.shape, values=spec.view.window(scored), mask=mask, order=order))
+    return tuple(windows)

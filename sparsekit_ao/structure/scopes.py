@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import SparsityError, is_number
 from .blocks import BlockSpec, SparseBlock, aligned_members, block_windows, check_distinct, refuse_others
 from .rule import KEY_DTYPES, keep_rows
-from .thresholds import Thresholded, Values, zero_below
+from .thresholds import Thresholded, Values
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
 from .view import View, resolve_tile
 from .windows import Norm, ScopeWindows, from_scopes, real_slots, scope_scores, to_scopes
@@ -52,13 +52,11 @@ class ScopeMember:
         block: The blocks that compete.
         shape: Blocks of a scope along each dimension of the block grid.
         order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-        name: Opening words of error messages.
     """
 
     block: SparseBlock
     shape: Shape
     order: Shape = ()
-    name: str | None = None
 
     @property
     def grid_shape(self) -> Shape:
@@ -198,7 +196,7 @@ class SparseScope(Thresholded):
         return {spec: m for block, grid in self._grids_of(kept) for spec, m in block.get_masks(grid).items()}
 
     @torch.no_grad()
-    def hard_threshold(
+    def hard_threshold(  # type: ignore[override]
         self, thresholds: Tensor | float | None = None, nnz: Budget | None = None, values: Values = None
     ) -> None:
         """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
@@ -214,8 +212,7 @@ class SparseScope(Thresholded):
             for spec, mask in self.get_masks(nnz, values).items():
                 spec.view.param.detach().masked_fill_(~mask, 0)
             return
-        scored = None if values is None else scope_windows(self, values)
-        zero_below(self._live(), self._thresholds(thresholds), scored=scored)  # type: ignore[arg-type]
+        super().hard_threshold(thresholds, values)  # type: ignore[arg-type]
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
         """Check a budget: least <= nnz <= blocks per scope - spare.
@@ -255,7 +252,7 @@ class SparseScope(Thresholded):
     @property
     def as_mean(self) -> bool:
         """Whether norms are power means, so that they compare: where some block is partial."""
-        return any(n % b for spec in self.blocks() for n, b in zip(spec.view.shape, spec.shape, strict=True))
+        return any(spec.is_partial for spec in self.blocks())
 
     def _rows_of(self, per_block: Tensor | Mapping[SparseBlock, Tensor], what: str) -> Tensor:
         members, in_rows = self.members(), (*self.grid_shape, self.numblk_per_scope())
@@ -270,10 +267,8 @@ class SparseScope(Thresholded):
             per_block = {members[0].block: per_block}
         for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
-                where = f"{m.name}: " if m.name else ""
-                raise SparsityError(
-                    f"{where}{what} must have the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
-                )
+                shapes = f"the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
+                raise SparsityError(f"{m.block._where()}{what} must have {shapes}")
         rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
@@ -317,8 +312,7 @@ def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mappi
     if all(spec.view.is_aligned(mask) for spec, mask in masks.items()):
         return
     for spec, window in zip(scope.blocks(), (m for w in windows for m in w.members), strict=True):
-        if not spec.view.is_aligned(masks[spec]):
-            spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
+        spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
 
 
 class ScopeSpec(SparseScope):
@@ -362,7 +356,7 @@ class ScopeSpec(SparseScope):
 
     def members(self) -> list[ScopeMember]:
         """The spec's own blocks."""
-        return [ScopeMember(block=self.block, shape=self.shape, name=self.name)]
+        return [ScopeMember(block=self.block, shape=self.shape)]
 
     def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
         """A tensor of the block grid's shape cut into scopes.
@@ -430,8 +424,8 @@ class ScopeCoupling(SparseScope):
         self._specs, self._members, self.is_partial = list(scopes), [], any(s.is_partial for s in scopes)
         for s, order in zip(scopes, full, strict=True):
             # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
-            own = tuple(k for k in order if k < len(s.shape))
-            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=own, name=s.name))
+            present = tuple(k for k in order if k < len(s.shape))
+            self._members.append(ScopeMember(block=s.block, shape=s.shape, order=present))
 
     def members(self) -> list[ScopeMember]:
         """The members with their orders."""

@@ -39,6 +39,27 @@ class Thresholded(ABC):
     def blocks(self) -> list[Any]:
         """The block specs."""
 
+    @torch.no_grad()
+    def hard_threshold(self, thresholds: Tensor | float, values: Values = None) -> None:
+        """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
+
+        Args:
+            thresholds: A number, or a tensor that broadcasts to the grid.
+            values: What the norms are taken of; None means the parameters.
+        """
+        scopes, limits = self._live(), self._thresholds(thresholds)
+        scored = scopes if values is None else self._windows(values)
+        as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
+        drops = []
+        for s in scored:
+            norms = block_scores(s.members, 2, len(s.shape), as_mean)
+            drops.append(norms < _per_block(limits, s, norms))
+        for s, drop in zip(scopes, drops, strict=True):
+            masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in s.members]
+            fill_mask(masks, ~drop)
+            for m in masks:
+                m.window.masked_fill_(~m.mask, 0)  # type: ignore[operator]
+
     def _live(self) -> list[ScopeWindows]:
         """Windows on the parameters themselves, to be written."""
         for spec in self.blocks():
@@ -109,23 +130,6 @@ class Thresholded(ABC):
 
     def _where(self) -> str:
         return f"{self.name}: " if self.name else ""
-
-
-def zero_below(
-    scopes: Sequence[ScopeWindows], thresholds: Tensor | float, *, scored: Sequence[ScopeWindows] | None = None
-) -> None:
-    """Zero the blocks whose 2-norm, of the `scored` values if given, is strictly below their scope's threshold."""
-    scored = scopes if scored is None else scored
-    as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
-    drops = []
-    for s in scored:
-        norms = block_scores(s.members, 2, len(s.shape), as_mean)
-        drops.append(norms < _per_block(thresholds, s, norms))
-    for s, drop in zip(scopes, drops, strict=True):
-        masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in s.members]
-        fill_mask(masks, ~drop)
-        for m in masks:
-            m.window.masked_fill_(~m.mask, 0)  # type: ignore[operator]
 
 
 def soft_threshold_windows(
@@ -278,7 +282,7 @@ def _shrink_single(v: Tensor, c: Tensor) -> Tensor:
 
 
 def _scaled(v: Tensor, dim: int, add: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Blocks plus a number in float64, in memory of their own, as rows or columns; and what they were divided by.
+    """Copies of blocks plus `add` in float64, as rows (`dim` 1) or columns (`dim` 0), and what they were divided by.
 
     Only float64 blocks are divided, by a power of two each that makes the largest element about 1, so that squares
     stay in range.

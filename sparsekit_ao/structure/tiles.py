@@ -91,20 +91,19 @@ def aligned_grid(grid: Sequence[int], order: Sequence[int], ndim: int) -> Shape:
 
 def to_aligned(grid: Tensor, order: Sequence[int], ndim: int, trailing: int = 0) -> Tensor:
     """A member's grid (with `trailing` further dimensions) viewed in the aligned order."""
-    own = grid.ndim - trailing
-    full = grid[(slice(None),) * own + (None,) * (ndim - own)]
+    present = grid.ndim - trailing
+    full = grid[(slice(None),) * present + (None,) * (ndim - present)]
     return full.permute([*order, *range(ndim, ndim + trailing)]) if order else full
 
 
 def from_aligned(aligned: Tensor, order: Sequence[int], grid: Sequence[int]) -> Tensor:
     """The inverse of `to_aligned`: an aligned grid viewed in the member's own order."""
-    own = aligned.permute([list(order).index(k) for k in range(aligned.ndim)]) if order else aligned
-    return own.reshape(tuple(grid))
+    unordered = aligned.permute([list(order).index(k) for k in range(aligned.ndim)]) if order else aligned
+    return unordered.reshape(tuple(grid))
 
 
-def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device | None = None) -> Tensor:
-    """How many entries each tile has, fewer at a partial edge; int64, of the grid's shape, on the CPU by default."""
-    device = torch.device("cpu") if device is None else device
+def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """How many entries each tile has, fewer at a partial edge; int64, of the grid's shape."""
     volume = torch.ones((), dtype=torch.int64, device=device)
     for size, n in zip(sizes, tile, strict=True):
         along = torch.full((-(-size // n),), n, device=device)

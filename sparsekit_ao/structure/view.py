@@ -172,11 +172,11 @@ class View:
         (1, 2)
         """
         address = self.linear_offset(idx)
-        own = address if isinstance(address, Tensor) else torch.tensor(address, device="cpu")
-        at = coordinates_of(own, tuple(self.param.shape), self._strides)
+        addresses = address if isinstance(address, Tensor) else torch.tensor(address, device="cpu")
+        at = coordinates_of(addresses, tuple(self.param.shape), self._strides)
         columns = [c * d for c, d in zip(at[1:], row_major(self.param.shape[1:]), strict=True)]
-        none = torch.zeros_like(own)
-        row, column = (at[0] if at else none), sum(columns, none)
+        zeros = torch.zeros_like(addresses)
+        row, column = (at[0] if at else zeros), sum(columns, zeros)
         return (row, column) if isinstance(address, Tensor) else (int(row), int(column))
 
     def _checked(self, idx: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class View:
         tiles.mul_(self.broadcast_block_to_element(c, block_shape, fake=True).to(tiles.dtype))
 
     def apply_mask(self, mask: Tensor, block_shape: Sequence[int]) -> None:
-        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True: the one inverted mask here."""
+        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True; other masks keep where True."""
         if mask.dtype != torch.bool:
             raise SparsityError(
                 f"{self._where()}apply_mask needs a bool mask (True = zero the block), got {mask.dtype}; "
@@ -246,13 +246,11 @@ class View:
         tiles.masked_fill_(self.broadcast_block_to_element(mask, block_shape, fake=True), 0)
 
     def write_back(self, window: Tensor, target: Tensor) -> None:
-        """Copy a window that `window()` had to make as a copy back to the tensor that it was made from."""
-        start = window.storage_offset() - self.offset
-        full = window.as_strided(self.param.shape, self._strides, start)
-        if self.numel() < self.param.numel():  # another view may have written the rest of the target
-            inside = torch.empty_strided(self.param.shape, self._strides, dtype=torch.bool, device=window.device)
-            self.window(inside.fill_(False)).fill_(True)
-            full = torch.where(inside, full, target)
+        """Copy a window back to the tensor that `window` made it from; does nothing where it is an alias."""
+        if self.is_aligned(target):
+            return
+        full = torch.empty_strided(self.param.shape, self._strides, dtype=target.dtype, device=target.device)
+        self.window(full.copy_(target)).copy_(window)  # another view may have written the rest of the target
         target.detach().copy_(full)
 
     def _tile(self, block_shape: Sequence[int]) -> Shape:
@@ -276,10 +274,10 @@ class View:
 
 def coordinates_of(address: Tensor, shape: Shape, stride: Shape) -> list[Tensor]:
     """The index of the tensor's element at each address; the inverse of `sum(i_k * stride_k)`."""
-    at, left = [torch.zeros_like(address)] * len(shape), address
+    at, rest = [torch.zeros_like(address)] * len(shape), address
     for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
-        at[k], left = left // stride[k], left % stride[k]
-    if bool((left != 0).any()) or any(bool((i >= n).any()) for i, n in zip(at, shape, strict=True)):
+        at[k], rest = rest // stride[k], rest % stride[k]
+    if bool((rest != 0).any()) or any(bool((i >= n).any()) for i, n in zip(at, shape, strict=True)):
         ordered, order = addresses(shape, stride).sort()  # strides that are not nested: look it up
         flat = order[torch.searchsorted(ordered, address.cpu())].to(address.device)
         return list(torch.unravel_index(flat, shape))
@@ -353,12 +351,14 @@ def _check_window(
             f"{view} with offset {offset} is out of bounds: it ends at element {end}, the parameter {param_shape} at "
             f"element {last}"
         )
-    is_inside = is_dense(param_shape, param_stride) or _no_carry(param_shape, param_stride, shape, stride, offset)
-    if not is_inside and not torch.isin(addresses(shape, stride, offset), addresses(param_shape, param_stride)).all():
-        raise SparsityError(
-            f"{view} with offset {offset} contains elements that are not the parameter's: {param_shape}:{param_stride} "
-            "is a slice of a larger tensor"
-        )
+    if not is_dense(param_shape, param_stride):
+        is_parameter = torch.zeros(last + 1, dtype=torch.bool, device="cpu")
+        is_parameter.as_strided(param_shape, param_stride).fill_(True)
+        if not is_parameter.as_strided(shape, stride, offset).all():
+            raise SparsityError(
+                f"{view} with offset {offset} contains elements that are not the parameter's: "
+                f"{param_shape}:{param_stride} is a slice of a larger tensor"
+            )
     if not is_injective(shape, stride):
         first, second = _overlap(shape, stride)
         raise SparsityError(
@@ -374,19 +374,6 @@ def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
             f"{where}the parameter {shape}:{stride} is expanded: several of its elements share memory. Make it "
             "contiguous first."
         )
-
-
-def _no_carry(param_shape: Shape, param_stride: Shape, shape: Shape, stride: Shape, offset: int) -> bool:
-    """Whether the window is inside for certain: its last index, as digits of the parameter's strides, is in bounds."""
-    dims = sorted(((d, n) for n, d in zip(param_shape, param_stride, strict=True) if n > 1), reverse=True)
-    last = [0] * len(dims)
-    for steps, jump in ((1, offset), *((n - 1, d) for n, d in zip(shape, stride, strict=True))):
-        for j, (d, _) in enumerate(dims):
-            digit, jump = divmod(jump, d)
-            last[j] += steps * digit
-        if jump and steps:
-            return False
-    return all(at < n for at, (_, n) in zip(last, dims, strict=True))
 
 
 def is_injective(shape: Shape, stride: Shape) -> bool:
@@ -409,8 +396,8 @@ def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
     most = cosize(shape, stride)
     small: list[int] = []
     for n, d in zip(shape, stride, strict=True):  # few, but more than there are addresses if all of them are more
-        left = most // math.prod(small) + 1
-        small.append(min(n, 2 if d == 0 else left) if left > 1 else 1)
+        needed = most // math.prod(small) + 1
+        small.append(min(n, 2 if d == 0 else needed) if needed > 1 else 1)
     ordered, order = addresses(tuple(small), stride).sort(stable=True)
     at = int((ordered[1:] == ordered[:-1]).nonzero()[0, 0])
     first, second = torch.stack(torch.unravel_index(order[at : at + 2], small), dim=1).tolist()

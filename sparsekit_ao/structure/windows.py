@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -62,7 +62,7 @@ class ScopeWindows:
 
     members: tuple[Window, ...]
     shape: Shape
-    order: Shape = field(default=())
+    order: Shape = ()
 
     @cached_property
     def grid(self) -> Shape:
@@ -72,8 +72,8 @@ class ScopeWindows:
     @cached_property
     def scope_grid(self) -> Shape:
         """Scopes along each aligned scope dimension."""
-        own = grid_of(self.grid, self.shape)
-        return tuple(own[k] for k in self.order) if self.order else own
+        counts = grid_of(self.grid, self.shape)
+        return tuple(counts[k] for k in self.order) if self.order else counts
 
     @property
     def is_plain(self) -> bool:
@@ -96,11 +96,11 @@ def to_scopes(grid: Tensor, scopes: ScopeWindows, fill: float | bool) -> Tensor:
 def from_scopes(rows: Tensor, scopes: ScopeWindows) -> Tensor:
     """The inverse of `to_scopes`, without the padding."""
     grid, n = scopes.grid, len(scopes.shape)
-    own = grid_of(grid, scopes.shape)
+    counts = grid_of(grid, scopes.shape)
     order = scopes.order or tuple(range(n))
-    tiles = rows.reshape([*(own[k] for k in order), *scopes.shape])
+    tiles = rows.reshape([*(counts[k] for k in order), *scopes.shape])
     interleave = [axis for k in range(n) for axis in (order.index(k), n + k)]
-    whole = tiles.permute(interleave).reshape([g * b for g, b in zip(own, scopes.shape, strict=True)])
+    whole = tiles.permute(interleave).reshape([g * b for g, b in zip(counts, scopes.shape, strict=True)])
     return crop(whole, grid)
 
 

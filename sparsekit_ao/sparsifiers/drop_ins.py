@@ -1,7 +1,7 @@
-"""WeightNormSparsifier: torch.ao's arguments and masks, on every shape and dtype.
+"""Drop-ins for torch.ao's `WeightNormSparsifier`, on every shape and dtype, and `NearlyDiagonalSparsifier`.
 
-The selection rule is applied twice: to whole blocks over the tensor, and to the elements inside each block; the mask
-keeps the union. Both are scopes like those of `ScopeSparsifier`, scored by the masked weight.
+`WeightNormSparsifier` applies the selection rule twice: to whole blocks over the tensor, and to the elements inside
+each block. The mask keeps the union. Both are scopes like those of `ScopeSparsifier`, scored by the masked weight.
 """
 
 import math
@@ -17,9 +17,10 @@ from .. import distributed, masking
 from ..errors import SparsityError, is_number
 from ..scores import saliency_of
 from ..selection import Request
-from ..structure import BlockSpec, ScopeSpec, View
+from ..structure import BlockSpec, Budget, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
+from .checkpoint import shape_of
 from .config import ConfigContext, TensorGroup
 from .stages import checked_tile
 
@@ -54,14 +55,14 @@ class WeightNormSparsifier(MaskSparsifier):
         zeros_per_block: int | None = None,
         norm: Callable[[Tensor], Tensor] | int | None = None,
     ) -> None:
-        own = "WeightNormSparsifier"
-        shape = checked_tile(sparse_block_shape, f"{own}: ")
+        name = "WeightNormSparsifier"
+        shape = checked_tile(sparse_block_shape, f"{name}: ")
         self._zeros_follow_shape, self._has_warned = zeros_per_block is None, False
         zeros = math.prod(shape) if zeros_per_block is None else zeros_per_block
         super().__init__({"sparsity_level": sparsity_level, "sparse_block_shape": shape, "zeros_per_block": zeros})
-        self._check_groups([{**self.defaults, "tensor_fqn": own}])
+        self._check_groups([{**self.defaults, "tensor_fqn": name}])
         if norm is not None and not callable(norm) and norm not in (1, 2):
-            raise SparsityError(f"{own}: norm must be 1, 2 or a callable (weight -> saliency), got {norm!r}")
+            raise SparsityError(f"{name}: norm must be 1, 2 or a callable (weight -> saliency), got {norm!r}")
         self.norm_fn = norm if callable(norm) else torch.abs if norm == 1 else torch.square
 
     def update_mask(  # type: ignore[override]
@@ -91,9 +92,9 @@ class WeightNormSparsifier(MaskSparsifier):
 
     def _fill(self, groups: Sequence[TensorGroup]) -> None:
         """Choose the masks of these groups together."""
-        found = [self._requests_of(group) for group in groups]
-        distributed.update_masks([request for requests in found for request in requests])
-        for group, requests in zip(groups, found, strict=True):
+        requests_of_groups = [self._requests_of(group) for group in groups]
+        distributed.update_masks([request for requests in requests_of_groups for request in requests])
+        for group, requests in zip(groups, requests_of_groups, strict=True):
             if len(requests) == 2:
                 blocks, inside = (distributed.local(next(iter(r.masks.values()))) for r in requests)
                 distributed.local(self._live_mask(group)).copy_(blocks.logical_or_(inside))
@@ -120,15 +121,15 @@ class WeightNormSparsifier(MaskSparsifier):
             return weight, 1 if self.norm_fn is torch.abs else 2
         masked = masking.select(*map(distributed.full_tensor, (weight, mask)))
         matrix = (masked if masked.dtype == torch.float64 else masked.float()).reshape(_matrix_shape(weight.shape))
-        found = saliency_of(lambda w, _: self.norm_fn(w), matrix, group["tensor_fqn"])
-        return distributed.placed_like(found.reshape(weight.shape), weight), None
+        saliency = saliency_of(lambda w, _: self.norm_fn(w), matrix, group["tensor_fqn"])
+        return distributed.placed_like(saliency.reshape(weight.shape), weight), None
 
-    def _complete(self, own: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        if "sparse_block_shape" in own:
-            own = {**own, "sparse_block_shape": checked_tile(own["sparse_block_shape"], place.where)}
+    def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        if "sparse_block_shape" in entry:
+            entry = {**entry, "sparse_block_shape": checked_tile(entry["sparse_block_shape"], place.where)}
             if self._zeros_follow_shape:
-                own.setdefault("zeros_per_block", None)
-        group = super()._complete(own, place)
+                entry.setdefault("zeros_per_block", None)
+        group = super()._complete(entry, place)
         if group["zeros_per_block"] is None:
             group["zeros_per_block"] = math.prod(group["sparse_block_shape"])
         return group
@@ -155,9 +156,7 @@ def _matrix_shape(shape: Sequence[int]) -> Shape:
     return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
 
 
-def _matrix_budgets(
-    weight: Tensor, block: tuple[int, ...], level: float, zeros: int
-) -> list[tuple[ScopeSpec, int | Tensor]]:
+def _matrix_budgets(weight: Tensor, block: Shape, level: float, zeros: int) -> list[tuple[ScopeSpec, Budget]]:
     """The scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
 
     Args:
@@ -167,23 +166,72 @@ def _matrix_budgets(
         zeros: Elements that such a block loses.
     """
     blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
-    found: list[tuple[ScopeSpec, int | Tensor]] = []
+    budgets: list[tuple[ScopeSpec, Budget]] = []
     if level < 1:
         count = blocks.numblk()
-        found.append((blocks, count - min(round(level * count), count - 1)))
+        budgets.append((blocks, count - min(round(level * count), count - 1)))
     if zeros < math.prod(block) and elements.is_partial:
-        found.append((elements, (elements.blocks_per_scope() - zeros).clamp_(min=0)))
+        budgets.append((elements, (elements.blocks_per_scope() - zeros).clamp_(min=0)))
     elif zeros < math.prod(block):
-        found.append((elements, max(elements.numblk_per_scope() - zeros, 0)))
-    return found
+        budgets.append((elements, max(elements.numblk_per_scope() - zeros, 0)))
+    return budgets
 
 
 @lru_cache(maxsize=256)  # a model has many tensors of few shapes
 def _matrix_scopes(shape: Shape, stride: Shape, block: Shape) -> tuple[ScopeSpec, ScopeSpec]:
     """Blocks over the whole tensor, and elements inside each block, of a weight of this shape taken as a matrix."""
-    matrix, own = _matrix_shape(shape), stride if len(shape) == 2 else row_major(shape)
-    placeholder = torch.empty_strided(shape, own, device="meta")
-    view = View(placeholder, matrix, own if len(shape) == 2 else row_major(matrix))
+    matrix = _matrix_shape(shape)
+    strides = (stride, stride) if len(shape) == 2 else (row_major(shape), row_major(matrix))
+    view = View(torch.empty_strided(shape, strides[0], device="meta"), matrix, strides[1])
     tile = [min(n, size) for n, size in zip(block, matrix, strict=True)]
     blocks, elements = (BlockSpec(view, s, edge="partial") for s in (tile, (1, 1)))
     return ScopeSpec(blocks), ScopeSpec(elements, tile)
+
+
+class NearlyDiagonalSparsifier(MaskSparsifier):
+    """Keep the `nearliness` diagonals closest to the main one; drop-in for torch.ao's class of this name.
+
+    Args:
+        nearliness: An odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
+
+    Raises:
+        SparsityError: An even number in `step`, as torch.ao raises; one that is too large in `prepare` already.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)
+    >>> sparsifier.prepare(model, None)
+    >>> sparsifier.step()
+    >>> sparsifier.mask("0.weight")
+    tensor([[1., 1., 0., 0.],
+            [1., 1., 1., 0.],
+            [0., 1., 1., 1.]])
+    """
+
+    def __init__(self, nearliness: int = 1) -> None:
+        super().__init__({"nearliness": nearliness})
+
+    def update_mask(  # type: ignore[override]
+        self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any
+    ) -> None:
+        """Fill the mask of one tensor, in place."""
+        self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
+        fqn = self._check_prepared(module, tensor_name, kwargs)
+        group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
+        self._check_groups([group])
+        mask = self._live_mask(group)
+        rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
+        distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        for group in groups:
+            shape, nearliness, where = shape_of(group), group["nearliness"], f"{group['tensor_fqn']}: "
+            if len(shape) != 2:
+                raise SparsityError(f"{where}a diagonal needs a matrix, got shape {shape}")
+            if isinstance(nearliness, bool) or not isinstance(nearliness, int):
+                raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
+            if self._phase == "prepared" and nearliness > 0 and nearliness % 2 == 0:
+                raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
+            if nearliness // 2 >= min(shape):
+                raise SparsityError(
+                    f"{where}nearliness // 2 must be smaller than both dimensions {shape}, got nearliness {nearliness}"
+                )
