@@ -179,15 +179,16 @@ def _fill_chunk(
     kept = _kept(rows, budget if isinstance(budget, int) else budget.reshape(-1, 1), is_16_bit=dtype.itemsize == 2)
     kept = kept.reshape(targets.shape)
     for part in _parts_to_copy(targets):
-        _write(targets[part], np.ascontiguousarray(kept[part]), m.mask.dtype, within_mask)
+        _write(targets[part], np.asarray(kept[part], order="C"), m.mask.dtype, within_mask)
 
 
-def _parts_to_copy(array: Array) -> Iterator[tuple[Any, ...]]:
+def _parts_to_copy(array: Array) -> Iterator[Any]:
     """Yield indices of parts that stay in the cache while they are transposed; one of all if they are not."""
-    last = max((k for k, size in enumerate(array.shape) if size > 1), default=0)
-    size = array.shape[last]
-    step = size if array.strides[last] == array.itemsize else TRANSPOSED
-    return ((*[slice(None)] * last, slice(at, at + step)) for at in range(0, size, step))
+    last = max((k for k, size in enumerate(array.shape) if size > 1), default=None)
+    if last is None or array.strides[last] == array.itemsize:
+        return iter([...])
+    starts = range(0, array.shape[last], TRANSPOSED)
+    return ((*[slice(None)] * last, slice(at, at + TRANSPOSED)) for at in starts)
 
 
 def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:
@@ -267,7 +268,7 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
     if isinstance(keep, int) and keep in (0, width):
         return np.full(keys.shape, keep > 0)
     total = keep * rows if isinstance(keep, int) else int(keep.sum())
-    least = keys.min()
+    least = keys.min(initial=np.iinfo(keys.dtype).max)
     has_zeros = least in (0, np.iinfo(keys.dtype).min)  # or members that may not be kept
     if has_zeros and np.count_nonzero(above := keys > least) <= total:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
