@@ -1,6 +1,7 @@
 """2:4 weights for torch's sparse kernels: converted in memory on CUDA, or packed in a file and loaded again."""
 
 import os
+import warnings
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -10,7 +11,6 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 from .. import masking
 from ..errors import SparsityError
-from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, memory_of, pack_refusals, same_bits
 
 DEVICE = "cuda"  # on which torch has 2:4 kernels
@@ -107,28 +107,26 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
 def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load a file of `pack_2_4` into a model of the same classes, shapes and dtypes, which has no masks.
 
-    Where the model is on a GPU, packed weights become `SparseSemiStructuredTensor` parameters without gradient, which
-    run in torch's sparse kernels: CUTLASS on compute capability 8.x, as packed; cuSPARSELt on later ones. Elsewhere
-    they are unpacked to dense weights, the same bits as were packed.
+    Packed weights are the same bits as before. Those on a GPU are then converted by `to_2_4`, with a warning where
+    torch's kernels refuse one, which stays dense.
 
     Raises:
-        SparsityError: Names, dtypes or shapes do not fit the model, metadata are none of `pack_2_4`, or torch has no
-            sparse kernel for a weight on this GPU. The model is not changed.
+        SparsityError: Names, dtypes or shapes do not fit the model, or metadata are none of `pack_2_4`. The model is
+            not changed.
 
     >>> load_2_4(model, "packed.safetensors")  # doctest: +SKIP
     """
     from safetensors.torch import load_file
 
     file, state = load_file(path), model.state_dict()
-    dense, on_cuda, first_names = dict[str, Tensor](), dict[str, Tensor](), dict[Hashable, str]()
+    dense, on_cuda, first_names = dict[str, Tensor](), list[str](), dict[Hashable, str]()
     for name, tensor in state.items():
         if tensor.is_meta:
             raise SparsityError("load_2_4: the model is on the meta device; model.to_empty(device=...) first")
         first = first_names.setdefault(memory_of(tensor) or name, name)
         if f"{name}.values" in file and f"{name}.metadata" in file:
-            parts = (file.pop(f"{name}.values"), file.pop(f"{name}.metadata"))
-            dense[name] = _unpacked(name, *parts)
-            on_cuda |= {name: _on_cuda(name, tensor.device, dense[name], *parts)} if tensor.is_cuda else {}
+            dense[name] = _unpacked(name, file.pop(f"{name}.values"), file.pop(f"{name}.metadata"))
+            on_cuda += [name] if tensor.device.type == DEVICE else []
         elif name in file or first in dense:
             dense[name] = file.pop(name) if name in file else dense[first]
         else:
@@ -143,8 +141,9 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if file:
         raise SparsityError(f"{path} has an unknown tensor {min(file)!r}; load it into the model that was packed")
     model.load_state_dict(dense)
-    for name, weight in on_cuda.items():
-        setattr(*owner_of(model, name), nn.Parameter(weight, requires_grad=False))
+    left = to_2_4(model, on_cuda).left if on_cuda else {}
+    for name in left.keys() & {*on_cuda}:
+        warnings.warn(f"load_2_4: {name} stays dense: {left[name]}", stacklevel=2)
 
 
 def _cuda_refusals(layer: Layer) -> list[str]:
@@ -164,13 +163,3 @@ def _unpacked(name: str, values: Tensor, metadata: Tensor) -> Tensor:
     except RuntimeError:  # of other shapes or dtypes
         pass
     raise SparsityError(f"{name}: its metadata are not those of a 2:4 weight that pack_2_4 packed")
-
-
-def _on_cuda(name: str, device: torch.device, dense: Tensor, values: Tensor, metadata: Tensor) -> Tensor:
-    if torch.cuda.get_device_capability(device)[0] == 8:  # for which torch's CUTLASS kernels are
-        parts = (values.to(device), metadata.to(device))
-        return sparse.SparseSemiStructuredTensorCUTLASS(dense.shape, *parts, None, None, None)
-    try:
-        return sparse.to_sparse_semi_structured(dense.to(device))
-    except RuntimeError as e:
-        raise SparsityError(f"load_2_4: torch cannot pack {name} for {device}: {e}") from e

@@ -36,6 +36,7 @@ from .config import ConfigContext, TensorGroup, copied, hint_of_key
 from .groups import (
     PruningGroup,
     batches,
+    check_masks,
     connected,
     elements_of,
     is_same,
@@ -44,7 +45,6 @@ from .groups import (
     stage_budgets,
     update_masks,
 )
-from .mask_check import check_masks
 from .progress import shown
 from .report import Row, make_row
 from .stages import (

@@ -15,7 +15,6 @@ from torch.nn.utils import parametrize
 
 from sparsekit_ao import SparsityError, export
 from sparsekit_ao.export import two_four
-from sparsekit_ao.export.two_four import _on_cuda
 
 HALF = torch.float16
 
@@ -110,21 +109,6 @@ def test_damaged_files_are_loaded_or_refused(tmp_path):
             export.load_2_4(linear(dtype=HALF), path)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-def test_the_tensor_of_cutlass_holds_the_file_s_values_and_metadata(monkeypatch, tmp_path):
-    model = squashed(linear(), HALF)
-    export.pack_2_4(model, tmp_path / "x")
-    parts = [load_file(tmp_path / "x")[f"0.weight.{part}"] for part in ("values", "metadata")]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    tensor = _on_cuda("0.weight", torch.device("cpu"), model[0].weight, *parts)
-    assert isinstance(tensor, torch.sparse.SparseSemiStructuredTensorCUTLASS) and tensor.shape == (32, 64)
-    assert torch.equal(tensor.packed, parts[0]) and torch.equal(tensor.meta, parts[1])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dense = linear(dtype=HALF)[0].weight
-    with pytest.raises(SparsityError, match="torch cannot pack 0.weight for cpu: .*Only CUDA tensors"):
-        _on_cuda("0.weight", torch.device("cpu"), dense, *parts)
-
-
 def layers(dtype=HALF, device="cpu"):
     """One layer that fits, one whose shape does not, one that is dense, and an embedding."""
     fits, narrow, dense = linear(), linear(8, 64), linear()
@@ -145,6 +129,28 @@ def _kernels_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(two_four, "DEVICE", "cpu")
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", pack)
+
+
+@pytest.mark.usefixtures("_kernels_on_the_cpu")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
+def test_loaded_where_torch_has_kernels_packed_weights_are_semi_structured(tmp_path):
+    model = squashed(linear(), HALF)
+    export.pack_2_4(model, tmp_path / "x")
+    parts = [load_file(tmp_path / "x")[f"0.weight.{part}"] for part in ("values", "metadata")]
+    again = linear(dtype=HALF)
+    export.load_2_4(again, tmp_path / "x")
+    weight = again[0].weight
+    assert isinstance(weight, torch.sparse.SparseSemiStructuredTensorCUTLASS) and weight.shape == (32, 64)
+    assert torch.equal(weight.packed, parts[0]) and torch.equal(weight.meta, parts[1]) and not weight.requires_grad
+
+
+@pytest.mark.usefixtures("_kernels_on_the_cpu")
+def test_a_loaded_weight_that_torch_refuses_stays_dense_with_a_warning(tmp_path):
+    model, again = squashed(linear(64, 64), HALF), linear(64, 64, dtype=HALF)
+    export.pack_2_4(model, tmp_path / "x")
+    with pytest.warns(UserWarning, match="load_2_4: 0.weight stays dense: torch refuses it: the shape is not"):
+        export.load_2_4(again, tmp_path / "x")
+    assert torch.equal(again[0].weight, model[0].weight)
 
 
 @pytest.mark.usefixtures("_kernels_on_the_cpu")
