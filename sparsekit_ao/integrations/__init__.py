@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from ..errors import SparsityError
+from ..schedules import UpdateInterval
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.usage import checked_schedulers, update_interval_of
-from ..torch_ao import BaseScheduler
+from ..torch_ao import BaseScheduler, BaseSparsifier
 
 
 class StepCallback:
@@ -18,8 +19,24 @@ class StepCallback:
         update_every: int = 1,
         until: int | None = None,
     ) -> None:
-        self._interval = update_interval_of(sparsifier, update_every, until)
-        self.sparsifier, self.schedulers = sparsifier, checked_schedulers(sparsifier, schedulers)
+        where = "SparsifierCallback: "
+        if not isinstance(sparsifier, BaseSparsifier):
+            raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
+        for one in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
+            if not isinstance(one, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
+                raise SparsityError(
+                    f"{where}schedulers must be a list of schedulers, such as [ScheduleSL(sparsifier, "
+                    f"schedules.cubic(0.0, 0.9, steps=1000))], got {type(one).__name__}"
+                )
+            if one.sparsifier is not sparsifier:
+                raise SparsityError(f"{where}the {type(one).__name__} was made for another sparsifier")
+        if hasattr(sparsifier, "settings") and (update_every, until) != (1, None):  # it counts steps itself
+            raise SparsityError(
+                f"{where}{type(sparsifier).__name__} must be called in every step; give update_every and until to the "
+                "sparsifier itself"
+            )
+        self._interval = UpdateInterval(update_every, until)
+        self.sparsifier, self.schedulers = sparsifier, list(schedulers)
 
     def _step(self, step: int) -> None:
         """Step the sparsifier, if an update is due after this optimizer step (counted from 1), and the schedulers."""

@@ -1,4 +1,4 @@
-"""Errors and warnings about calls in an order, or on a model, in which they have no effect; also of callbacks."""
+"""Errors and warnings about calls in an order, or on a model, in which they have no effect."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import SparsityError
-from ..schedules import UpdateInterval
-from ..torch_ao import BaseScheduler, BaseSparsifier
 from .config import TensorGroup
 
 #: names that optimizers give to state of the parameter's shape
@@ -28,32 +26,6 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
             f"{where}: {other} belongs to another model than the one that is trained, so its masks would change "
             "nothing; prepare the sparsifier on the model that the trainer gets"
         )
-
-
-def checked_schedulers(sparsifier: object, schedulers: object) -> list[BaseScheduler]:
-    """The schedulers of a trainer's callback as a list; raises unless all of them are of this sparsifier."""
-    where = "SparsifierCallback: "
-    if not isinstance(sparsifier, BaseSparsifier):
-        raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
-    for scheduler in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
-        if not isinstance(scheduler, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
-            raise SparsityError(
-                f"{where}schedulers must be a list of schedulers, such as [ScheduleSL(sparsifier, "
-                f"schedules.cubic(0.0, 0.9, steps=1000))], got {type(scheduler).__name__}"
-            )
-        if scheduler.sparsifier is not sparsifier:
-            raise SparsityError(f"{where}the {type(scheduler).__name__} was made for another sparsifier")
-    return list(schedulers)  # type: ignore[call-overload]
-
-
-def update_interval_of(sparsifier: object, update_every: int, until: int | None) -> UpdateInterval:
-    """When a trainer's callback calls `step`; raises where the sparsifier counts steps itself, and needs every call."""
-    if hasattr(sparsifier, "settings") and (update_every, until) != (1, None):
-        raise SparsityError(
-            f"SparsifierCallback: {type(sparsifier).__name__} must be called in every step; give update_every and "
-            "until to the sparsifier itself"
-        )
-    return UpdateInterval(update_every, until)
 
 
 def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
