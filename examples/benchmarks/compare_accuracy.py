@@ -13,7 +13,7 @@ one "recovered" by `recover`, which takes unlabelled batches and the dense model
 that gets as many more batches of fine-tuning instead ("longer"). `recover` needs a residual stream of the dense width.
 
 Torch-Pruning's ratio is searched by bisection, because it takes fractions of channels. A transformer's residual stream
-is kept, as sparsekit_ao leaves it, except in one row. Each run takes 15 to 40 minutes on one core. One row a method
+is kept, as sparsekit_ao leaves it, except in one row. Each run takes 10 to 40 minutes on one core. One row a method
 (CSV): means over the seeds, and the standard deviations of what was fine-tuned.
 """
 

@@ -165,7 +165,7 @@ def main() -> None:
                 "stock ms": round(ms[STOCK], 2),
                 FASTER: round(ms[STOCK] / ms[kind], 1),
                 COPIES: round(ms[kind] / ms["copy"], 1),
-                PEAK: round(peak(kind, row, args.size), 2) if kind in KINDS and not args.tiny else "",
+                PEAK: round(peak(kind, row, args.size), 2) + 0.0 if kind in KINDS and not args.tiny else "",
             }
             lines.append(show(line))
     misses = [f"  {line['pattern']}, {line['kind']}: {'; '.join(found)}" for line in lines if (found := missed(line))]

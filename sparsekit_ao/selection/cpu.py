@@ -166,7 +166,7 @@ def _fill_chunk(
         source = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)
         source = source.reshape(split).transpose(order)
         keys = np.empty(source.shape, source.dtype)
-        for part in _parts_to_copy(source):
+        for part in (...,) if narrow else _parts_to_copy(source):
             keys[part] = source[part]
     targets, budget = mask.reshape(split).transpose(order), keep if isinstance(keep, int) else _ints(keep)
     if narrow:
@@ -387,7 +387,7 @@ class _LongPart:
 def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
     """A window of single elements as chunks of consecutive members."""
     assert m.values is not None and m.mask is not None
-    for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK):
+    for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # of each, several arrays
         mask, is_within = m.mask[place], request.within_mask
         under, within = mask if request.masked else None, mask if is_within else None
         yield _LongPart(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
