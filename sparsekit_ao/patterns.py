@@ -255,7 +255,7 @@ def _n_m(d: _Dimensions, where: str, n: int, m: int) -> Keys:
 
 
 def _inside_groups(d: _Dimensions, where: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a block or scope that does not cross groups; dimension 0 holds those of a convolution in turn."""
+    """Return the shape; raise where it would cross groups of a convolution, which follow each other in dimension 0."""
     size, part = shape[0] if shape[0] > 0 else d.shape[0], d.shape[0] // d.groups
     if d.groups > 1 and part % size:
         what = "outputs" if d.output == 0 else "inputs"

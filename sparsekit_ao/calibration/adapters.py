@@ -25,7 +25,7 @@ class LayerAdapter:
         module: The one whose forward calls are observed.
     """
 
-    #: whether the rows are the input itself, the same for every layer that reads it
+    #: whether rows depend on the input alone, so that layers that read one tensor share its sums
     reads_rows = True
     #: whether X^T X can be recorded
     has_gram = True

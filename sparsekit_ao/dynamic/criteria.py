@@ -40,7 +40,7 @@ class Slots:
 
     Attributes:
         pruning_group: The scopes and how their blocks are scored.
-        placed: {"weights", "masks", "gradients" or "momenta": tensors by block spec, as this rank holds them}.
+        placed: {"weights", "masks", "gradients", "momenta"}: each {block spec: tensor}, as this rank holds it.
         statistics: What `sparsifier.calibrate` recorded, by block spec.
         step: The training iteration.
         seed: The key of random numbers, with name and step.

@@ -186,7 +186,7 @@ class GradientCapture(StepHooks):
         self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}
 
     def set_open(self, is_open: bool, *, keep: bool, masked: bool) -> None:
-        """Open or close every mask for the coming iteration; free where that changes nothing."""
+        """Open or close every mask for the coming iteration; masks are written only if that changes."""
         self.keep, self.masked = keep, masked
         for handle in self._sample_handles:
             handle.remove()

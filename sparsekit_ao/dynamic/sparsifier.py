@@ -1,4 +1,4 @@
-"""DynamicSparsifier: masks that change during training with a constant number of kept blocks.
+"""DynamicSparsifier: masks that change during training, with a number of kept blocks that is constant or scheduled.
 
 `prepare` makes the initial masks (`inits`), hooks capture gradients before an optimizer's step (`gradients`), and
 `step` makes an update (`update`) in the iterations that `Settings` schedules.
@@ -40,7 +40,7 @@ _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Ma
 
 
 class DynamicSparsifier(BudgetSparsifier):
-    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors), which change at updates.
+    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors); which, changes at updates.
 
     The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
     each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero, and

@@ -1,7 +1,7 @@
 """`WeightMask`, the parametrization that masks a weight: computed, registered and removed, and its checkpoints.
 
-Masks are filled in place: a mask has one storage for its whole life. A gradient is that of the mask used in the forward
-pass, so autograd saves a copy of the mask (see `select`), which a later `step` does not change.
+Masks are filled in place; only `.to()` and sharding replace the tensor. A gradient is that of the mask used in the
+forward pass, so autograd saves a copy of the mask (see `select`), which a later `step` does not change.
 """
 
 import weakref

@@ -132,7 +132,7 @@ def one_shot(
             selection, for any structure. By `"obs"`, those of structured optimal brain surgeon (S3, arXiv 2604.11315),
             scope after scope. By `"sparsegpt"`, those of the baseline (arXiv 2301.00774), for N:M along the inputs and
             single elements of a whole tensor. By `"least_squares"`, masks are the sparsifier's, with the best weights
-            for them. None changes no weights.
+            for them. None leaves the kept weights as they are.
             The first three choose the masks themselves; a score that they do not use is noted in the report.
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
@@ -377,6 +377,7 @@ class _Pass:
         recorded = list(chain.from_iterable(sequence.groups.values()))
         names = {t.name for t in recorded}
         rest = [self.sparsifier._target(g, ()) for g in self.groups if g["tensor_fqn"] not in names]
+        # a generator: each group is recorded after those before it were pruned
         layer_groups = ([self._layer(t, s.get(t.name)) for t in targets] for targets, s in sequence.record())
         with progress_bar(None, "one-shot", progress, unit="layer", total=len(self.groups)) as bar:
             for layers in chain(layer_groups, ([self._layer(t, None)] for t in rest)):

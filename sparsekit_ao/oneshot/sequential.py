@@ -1,7 +1,7 @@
 """One pass over the layers of a model in the order of its forward pass, with statistics from the layers already pruned.
 
-A model of repeated blocks is recorded block by block with the inputs of the block kept, so that each block runs twice
-and the whole model only once. Elsewhere the model runs once for each layer, up to that layer.
+A model of repeated blocks is recorded block by block with the inputs of the block kept. Each block then runs twice, and
+the whole model once to find the blocks. Elsewhere the model runs once for each group of layers, up to that group.
 """
 
 import copy

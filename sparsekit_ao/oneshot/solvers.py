@@ -1,9 +1,9 @@
 """Solvers on matrices: masks of a layer's weight, and kept weights that make up for the dropped ones.
 
-Everywhere W is [groups, outputs, inputs], and G = X^T X of the layer's inputs is [groups, inputs, inputs], or a
-`RowGram` where there are fewer tokens than inputs. Both are float32, or both float64. A mask is bool in the shape of W.
-The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is called as `(W, G, scopes) -> (mask, V)`, V
-final; `least_squares` takes a mask instead of scopes.
+Unless a function says otherwise, W is [groups, outputs, inputs]. G = X^T X of the layer's inputs is [groups, inputs,
+inputs], or a `RowGram` where there are fewer tokens than inputs. Both are float32, or both float64. A mask is bool in
+the shape of W. The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is called as `(W, G, scopes) ->
+(mask, V)`, V final; `least_squares` takes a mask instead of scopes.
 """
 
 from collections.abc import Callable

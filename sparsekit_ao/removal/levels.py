@@ -128,8 +128,7 @@ def counts_within(
         )
     while taken and not (fixed and cost_at(counts(taken)) > CLOSE * target):
         _, names, kept = steps[taken - 1]
-        for name in names:
-            fixed.setdefault(name, kept)
+        fixed |= {name: kept for name in names if name not in fixed}
         taken = bisect.bisect_left(range(taken), True, key=is_within)
     return counts(taken)
 

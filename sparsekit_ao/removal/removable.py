@@ -189,7 +189,7 @@ def _sorted(
 class Trials:
     """Compactions of a model in which units of all couplings are zero, those of `known`.
 
-    After each one `done` is called, and `failed` counts.
+    After each one `done` is called; `failed` counts, for each kind, the couplings that could not be removed.
     """
 
     def __init__(

@@ -198,7 +198,8 @@ def _removed(
         left_out += [(name, "the score rates all of its units 0") for name in zero]
         trials = pruned(rated, scores)
         try:
-            removals, small, report = trials.removed(layers := rated, normed)
+            removals, small, report = trials.removed(rated, normed)
+            layers = rated
         except SparsityError:
             layers, failing = trials.sort(rated)
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
@@ -242,6 +243,7 @@ def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> d
 def _without_lowest(
     model: nn.Module, couplings: Sequence[Coupling], scores: Rows, counts: Mapping[str, int], multiples: Any
 ) -> Known:
+    """Removals that keep the units of the highest scores, under the keys by which `find_removals` looks them up."""
     known = Known()
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)

@@ -1,8 +1,8 @@
 """The public functions of selection: they check arguments, choose a backend and hand it the requests.
 
-A backend is a module with `name`, `refusals(work)`, `run(requests)` and `keep_rows(scores, keep, candidates)`.
-With `impl="auto"`, it is the first backend for the device that gives no refusal. An implementation requested by name is
-used, or an error lists its refusals.
+A backend is a module with `name` (its key in `BACKENDS`), `refusals(work)`, `run(requests)` and `keep_rows(scores,
+keep, candidates)`. With `impl="auto"`, it is the first backend for the device that gives no refusal. An implementation
+requested by name is used, or an error lists its refusals.
 """
 
 from collections.abc import Sequence

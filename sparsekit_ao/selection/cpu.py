@@ -154,7 +154,7 @@ def _fill_chunk(
     """Select among the single elements of whole scopes."""
     assert m.values is not None and m.mask is not None
     width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
-    narrow = width <= PAIRS
+    narrow = width <= PAIRS  # then keys are [members, scopes], and else [scopes, members]
     order, split = (*inner, *outer) if narrow else (*outer, *inner), list[int]()
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
@@ -187,8 +187,7 @@ def _parts_to_copy(array: Array) -> Iterator[Any]:
     last = max((k for k, size in enumerate(array.shape) if size > 1), default=None)
     if last is None or array.strides[last] == array.itemsize:
         return iter([...])
-    starts = range(0, array.shape[last], TRANSPOSED)
-    return ((*[slice(None)] * last, slice(at, at + TRANSPOSED)) for at in starts)
+    return ((*[slice(None)] * last, slice(at, at + TRANSPOSED)) for at in range(0, array.shape[last], TRANSPOSED))
 
 
 def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:

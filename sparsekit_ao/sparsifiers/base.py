@@ -39,9 +39,9 @@ _REPLACED = (
 class MaskSparsifier(BaseSparsifier):
     """Abstract base class: a `torch_ao.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
-    A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does. It may
-    add config keys without a default (`optional_keys`), complete an entry (`_complete`) and check all groups
-    (`_check_groups`).
+    A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does, or all
+    of them in `_update_all`. It may add config keys without a default (`optional_keys`), complete an entry
+    (`_complete`) and check all groups (`_check_groups`).
 
     Args:
         defaults: The config keys with their defaults.

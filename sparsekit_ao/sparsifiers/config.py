@@ -1,6 +1,6 @@
 """Config dicts, checked and completed: one group dict for each tensor that is sparsified.
 
-This module checks names, module classes and keys; `stages` and `structure` check the values.
+Checks names, module classes, keys, and that tensors can be masked; `stages` and `structure` check the values.
 """
 
 import difflib

@@ -95,7 +95,7 @@ class PruningGroup:
             statistics.blocks = labels_of(spec).to(weight.device) if uses_blocks else None
             # a score sees the whole weight; its saliency is sharded as the weight is
             saliency = saliency_of(self.score, full_tensor(weight), statistics.name, statistics)
-            weight = placed_like(saliency, weight)
+            weight = placed_like(saliency, weight)  # from here on what is scored
             statistics.blocks = None
         if self.member_scores != "mean":
             return weight

@@ -210,11 +210,11 @@ class BudgetSparsifier(MaskSparsifier):
         return self._over(copied(self.defaults), entry, place)
 
     def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """An entry's keys over default ones, patterns resolved."""
+        """An entry's keys over default ones, patterns resolved; its level replaces a default `nnz`."""
         pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
         refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
         entry = self._resolve(entry, place)
-        budgets = refuse_two_budgets(entry, place.where)
+        budgets = refuse_two_budgets(entry, place.where)  # now with the keys that the pattern gave
         if not {*SHAPES, *AXES, "stages"}.isdisjoint(entry):  # the entry's structure replaces the default one
             defaults = {**defaults, "pattern": None}
             defaults.pop("stages", None)
@@ -259,7 +259,7 @@ class BudgetSparsifier(MaskSparsifier):
         `level_of_nnz` is that level; a scheduler that changes the level replaces the count.
         """
         levels: dict[int, float] = {}
-        members: dict[int, int] = {}  # of the pruning group that a level is of; coupled tensors need one level
+        members: dict[int, int] = {}  # of the largest pruning group of a tensor, whose level it has
         for g in self._pruning_groups(groups):
             level = g.scope.level_of(g.budget(groups))
             for _, at in g.members:
@@ -304,7 +304,7 @@ class BudgetSparsifier(MaskSparsifier):
         dense = list(map(self._dense, groups))
         for g in pruning_groups:  # scores may raise, so those of this part precede its masks
             values = g.values(dense.__getitem__, lambda i: self._statistics_of(groups[i]))
-            norm = g.norm if g.score is None else g.norm_of(values.values())
+            norm = g.norm_of(values.values())
             stages.setdefault(g.stage, {})[g] = g.request(masks, keeps[g], values, norm)
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():

@@ -1,7 +1,7 @@
 """The keys of a group that specify blocks and scopes, checked without any tensor.
 
 Shapes (`view`, `block_shape`, `scope_shape`) or an axis pattern (`axes`, `unit`, `scope`, `sizes`) specify a structure.
-`BudgetSparsifier._resolve` turns a `pattern` into one of the two. `PruningGroup.budget` reads the budgets.
+`BudgetSparsifier._resolve` turns a `pattern` into one of these, or `stages`. `PruningGroup.budget` reads the budgets.
 """
 
 import math
