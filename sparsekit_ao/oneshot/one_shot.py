@@ -26,7 +26,7 @@ from ..errors import SparsityError, checked_model
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..patterns import Pattern
 from ..scores import Score, needs_of
-from ..sparsifiers.config import Rule
+from ..sparsifiers.config import Exclusion
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
 from ..tables import Table
@@ -211,7 +211,7 @@ def prune(
     batches: Iterable[Any] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     token_mask: str | Callable[[Any], Tensor] | None = None,
-    exclude: Sequence[Rule] = (),
+    exclude: Sequence[Exclusion] = (),
     score: Score | None = None,
     compensate: str | None = "admm",
     recover: bool = False,

@@ -21,7 +21,7 @@ from ..errors import SparsityError, checked_model, is_number, refuse_meta_masks
 from ..torch_ao import BaseSparsifier
 from . import checkpoint, usage
 from .checkpoint import check_saved
-from .config import ConfigContext, ResolvedConfig, Rule, TensorGroup, copied, make_config, resolve_groups
+from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
 from .names import module_in_copy
 from .report import Report, Row, make_report, make_row
 
@@ -72,7 +72,7 @@ class MaskSparsifier(BaseSparsifier):
         self._warned = False  # of adapters on masked layers, or layers that were replaced
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
-        self._exclude: tuple[Rule, ...] = ()  # of the last `prepare`, with names in place of modules
+        self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
         self._skip_unfit = False
         super().__init__(defaults=defaults)
         self.model: nn.Module | None = None
@@ -121,7 +121,7 @@ class MaskSparsifier(BaseSparsifier):
         model: nn.Module,
         config: Sequence[Mapping[str, Any]] | None = None,
         *,
-        exclude: Sequence[Rule] = (),
+        exclude: Sequence[Exclusion] = (),
         skip_unfit: bool = False,
     ) -> None:
         """Register a mask that keeps everything on every tensor that the config names, in place.
@@ -193,8 +193,8 @@ class MaskSparsifier(BaseSparsifier):
             raise
 
     def _chosen(
-        self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[Rule]
-    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Rule], dict[str, Any] | None]:
+        self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[Exclusion]
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Exclusion], dict[str, Any] | None]:
         """Config, exclude and saved state: those given, those pickled, or every Linear and convolution."""
         if config is not None:
             return config, exclude, None

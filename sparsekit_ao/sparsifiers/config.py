@@ -23,7 +23,7 @@ from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, 
 
 TensorGroup = dict[str, Any]
 Classes = tuple[type[nn.Module], ...]
-Rule = str | type[nn.Module] | nn.Module  # an entry of `exclude`
+Exclusion = str | type[nn.Module] | nn.Module  # an entry of `exclude`
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_OTHERS = {  # keys of other sparsifiers
@@ -99,7 +99,7 @@ def resolve_groups(
     keys: Collection[str],
     complete: Complete,
     *,
-    exclude: Sequence[Rule] = (),
+    exclude: Sequence[Exclusion] = (),
     is_default: bool = False,
     check: Callable[[Sequence[TensorGroup]], None] | None = None,
     mask_class: type | None = None,
@@ -287,7 +287,7 @@ def _matches(
     return kept
 
 
-def excluded_names(model: nn.Module, exclude: Sequence[Rule], names: Collection[str]) -> dict[str, str]:
+def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str]) -> dict[str, str]:
     """{tensor_fqn: why}; a module, itself or by name, glob or class, is left out with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs, modules and module classes, got {exclude!r}")
@@ -325,7 +325,7 @@ def _around(fqn: str, paths: Iterable[str]) -> list[str]:
     return names
 
 
-def _named(rules: Iterable[Rule]) -> str:
+def _named(rules: Iterable[Exclusion]) -> str:
     return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in rules)
 
 
