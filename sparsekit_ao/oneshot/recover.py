@@ -124,7 +124,7 @@ def recover(
 
     Raises:
         SparsityError: Bad arguments, no batches, sharded weights, blocks that do not fit each other, or values that are
-            not finite. After an error or an interruption, each block is as it was, or finished.
+            not finite. After an error or interruption, each block is as it was, finished, or as after its best pass.
 
     >>> import copy
     >>> from sparsekit_ao import ScopeSparsifier, one_shot, recover
@@ -322,7 +322,7 @@ class Teacher:
                     student.save()
                 elif number - best_pass >= PATIENCE:
                     break
-        finally:  # the block gets the best weights, or those that it had
+        finally:  # also after an error: the best weights so far, at first those that it had
             student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
@@ -352,7 +352,7 @@ class _Student(nn.Module):
             for name in masking.parametrized_names(m)
             if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)
         }
-        self.trained, self.weights, self.kept, self.saved = dict(parameters), {}, {}, {}
+        self.originals, self.weights, self.kept, self.saved = dict(parameters), {}, {}, {}
         for name, p in parameters:
             self.weights[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_()
             self.saved[name] = self.weights[name].detach().clone()
@@ -363,8 +363,8 @@ class _Student(nn.Module):
         return first_tensor(self.run(self.module, k))
 
     def output(self, k: int) -> Tensor:
-        """The output for a batch, computed with the copies in the parameters' own dtypes."""
-        weights = {name: weight.to(self.trained[name].dtype) for name, weight in self.weights.items()}
+        """The output for a batch, computed with the trained weights in the parameters' own dtypes."""
+        weights = {name: weight.to(self.originals[name].dtype) for name, weight in self.weights.items()}
         return functional_call(self, weights, (k,))
 
     def size(self) -> float:
@@ -389,7 +389,7 @@ class _Student(nn.Module):
 
     def write(self) -> None:
         for name, weight in self.saved.items():
-            self.trained[name].detach().copy_(weight)
+            self.originals[name].detach().copy_(weight)
 
 
 def first_tensor(output: Any) -> Tensor:

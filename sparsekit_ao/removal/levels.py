@@ -104,12 +104,12 @@ def counts_within(
         half = max(least, rounded(units // 2, units - multiple, multiple))
         saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
         kept_share = _kept_shares([rows**power for name in names for rows in scores[name]])
-        numbers = [units, *range((units - 1) // multiple * multiple, least, -multiple), least]
+        numbers, key = [units, *range((units - 1) // multiple * multiple, least, -multiple), least], 0.0
         for before, kept in itertools.pairwise(numbers):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)
-            steps.append((lost / math.sqrt(saved) if saved > 0 else math.inf, names, kept))
+            key = max(key, lost / math.sqrt(saved) if saved > 0 else math.inf)  # never before an earlier one
+            steps.append((key, names, kept))
     steps.sort(key=lambda step: step[0])  # stable, so that a coupling drops its units one after the other
-
     fixed: dict[str, int] = {}
 
     def counts(taken: int) -> dict[str, int]:

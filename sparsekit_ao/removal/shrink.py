@@ -53,10 +53,10 @@ def shrink(
     numbers of each; else those that remove most parameters, or the first. What is left out is in the report, with the
     reason.
 
-    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did. It
-    ends below that by less than a hundredth or one step (a unit, or `multiple_of`, in every scope). Each layer has its
-    own number. Where the model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that
-    the config can hold them, except with `uniform=False`.
+    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did. It ends less
+    than a hundredth or one step (a unit, or `multiple_of`, in every scope) below that, if fewer units cost less. Each
+    layer has its own number. Where the model has a `config`, layers of one coupling that have equal numbers keep equal
+    ones, so that the config can hold them, except with `uniform=False`.
 
     Of a transformers model, only those units are dropped whose number the config can hold, the same in all layers.
     Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left

@@ -183,7 +183,7 @@ def _fill_chunk(
 
 
 def _parts_to_copy(array: Array) -> Iterator[Any]:
-    """Yield indices of parts that stay in the cache while they are transposed; one of all if they are not."""
+    """Yield indices of parts that stay in the cache while they are transposed; one part if members are adjacent."""
     last = max((k for k, size in enumerate(array.shape) if size > 1), default=None)
     if last is None or array.strides[last] == array.itemsize:
         return iter([...])

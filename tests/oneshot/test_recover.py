@@ -95,7 +95,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_interruption_within_a_block_leaves_it_as_it_was(dtype):
+def test_an_interruption_in_the_first_pass_of_a_block_leaves_it_as_it_was(dtype):
     sparsifier, dense, batches = pruned(blocks=2)
     model, dense, batches = sparsifier.model.to(dtype), dense.to(dtype), [b.to(dtype) for b in batches]
     calls, saved = [], []
@@ -360,3 +360,22 @@ def test_the_list_that_was_pruned_is_trained_and_blocks_that_share_a_weight_are_
     sparsifier.prepare(masked, [{"tensor_fqn": "a.0.weight"}])
     sparsifier.step()
     assert [row.block for row in recover(masked, tied, batches)] == [""]
+
+
+def test_an_interruption_in_a_later_pass_leaves_the_weights_of_the_best_one():
+    sparsifier, dense, batches = pruned(blocks=2)
+    model, once = sparsifier.model, copy.deepcopy(sparsifier.model)
+    steps, calls = len(batches), []
+
+    def interrupt(*args):
+        calls.append(torch.is_grad_enabled())
+        if sum(calls) == 3 * steps + 2:  # in the last pass
+            raise KeyboardInterrupt
+
+    handle = model.blocks[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        recover(model, dense, batches, passes=4)
+    handle.remove()
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), once.parameters(), strict=True))
+    before, after = (recover(m, dense, batches, passes=1).rows[0].before for m in (once, model))
+    assert after < before and sparsifier.check()
