@@ -156,7 +156,7 @@ def one_shot(
 
     Raises:
         SparsityError: Bad arguments, no batches, values that are not finite, sharded weights, a mask on top of another
-            parametrization. An interruption or error in the middle leaves every layer as it was or finished.
+            parametrization. An interruption or error leaves every layer as it was or finished, but see `recover`.
 
     >>> from sparsekit_ao import ScopeSparsifier, one_shot
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
