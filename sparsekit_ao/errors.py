@@ -3,14 +3,30 @@
 Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
+import difflib
+import functools
+import inspect
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["CouplingError", "SparsityError"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_MEANT = {  # what other libraries call an argument
+    "sparsity_level": ("sparsity", "level", "amount", "ratio", "pruning_ratio"),
+    "ratio": ("sparsity", "sparsity_level", "level", "amount", "pruning_ratio"),
+    "exclude": ("ignore", "ignored_layers", "skip"),
+    "batches": ("data", "dataset", "dataloader", "calibration_data", "inputs", "example_inputs"),
+    "example_inputs": ("inputs", "batch", "batches"),
+    "block_shape": ("sparse_block_shape", "block", "block_size"),
+    "sparse_block_shape": ("block_shape", "block", "block_size"),
+    "tensor_fqn": ("fqn", "name", "tensor", "param", "parameter", "layer"),
+}
 
 
 class SparsityError(ValueError):
@@ -39,6 +55,31 @@ class CouplingError(SparsityError):
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, and no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """Return a sentence with the one of `names` that an unknown name may stand for, or "".
+
+    >>> did_you_mean("sparsity", ["model", "sparsity_level"])
+    " Did you mean 'sparsity_level'?"
+    """
+    meant = next((known for known, others in _MEANT.items() if name in others and known in names), None)
+    close = [meant] if meant else difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def with_hints(function: Callable[P, R]) -> Callable[P, R]:
+    """Say in the TypeError for an unknown keyword argument which one may have been meant."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, names)}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def checked_model(model: object, where: str) -> nn.Module:

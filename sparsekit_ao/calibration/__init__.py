@@ -12,6 +12,7 @@ from .calibrate import (
     Target,
     TokenMask,
     call,
+    check_batch,
     checked_batches,
     damped_gram,
     damped_inverse,

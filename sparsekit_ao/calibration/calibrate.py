@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError
@@ -18,7 +19,7 @@ INPUTS = ("input_square", "input_gram")
 GRADIENTS = ("gradient", "gradient_square", "movement")
 NEEDS = (*INPUTS, *GRADIENTS)
 Forward = Callable[[nn.Module, Any], Any]
-TokenMask = str | Callable[[Any], Tensor] | None  # a key of the batches, or a function of a batch
+TokenMask = str | Callable[[Any], Tensor] | Literal[False] | None  # a key or function of a batch; False: all count
 
 
 @dataclass(kw_only=True, eq=False)
@@ -448,6 +449,7 @@ def run_batches(
     count = 0
     with eval_mode(model):
         for count, batch in enumerate(batches, 1):
+            check_batch(batch, forward, "calibrate")
             calibration.token_mask = token_mask_of(batch, token_mask, "calibrate")
             with torch.set_grad_enabled(calibration.needs_gradients):
                 output = call(model, batch) if forward is None else forward(model, batch)
@@ -491,16 +493,43 @@ def checked_batches(batches: Any, token_mask: TokenMask, forward: object, caller
         raise SparsityError(
             f"{caller}: batches must be a list of batches or a data loader, got {type(batches).__name__}"
         )
-    if token_mask is not None and not isinstance(token_mask, str) and not callable(token_mask):
-        raise SparsityError(f"{caller}: token_mask must be a key of the batches or a function, got {token_mask!r}")
+    if token_mask not in (None, False) and not isinstance(token_mask, str) and not callable(token_mask):
+        raise SparsityError(
+            f"{caller}: token_mask must be a key of the batches, a function, or False, got {token_mask!r}"
+        )
     if forward is not None and not callable(forward):
         raise SparsityError(f"{caller}: forward must be a function (model, batch) -> output, got {forward!r}")
 
 
+def check_batch(batch: Any, forward: Forward | None, caller: str) -> None:
+    """Raise where a batch has no rows, or numbers in place of tensors."""
+    leaves = _pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise SparsityError(f"{caller}: a batch has no rows, only tensors of shape {shapes}; leave empty batches out")
+    if forward is None and leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
+        what = f"the number {batch}" if leaves == [batch] else f"a {type(batch).__name__} of numbers"
+        raise SparsityError(
+            f"{caller}: a batch must have tensors, got {what}; give token ids as "
+            "batches=[torch.tensor([ids])], a tensor [batch, tokens] for each batch"
+        )
+
+
+def _has_attention_mask(batch: Any) -> bool:
+    """Whether a batch has an attention mask of zeros and ones, and another entry of its shape [batch, tokens]."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        return False
+    others = [x for key, x in batch.items() if key != "attention_mask" and isinstance(x, Tensor)]
+    return any(x.shape[:2] == mask.shape for x in others)
+
+
 def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | None:
     """The tokens of a batch that count, bool [batch, tokens] (or [tokens]), or None for all."""
-    if token_mask is None:
+    if token_mask is False or (token_mask is None and not _has_attention_mask(batch)):
         return None
+    token_mask = "attention_mask" if token_mask is None else token_mask
     if isinstance(token_mask, str):
         try:
             mask = batch[token_mask]

@@ -58,6 +58,7 @@ def redo_weight_norms(model: nn.Module, normed: Normed) -> None:
         module = model.get_submodule(path)
         if is_new:
             parametrizations.weight_norm(module, name, dim)
+            module.train(module.training)  # the modules that this registers, too
             chain = module.parametrizations[name]  # type: ignore[index]
             g, v = chain.original0, chain.original1  # type: ignore[union-attr]
         else:

@@ -17,15 +17,16 @@ from ..calibration import (
     RowGram,
     Statistics,
     Target,
+    TokenMask,
     damped_gram,
     eval_mode,
     progress_bar,
 )
 from ..distributed import is_sharded
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..patterns import Pattern
-from ..scores import Score, needs_of
+from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion
 from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
 from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
@@ -72,9 +73,11 @@ class OneShotReport(Table[LayerRow]):
     Attributes:
         rows: One per layer, in the order of the forward pass.
         seconds: Of the whole pass, recording included.
-        blocks: Number of repeated modules that were pruned in order; 0 where the model ran once for each layer.
+        blocks: Number of repeated modules that were pruned in order; 0 where the model ran once for each layer, and
+            None where it did not run, without batches.
         recovery: What `recover` did, or None.
         left_out: {tensor: why `prune` left it out}.
+        tokens: How many tokens counted, or "" where all did.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -85,9 +88,10 @@ class OneShotReport(Table[LayerRow]):
 
     rows: tuple[LayerRow, ...]
     seconds: float
-    blocks: int = 0
+    blocks: int | None = 0
     recovery: RecoveryReport | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    tokens: str = ""
     bars = ("before", "after")
 
     def metrics(self) -> dict[str, float]:
@@ -100,11 +104,14 @@ class OneShotReport(Table[LayerRow]):
     def below(self) -> list[str]:
         """The time, what was recovered, and what was left out."""
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
+        how = "without batches" if self.blocks is None else how
         notes = [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
+        notes += [self.tokens] if self.tokens and self.recovery is None else []
         notes += [] if self.recovery is None else [str(self.recovery)]
         return [*notes, *(f"left out: {name}: {why}" for name, why in self.left_out.items())]
 
 
+@with_hints
 def one_shot(
     sparsifier: ScopeSparsifier,
     batches: Iterable[Any],
@@ -112,7 +119,7 @@ def one_shot(
     *,
     compensate: str | None = "admm",
     blocks: str | None = None,
-    token_mask: str | Callable[[Any], Tensor] | None = None,
+    token_mask: TokenMask = None,
     recover: bool | nn.Module = False,
     progress: bool = True,
     resume: bool = False,
@@ -135,9 +142,10 @@ def one_shot(
             for them. None leaves the kept weights as they are.
             The first three choose the masks themselves; a score that they do not use is noted in the report.
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
-        token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch. It
-            applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something else
-            (a pooled token, say), count every position.
+        token_mask: Which tokens count: a key of the batches, or a function of a batch. None takes the
+            `attention_mask` of batches that have one, and False counts all tokens. A mask applies to layers that read
+            [batch, tokens, inputs]; convolutions, and layers that read something else (a pooled token, say), count
+            every position.
         recover: Then train the blocks of the model to give what the dense model's blocks give; see `recover`. True
             keeps a copy of the model as it is now; a dense model can be given instead.
         progress: Show a progress bar on a terminal.
@@ -200,9 +208,11 @@ def one_shot(
 
         recovery = Teacher(dense, data, repeated).match_all(None, one_pass.progress["recovered"], progress, finished)
     sparsifier._one_shot = None
-    return OneShotReport(rows=rows, seconds=time.perf_counter() - start, blocks=len(repeated), recovery=recovery)
+    seconds = time.perf_counter() - start
+    return OneShotReport(rows=rows, seconds=seconds, blocks=len(repeated), recovery=recovery, tokens=data.counted())
 
 
+@with_hints
 def prune(
     model: nn.Module,
     sparsity_level: float | None = None,
@@ -210,7 +220,7 @@ def prune(
     pattern: Pattern | str | None = None,
     batches: Iterable[Any] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
-    token_mask: str | Callable[[Any], Tensor] | None = None,
+    token_mask: TokenMask = None,
     exclude: Sequence[Exclusion] = (),
     score: Score | None = None,
     compensate: str | None = "admm",
@@ -228,7 +238,8 @@ def prune(
         model: Of any device and dtype; not changed unless `inplace`. In a copy, weights of weight_norm are pruned too.
         sparsity_level: Fraction dropped of each weight, in [0, 1]; 0.5 by default.
         pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
-        batches, forward, token_mask, compensate, progress: As for `one_shot`; inputs alone, no labels.
+        batches, forward, token_mask, compensate, progress: As for `one_shot`; inputs alone, no labels, unless the
+            score needs gradients. Then `forward` returns the loss of a batch.
         exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave out.
         score: How much each weight matters; see `scores`. It chooses the masks with `compensate=None` or
             `"least_squares"` only.
@@ -253,6 +264,14 @@ def prune(
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
     check_method(compensate)
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
+    needs = needs_of(parse_score(score, "prune: "))
+    if needs and batches is None:
+        raise SparsityError(f"prune: score={score!r} reads what batches give ({', '.join(needs)}); give batches=")
+    has_gradients = any(need in GRADIENTS for need in needs)
+    if has_gradients and forward is None:
+        raise SparsityError(
+            f"prune: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns it"
+        )
     if batches is not None:
         batches = CalibrationData.checked(model, batches, forward, token_mask, "prune").batches
     pruned = model if inplace else copy_of(model)
@@ -269,8 +288,10 @@ def prune(
             LayerRow(tensor=r.tensor, before=nan, after=nan, density=1 - r.sparsity, seconds=0.0, note="no batches")
             for r in sparsifier.report()
         )
-        report = OneShotReport(rows=rows, seconds=0.0, left_out=left_out)
+        report = OneShotReport(rows=rows, seconds=0.0, blocks=None, left_out=left_out)
     else:
+        if has_gradients:
+            sparsifier.calibrate(batches, forward, token_mask=token_mask, progress=progress)
         report = one_shot(
             sparsifier,
             batches,

@@ -16,9 +16,9 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from .. import masking
-from ..calibration import eval_mode, progress_bar, token_rows
+from ..calibration import TokenMask, eval_mode, progress_bar, token_rows
 from ..distributed import has_process_group, is_sharded
-from ..errors import SparsityError, checked_model, is_number
+from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..sparsifiers.names import named_tensors, owner_of
 from ..tables import Table
 from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
@@ -59,19 +59,29 @@ class BlockRow:
 class RecoveryReport(Table[BlockRow]):
     """Rows as data; `str()` of it is a table.
 
+    Attributes:
+        rows: One per block, in order.
+        tokens: How many tokens counted, or "" where all did.
+
     >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
     block     before   after  passes  seconds
     layers.0  0.3000  0.1000       4     2.50
     """
 
     rows: tuple[BlockRow, ...]
+    tokens: str = ""
     bars = ("before", "after")
+
+    def below(self) -> list[str]:
+        """The number of tokens that counted, where not all did."""
+        return [self.tokens] if self.tokens else []
 
     def metrics(self) -> dict[str, float]:
         """{"recovered_error/<block>": ...}, for any logger."""
         return {f"recovered_error/{r.block or 'model'}": r.after for r in self.rows}
 
 
+@with_hints
 def recover(
     model: nn.Module,
     dense: nn.Module,
@@ -82,7 +92,7 @@ def recover(
     rate: float = RATE,
     outputs: str | None = None,
     blocks: str | None = None,
-    token_mask: str | Callable[[Any], Tensor] | None = None,
+    token_mask: TokenMask = None,
     seed: int = 0,
     progress: bool = True,
     resume: int = 0,
@@ -102,7 +112,8 @@ def recover(
     Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
 
     Args:
-        model: Pruned: masked, squashed, or made smaller by `shrink`; changed in place.
+        model: Pruned: masked, squashed, or made smaller by `shrink` or `shrink_layers`; changed in place. A block
+            that remains after `shrink_layers` also takes the place of the removed blocks that follow it.
         dense: The model that it was made from, with blocks of the same names and outputs of the same shapes.
         batches: Unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
         forward: `(model, batch) -> outputs`, called instead of the models.
@@ -112,7 +123,7 @@ def recover(
         outputs: Train the whole model once more, to give the dense model's outputs: the first tensor that the model or
             `forward` returns. By the mean squared error (`"mse"`), or the divergence of logits (`"kl"`).
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
-        token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
+        token_mask: Which tokens count, as for `one_shot`.
         seed: Of the order of batches.
         progress: Show a progress bar on a terminal.
         resume: The number of blocks that an interrupted call finished; these stay as they are. Load the state dict
@@ -168,6 +179,11 @@ def check_models(model: object, dense: object) -> None:
         for name, p in one.named_parameters():  # type: ignore[attr-defined]
             if is_sharded(p):
                 raise SparsityError(f"recover: {what}{name} is sharded over ranks; recover before fully_shard")
+            if p.is_inference():
+                raise SparsityError(
+                    f"recover: {what}{name} was made in inference mode, and such weights cannot be trained; load the "
+                    "model outside of torch.inference_mode(), or clone its weights there"
+                )
             if p.is_meta or not bool(torch.isfinite(p).all()):
                 raise SparsityError(f"recover: {what}{name} has values that are not finite, or none (meta device)")
             if one is dense:
@@ -179,6 +195,22 @@ def check_models(model: object, dense: object) -> None:
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
         if name not in modules and not is_of_mask:
             raise SparsityError(f"recover: the dense model has no module {name!r}; give the model that was pruned")
+    _refuse_exchanged(model, dense)  # type: ignore[arg-type]
+
+
+def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
+    """Raise where the dense model has more dropped weights than the pruned one."""
+    zeros, tensors = [0, 0], dict(named_tensors(dense))
+    for name, p in named_tensors(model):
+        if p.ndim > 1 and name in tensors:
+            weights = [masking.used_weight(*owner_of(one, name)) for one in (model, dense)]
+            if weights[0].shape == weights[1].shape:
+                zeros = [n + w.numel() - int(w.count_nonzero()) for n, w in zip(zeros, weights, strict=True)]
+    if zeros[1] > zeros[0]:
+        raise SparsityError(
+            f"recover: the dense model has {zeros[1]:,} weights that are zero, and the model only {zeros[0]:,}; the "
+            "pruned model is the first argument, recover(pruned, dense, batches)"
+        )
 
 
 def check_ranks(data: CalibrationData) -> None:
@@ -230,9 +262,9 @@ class Teacher:
         self.passes, self.rate, self.seed = passes, rate, seed
         names = {id(module): name for name, module in data.model.named_modules()}
         self.names, self.blocks = [names[id(block)] for block in blocks], blocks
-        self.dense_blocks = [dense.get_submodule(name) for name in self.names]
+        self.dense_blocks, self._last = _paired(data.model, dense, self.names)
         self._inputs: list[Arguments] = []
-        self._next = 0  # the block whose inputs these are
+        self._next = 0  # the dense block whose inputs these are
 
     @torch.no_grad()
     def match_all(
@@ -252,14 +284,14 @@ class Teacher:
                     inputs[k] = next_arguments(arguments, output_of(block, arguments))
             if outputs is not None or not self.blocks:
                 rows.append(self.match_outputs(outputs or "mse"))
-        return RecoveryReport(rows=tuple(rows))
+        return RecoveryReport(rows=tuple(rows), tokens=data.counted())
 
     def match(self, at: int, inputs: Sequence[Arguments]) -> BlockRow:
         """Train a block of the pruned model, called with these inputs, to give the outputs of the dense block."""
         if not self._inputs:
             count = range(len(self.data.batches))
             self._inputs, self._next = [captured(self.dense, self.dense_blocks[0], k) for k in count], 0
-        while self._next <= at:
+        while self._next <= self._last[at]:
             for k, arguments in enumerate(self._inputs):
                 output = output_of(self.dense_blocks[self._next], arguments)
                 self._inputs[k] = next_arguments(arguments, output)
@@ -326,6 +358,24 @@ class Teacher:
             student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
+
+
+def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:
+    """Return the blocks of the dense model, and the index of the one whose output each block of the model is to give.
+
+    Where `shrink_layers` removed blocks, a block that remains also takes the place of the removed ones that follow it.
+    """
+    if not names:
+        return [], []
+    path = names[0].rpartition(".")[0]
+    dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
+    indices = getattr(model.get_submodule(path), "_dense_indices", range(len(dense_blocks)))
+    if len(indices) != len(names):
+        raise SparsityError(
+            f"recover: the model has {len(names)} blocks in {path!r}, the dense model {len(dense_blocks)}, and which "
+            "ones were removed is only known to the model that shrink_layers returned; give that one, or a copy of it"
+        )
+    return dense_blocks, [after - 1 for after in (*indices[1:], len(dense_blocks))]
 
 
 class _Student(nn.Module):

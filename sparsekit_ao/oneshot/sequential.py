@@ -25,6 +25,7 @@ from ..calibration import (
     Target,
     TokenMask,
     call,
+    check_batch,
     checked_batches,
     token_mask_of,
 )
@@ -62,8 +63,16 @@ class CalibrationData:
         kept = list(batches)
         if not kept:
             raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")
+        for batch in kept:
+            check_batch(batch, forward, caller)
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
+
+    def counted(self) -> str:
+        """Say how many tokens count, where some do not."""
+        masks = [mask for mask in self.token_masks if mask is not None]
+        kept, total = sum(int(mask.bool().sum()) for mask in masks), sum(mask.numel() for mask in masks)
+        return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
 
     def output(self, index: int) -> Any:
         """Run the model on a copy of one batch, which it may change in place."""

@@ -368,6 +368,8 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]  # type: ignore[operator]
+        before = getattr(modules, "_dense_indices", range(removal.keep.numel()))
+        vars(modules)["_dense_indices"] = [before[at] for at in kept]  # `recover` pairs blocks by it
         layers = [layer for block in modules.children() for layer in block.modules()]
         numbered = [layer for layer in layers if vars(layer).get("layer_idx") in kept]  # in caches of keys and values
         for layer in numbered:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
-from ..errors import SparsityError
+from ..errors import SparsityError, with_hints
 from ..masking.normalized import Normed, plain_copy, undo_weight_norms
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
@@ -29,6 +29,7 @@ from .sizes import fitting_engines, has_config
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
+@with_hints
 def shrink(
     model: nn.Module,
     example_inputs: Any,

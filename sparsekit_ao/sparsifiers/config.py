@@ -3,7 +3,6 @@
 Checks names, module classes, keys, and that tensors can be masked; `stages` and `structure` check the values.
 """
 
-import difflib
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..errors import SparsityError
+from ..errors import SparsityError, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
 from ..patterns import is_of_transformers
 from ..structure.view import refuse_expanded
@@ -30,12 +29,6 @@ _OF_OTHERS = {  # keys of other sparsifiers
     **dict.fromkeys(("score", "member_scores", "stages", "max_sparsity"), "ScopeSparsifier"),
     **dict.fromkeys(("zeros_per_block", "nearliness"), "another sparsifier"),
     "strength": "ProximalSparsifier",
-}
-_MEANT = {
-    "sparsity_level": ("sparsity", "level", "amount", "ratio"),
-    "block_shape": ("sparse_block_shape", "block", "block_size"),
-    "sparse_block_shape": ("block_shape", "block", "block_size"),
-    "tensor_fqn": ("fqn", "name", "tensor", "param", "parameter", "layer"),
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -247,9 +240,7 @@ def hint_of_key(key: str, keys: Collection[str]) -> str:
         return f" {_OF_OTHERS[key]} takes it, this sparsifier does not."
     if key == "exclude":
         return " It is an argument of prepare: prepare(model, config, exclude=[...])."
-    meant = next((name for name, others in _MEANT.items() if key in others and name in keys), None)
-    close = [meant] if meant else difflib.get_close_matches(key, keys, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(key, keys)
 
 
 def _matches(

@@ -18,6 +18,7 @@ from ..calibration import (
     LayerAdapter,
     Statistics,
     Target,
+    TokenMask,
     adapter_of,
     checked_batches,
     loaded_statistics,
@@ -202,8 +203,8 @@ class BudgetSparsifier(MaskSparsifier):
             return check_masks(pruning_groups, self.groups, masks)
         except SparsityError:
             if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks):
-                hint = "check: every mask keeps everything, as step was never called; call step() first"
-                raise SparsityError(hint) from None
+                hint = "check: every mask keeps everything, because no masks were chosen yet; call step() or one_shot"
+                raise SparsityError(f"{hint} (again, with resume=True, if it was interrupted)") from None
             raise
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
@@ -357,7 +358,7 @@ class BudgetSparsifier(MaskSparsifier):
         batches: Iterable[Any] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         *,
-        token_mask: str | Callable[[Any], Tensor] | None = None,
+        token_mask: TokenMask = None,
         needs: Sequence[str] = (),
         progress: bool = True,
     ) -> Calibration | None:
@@ -371,9 +372,10 @@ class BudgetSparsifier(MaskSparsifier):
                 positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`).
                 There `c.token_mask` may be set before each forward pass.
             forward: Called instead, `(model, batch) -> output`; scores of gradients need the loss from it.
-            token_mask: Which tokens count, such as an attention mask: a key of the batches, or a function of a batch.
-                It applies to layers that read [batch, tokens, inputs]; convolutions, and layers that read something
-                else (a pooled token, say), count every position.
+            token_mask: Which tokens count: a key of the batches, or a function of a batch. None takes the
+                `attention_mask` of batches that have one, and False counts all tokens. A mask applies to layers that
+                read [batch, tokens, inputs]; convolutions, and layers that read something else (a pooled token, say),
+                count every position.
             needs: More statistics for every tensor, some of `calibration.NEEDS`.
             progress: Show a progress bar on a terminal.
 

@@ -14,7 +14,17 @@ from hf_models import make
 from pruned_models import STRUCTURES, Model, correlated, distance, layer_of, prepared
 from torch import nn
 
-from sparsekit_ao import Coupling, DynamicSparsifier, ScopeSparsifier, SparsityError, one_shot, patterns, removal
+from sparsekit_ao import (
+    Coupling,
+    DynamicSparsifier,
+    ScopeSparsifier,
+    SparsityError,
+    one_shot,
+    patterns,
+    prune,
+    recover,
+    removal,
+)
 from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics, calibrate
 from sparsekit_ao.oneshot import sequential
 from sparsekit_ao.oneshot.one_shot import prune_layer
@@ -124,6 +134,106 @@ def test_a_token_mask_leaves_out_padding():
     one_shot(padded, [batch], lambda m, b: m(b["input"]), token_mask="keep")
     one_shot(clean, [x[keep > 0]])
     assert torch.equal(padded.mask("0.weight"), clean.mask("0.weight"))
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_an_attention_mask_in_the_batches_leaves_out_padding(recovers):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, inputs_embeds, attention_mask=None):
+            return self.blocks(inputs_embeds)
+
+    model, x, keep = Reader(), torch.stack(correlated(4, 6)), torch.ones(4, 6, dtype=torch.int64)
+    keep[0, 4:], keep[2, 2:] = 0, 0
+    batch = {"inputs_embeds": torch.where(keep[..., None] > 0, x, 100.0), "attention_mask": keep}
+    results = [
+        prune(model, 0.5, batches=[batch], token_mask=mask, recover=recovers)
+        for mask in (None, "attention_mask", False)
+    ]
+    for p, same, other in zip(*(m.parameters() for m, _ in results), strict=True):
+        assert torch.equal(p, same) and (p.ndim < 2 or not torch.equal(p, other))
+    assert "18 of 24 tokens count, by their mask" in str(results[0][1]) and results[2][1].tokens == ""
+    additive = dict(batch, attention_mask=torch.where(keep > 0, 0.0, -100.0))
+    assert torch.equal(prune(model, 0.5, batches=[additive])[0].blocks[0].weight, results[2][0].blocks[0].weight)
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def test_scores_of_gradients_in_prune():
+    model, batches = Model(), correlated()
+    one = prepared(copy.deepcopy(model), pattern="2:4", score="taylor")
+    one.calibrate(batches, loss)
+    one_shot(one, batches, loss, compensate="least_squares")
+    one.squash_mask()
+    keys = {"pattern": "2:4", "batches": batches, "score": "taylor", "compensate": "least_squares"}
+    two, _ = prune(model, **keys, forward=loss)
+    assert all(torch.equal(p, one.model.get_parameter(name)) for name, p in two.named_parameters())
+    for text, call in {
+        r"score='taylor' needs gradients of a loss; give forward=": lambda: prune(model, **keys),
+        r"score='wanda' reads what batches give \(input_square\); give batches=": lambda: prune(model, score="wanda"),
+    }.items():
+        with pytest.raises(SparsityError, match=text):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("batches", "text"),
+    [
+        ([torch.ones(3, 8), torch.ones(0, 8)], r"a batch has no rows, only tensors of shape \(0, 8\)"),
+        ([[1, 2, 3], [4, 5]], r"got a list of numbers; give token ids as batches=\[torch.tensor\(\[ids\]\)\]"),
+        ([1, 2, 3], "a batch must have tensors, got the number 1"),
+    ],
+)
+def test_batches_without_rows_and_batches_of_numbers_are_refused(batches, text):
+    sparsifier, model = prepared(score="wanda"), Model()
+    for call in (
+        lambda: prune(model, batches=batches),
+        lambda: one_shot(sparsifier, batches),
+        lambda: sparsifier.calibrate(batches),
+    ):
+        with pytest.raises(SparsityError, match=text):
+            call()
+    assert not sparsifier.statistics
+    ids = torch.tensor([[1, 2, 3]])
+    assert prune(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8)), batches=[ids])[1].rows  # the advice
+
+
+def test_a_report_without_batches_says_so_and_weight_norm_stays_in_eval_mode():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))).eval()
+    pruned, report = prune(model)
+    assert "1 layers in 0.0 s, without batches" in str(report)
+    assert not any(module.training for module in pruned.modules())
+
+
+def test_check_after_an_interruption_in_the_first_block_names_one_shot():
+    sparsifier = prepared()
+    with pytest.raises(KeyboardInterrupt):
+        one_shot(sparsifier, correlated(), lambda model, batch: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SparsityError, match="no masks were chosen yet; .*with resume=True, if it was interrupted"):
+        sparsifier.check()
+    one_shot(sparsifier, correlated(), resume=True)
+    assert sparsifier.check()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: prune(Model(), sparsity=0.5), "prune() has no argument 'sparsity'. Did you mean 'sparsity_level'?"),
+        (lambda: prune(Model(), ratio=0.5), "Did you mean 'sparsity_level'?"),
+        (lambda: one_shot(prepared(), [], tokenmask="x"), "Did you mean 'token_mask'?"),
+        (lambda: recover(Model(), Model(), [], epochs=3, rat=1), "recover() has no argument 'epochs'."),
+        (lambda: removal.shrink(Model(), torch.ones(1, 8), sparsity_level=0.5), "Did you mean 'ratio'?"),
+    ],
+)
+def test_unknown_arguments_are_explained(call, text):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert text in str(error.value)
 
 
 def units(model):

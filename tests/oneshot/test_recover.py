@@ -8,8 +8,10 @@ import torch
 from hf_models import make
 from pruned_models import STRUCTURES, Model, correlated, distance, prepared
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
+from sparsekit_ao.removal import shrink_layers
 
 
 def pruned(structure="2:4", blocks=2, **options):
@@ -165,12 +167,41 @@ def test_a_model_that_changes_its_input_in_place_reads_the_same_batches_every_ti
         assert torch.equal(p, q)
 
 
-def test_batches_without_tokens_change_no_kept_weight():
-    dense = Model()
-    model, report = prune(dense, 0.75, batches=[b[:0] for b in correlated(2)], recover=True)
-    assert all("0 tokens for" in row.note for row in report) and all(row.after == 0 for row in report.recovery)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p, dense.get_parameter(name) * (p != 0))
+def small_llama(layers=4):
+    torch.manual_seed(0)
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50}
+    model = LlamaForCausalLM(LlamaConfig(**keys, num_hidden_layers=layers, initializer_range=0.1)).eval()
+    return model, [torch.randint(50, (4, 8)) for _ in range(6)]
+
+
+def test_blocks_that_remain_after_shrink_layers_are_paired_with_those_they_were():
+    dense, batches = small_llama()
+    for p in dense.model.layers[1].parameters():
+        p.detach().mul_(0.1)
+    small, _ = shrink_layers(dense, batches, 0.25)
+    report = recover(small, dense, batches)
+    assert [row.block for row in report] == [f"model.layers.{k}" for k in range(3)]
+    assert max(row.before for row in report) < 0.1  # it is 1 and more where blocks are paired by their names
+    smaller, _ = shrink_layers(small, batches, 0.34)
+    assert len(recover(smaller, dense, batches)) == 2 and len(recover(smaller, small, batches)) == 2
+    reloaded = type(small)(small.config)
+    reloaded.load_state_dict(small.state_dict())
+    with pytest.raises(SparsityError, match=r"3 blocks in 'model.layers', the dense model 4, .*give that one"):
+        recover(reloaded, dense, batches)
+
+
+def test_exchanged_models_and_weights_of_inference_mode_are_refused():
+    sparsifier, dense, batches = pruned()
+    before = copy.deepcopy(dense.state_dict())
+    with pytest.raises(
+        SparsityError, match=r"the pruned model is the first argument, recover\(pruned, dense, batches\)"
+    ):
+        recover(dense, sparsifier.model, batches)
+    assert all(torch.equal(before[name], p) for name, p in dense.state_dict().items())
+    with torch.inference_mode():
+        made = Model()
+    with pytest.raises(SparsityError, match="first.weight was made in inference mode"):
+        prune(made, batches=batches, recover=True)
 
 
 def test_a_model_without_blocks_and_one_with_labels_as_outputs():

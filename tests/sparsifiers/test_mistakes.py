@@ -244,7 +244,7 @@ MISTAKES = {
     "no mask for 'fc'; sparsified tensors: 0.weight": lambda: prepared().mask("fc"),
     "update_mask: 'weight' of this Linear was not prepared": lambda: prepared().update_mask(nn.Linear(2, 2), "weight"),
     "expected a dict with 'state' and 'groups'": lambda: prepared().load_state_dict({"state": {}}),
-    "check: every mask keeps everything, as step was never called": lambda: prepared().check(),
+    "check: every mask keeps everything, because no masks were chosen yet": lambda: prepared().check(),
     "0.weight: model must be a torch.nn.Module, got str": lambda: prepared().check("model"),
     "the model to squash is given by name, squash_mask(model=...)": lambda: prepared().squash_mask(nn.Linear(2, 2)),
     "0.weight has no 'sparse_block_shape'; it has": lambda: prepared().squash_mask(("sparse_block_shape",)),
