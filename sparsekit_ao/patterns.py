@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import SparsityError
+from .models.names import is_of_transformers
 from .structure import checked_level
 
 __all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "parse", "rows", "unstructured", "v_n_m"]
@@ -128,11 +129,6 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
     if len(shape) == 2 and hasattr(module, "is_transposed"):  # the experts' biases, (experts, out)
         return _Dimensions(shape=shape, output=1, input=None, experts=0)
     return _Dimensions(shape=shape, output=0, input=1, groups=groups)
-
-
-def is_of_transformers(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class of transformers with this name, or derived from it; without importing it."""
-    return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)
 
 
 def parse(text: Any, where: str = "") -> Pattern:

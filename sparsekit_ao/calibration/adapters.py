@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ..distributed import full_tensor
 from ..errors import SparsityError
+from ..models.names import is_of_transformers
 
 UNFOLDED = 1 << 24  # elements of unfolded inputs that are stored at once
 SAMPLED = 1 << 26  # elements of unfolded inputs that `one_shot` takes from all batches of a convolution
@@ -260,7 +261,7 @@ def adapter_of(
         return None
     if id(module) in attentions:
         return _Attention(attentions[id(module)], "out_proj")
-    if ("transformers", "Conv1D") in {(c.__module__.split(".")[0], c.__name__) for c in type(module).__mro__}:
+    if is_of_transformers(module, "Conv1D"):
         return _TransposedLinear(module)
     kinds: tuple[tuple[Any, type[LayerAdapter]], ...] = (
         (nn.Linear, LayerAdapter),

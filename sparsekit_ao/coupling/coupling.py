@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import SparsityError, checked_model
-from ..sparsifiers.names import named_tensors, owner_of, parameter_of
+from ..models.names import named_tensors, owner_of, parameter_of
 from ..structure import AxisPattern, dimensions_of
 from .bound import (
     BoundCoupling,

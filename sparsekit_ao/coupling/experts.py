@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration import Forward, call, checked_batches, eval_mode
 from ..errors import SparsityError, checked_model
-from ..sparsifiers.names import named_tensors
+from ..models.names import named_tensors
+from ..models.running import Forward, call, check_batches, eval_mode
 from .bound import is_list
 from .coupling import Coupling
 
@@ -158,7 +158,7 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     >>> expert_scores(model, batches)["model.layers.0.mlp.experts"].shape  # doctest: +SKIP
     torch.Size([128])
     """
-    checked_batches(batches, None, forward, "expert_scores")
+    check_batches(batches, None, forward, "expert_scores")
     tensors = dict(named_tensors(checked_model(model, "expert_scores")))
     paths = [fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)]
     sums = {path: torch.zeros(2, len(tensors[f"{path}.down_proj"]), dtype=torch.float64) for path in paths}

@@ -16,12 +16,12 @@ from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 from ..masking import dense_state_dict, find_mask, installed, remove_mask, select
+from ..models.names import owner_of, parameter_of
 from ..removal.compact import Compaction
 from ..removal.manifest import cut_to
 from ..removal.remove import Zeros
 from ..removal.sizes import Change, apply_changes, undone
 from ..sparsifiers.base import MaskSparsifier
-from ..sparsifiers.names import owner_of, parameter_of
 from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import Forward, call, checked_batches, eval_mode
-from ..coupling.nested_tensors import seeded, tensors_in
 from ..errors import SparsityError
+from ..models.names import owner_of
+from ..models.running import Forward, call, check_batches, eval_mode, seeded, tensors_in
 from ..removal.verify import Outputs, output_difference
-from ..sparsifiers.names import owner_of
 from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
 
 
@@ -50,7 +49,7 @@ def quantize(
     _check_order(model, config)
     packs = "sparse" in str(getattr(config, "packing_format", "")).lower()
     layers, _ = checked_layers(model, "quantize", _sparse_kernel_refusals if packs else linear_refusals, tensors)
-    checked_batches(batches, None, forward, "quantize")
+    check_batches(batches, None, forward, "quantize")
     batches = list(batches)
     if not batches:
         raise SparsityError("quantize: there are no batches; an iterator that was used up before gives none")

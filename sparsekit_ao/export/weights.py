@@ -15,8 +15,7 @@ from .. import patterns
 from ..distributed import is_sharded
 from ..errors import SparsityError, checked_model
 from ..masking import parametrized_names, used_weight
-from ..patterns import is_of_transformers
-from ..sparsifiers.names import matcher, parameter_of, plain_name
+from ..models.names import is_of_transformers, matcher, parameter_of, plain_name
 from ..tables import Table
 from ..torch_ao import FakeSparsity
 
@@ -320,7 +319,7 @@ def linear_refusals(layer: Layer, dtypes: Iterable[torch.dtype] = FLOATS) -> lis
         refusals.append(f"is computed by {', '.join(others)}; call {call} first")
     if shared := ", ".join(layer.names[1:]):
         refusals.append(f"needs a weight of its own, but it is shared with {shared}; untie them first")
-    if (at := _first(~weight.isfinite())) is not None:
+    if (at := _first_index(~weight.isfinite())) is not None:
         refusals.append(f"needs finite values, got {float(weight[at])} at {list(at)}")
     return refusals
 
@@ -331,7 +330,7 @@ def two_four_refusals(layer: Layer) -> list[str]:
     if kept.shape[1] % 4:
         return [f"needs dimension 1 in groups of 4, got shape {tuple(kept.shape)}"]
     counts = kept.unflatten(1, (-1, 4)).sum(2)
-    if (at := _first(counts > 2)) is None:
+    if (at := _first_index(counts > 2)) is None:
         return []
     place = f"[{at[0]}, {4 * at[1]}:{4 * at[1] + 4}]"
     text = f"needs at most 2 nonzeros in every 4 along dimension 1, got {int(counts[at])} at {place}"
@@ -354,7 +353,7 @@ def pack_refusals(layer: Layer) -> list[str]:
 REFUSALS: Mapping[str, Callable[[Layer], list[str]]] = {"pack_2_4": pack_refusals, "quantize": linear_refusals}
 
 
-def _first(wrong: Tensor) -> tuple[int, ...] | None:
+def _first_index(wrong: Tensor) -> tuple[int, ...] | None:
     """The index of the first True, or None."""
     return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else None
 

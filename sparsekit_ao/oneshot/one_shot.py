@@ -11,20 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import masking
-from ..calibration import (
-    GRADIENTS,
-    INPUTS,
-    RowGram,
-    Statistics,
-    Target,
-    TokenMask,
-    damped_gram,
-    eval_mode,
-    progress_bar,
-)
+from ..calibration import GRADIENTS, INPUTS, RowGram, Statistics, Target, damped_gram
 from ..distributed import is_sharded
 from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
+from ..models.progress import progress_bar
+from ..models.running import TokenMask, eval_mode
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion
@@ -400,7 +392,7 @@ class _Pass:
         rest = [self.sparsifier._target(g, ()) for g in self.groups if g["tensor_fqn"] not in names]
         # a generator: each group is recorded after those before it were pruned
         layer_groups = ([self._layer(t, s.get(t.name)) for t in targets] for targets, s in sequence.record())
-        with progress_bar(None, "one-shot", progress, unit="layer", total=len(self.groups)) as bar:
+        with progress_bar(None, "one-shot", "layer", progress=progress, total=len(self.groups)) as bar:
             for layers in chain(layer_groups, ([self._layer(t, None)] for t in rest)):
                 fresh = [layer for layer in layers if layer.target.name not in self.rows]
                 with torch.autocast(layers[0].weight.device.type, enabled=False):

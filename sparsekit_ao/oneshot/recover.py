@@ -5,7 +5,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils import _pytree
 
 from .. import masking
-from ..calibration import TokenMask, eval_mode, progress_bar, token_rows
+from ..calibration import token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number, with_hints
-from ..sparsifiers.names import named_tensors, owner_of
+from ..models.names import named_tensors, owner_of
+from ..models.progress import progress_bar
+from ..models.running import TokenMask, eval_mode, first_tensor
 from ..tables import Table
 from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
 
@@ -274,7 +275,7 @@ class Teacher:
         data, rows = self.data, []
         with eval_mode(data.model), eval_mode(self.dense.model):
             inputs = [captured(data, self.blocks[0], k) for k in range(len(data.batches))] if self.blocks else []
-            for at, block in enumerate(progress_bar(self.blocks, "recover", progress, unit="block")):
+            for at, block in enumerate(progress_bar(self.blocks, "recover", "block", progress=progress)):
                 if at >= resume:
                     if any(p.is_floating_point() for p in block.parameters()):
                         rows.append(self.match(at, inputs))
@@ -297,12 +298,12 @@ class Teacher:
                 self._inputs[k] = next_arguments(arguments, output)
             self._next += 1
         student = _Student(self.blocks[at], lambda block, k: output_of(block, inputs[k]))
-        return self._train(student, lambda k: first_tensor(self._inputs[k]), "mse", at)
+        return self._train(student, lambda k: _output_tensor(self._inputs[k]), "mse", at)
 
     def match_outputs(self, loss: str) -> BlockRow:
         """Train the whole pruned model, embeddings left out, to give the dense model's outputs."""
         student = _Student(self.data.model, lambda _, k: self.data.output(k))
-        return self._train(student, lambda k: first_tensor(self.dense.output(k)), loss, len(self.blocks))
+        return self._train(student, lambda k: _output_tensor(self.dense.output(k)), loss, len(self.blocks))
 
     def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int) -> BlockRow:
         """Train a module to give the target of each batch, and keep the weights of the best pass."""
@@ -410,7 +411,7 @@ class _Student(nn.Module):
                 self.kept[name] = (p.detach() != 0) & masks.get(id(p), True)
 
     def forward(self, k: int) -> Tensor:
-        return first_tensor(self.run(self.module, k))
+        return _output_tensor(self.run(self.module, k))
 
     def output(self, k: int) -> Tensor:
         """The output for a batch, computed with the trained weights in the parameters' own dtypes."""
@@ -442,13 +443,11 @@ class _Student(nn.Module):
             self.originals[name].detach().copy_(weight)
 
 
-def first_tensor(output: Any) -> Tensor:
+def _output_tensor(output: Any) -> Tensor:
     """Return the first tensor of nested outputs."""
-    leaves = _pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    if found is None:
+    if (tensor := first_tensor(output)) is None:
         raise SparsityError(f"recover: the model or forward must return a tensor, got {type(output).__name__}")
-    return found
+    return tensor
 
 
 def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:

@@ -17,19 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import (
-    SAMPLED,
-    Calibration,
-    Forward,
-    Statistics,
-    Target,
-    TokenMask,
-    call,
-    check_batch,
-    checked_batches,
-    token_mask_of,
-)
+from ..calibration import SAMPLED, Calibration, Statistics, Target
 from ..errors import SparsityError
+from ..models.running import Forward, TokenMask, call, check_batch, check_batches, token_mask_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,7 +49,7 @@ class CalibrationData:
         cls, model: nn.Module, batches: Any, forward: Forward | None, token_mask: TokenMask, caller: str
     ) -> "CalibrationData":
         """Check what a user gave, and keep the batches in a list."""
-        checked_batches(batches, token_mask, forward, caller)
+        check_batches(batches, token_mask, forward, caller)
         kept = list(batches)
         if not kept:
             raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")

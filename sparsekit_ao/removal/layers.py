@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..calibration import Forward, call, checked_batches, eval_mode
 from ..coupling import BoundCoupling, expert_couplings, expert_scores
 from ..coupling.bound import Part, is_list
-from ..coupling.nested_tensors import tensors_in
 from ..errors import SparsityError
+from ..models.running import Forward, call, check_batches, eval_mode, first_tensor
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compact import Compaction, verified
@@ -104,7 +103,7 @@ def shrink_layers(
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     >>> small, report = shrink_layers(model, batches, 0.25, kinds=("attention", "mlp"))  # doctest: +SKIP
     """
-    checked_batches(batches, None, forward, "shrink_layers")
+    check_batches(batches, None, forward, "shrink_layers")
     level, of_blocks = checked_level(ratio, "shrink_layers: "), tuple(kinds) == ("blocks",)
     if isinstance(kinds, str) or not (of_blocks or (kinds and {*kinds} <= _NAMES.keys())):
         raise SparsityError(f"shrink_layers: kinds must be ('blocks',) or some of ('attention', 'mlp'), got {kinds!r}")
@@ -141,7 +140,7 @@ def _influences(
     outputs: dict[str, Any] = {}  # of the modules of the block that runs
 
     def record(name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before, after = _first([args, kwargs]), _first(output)
+        before, after = first_tensor([args, kwargs]), first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {name} gives no tensor of its input's shape")
         parts, states = [Part(name, "blocks", 0)], [before, after]
@@ -186,10 +185,6 @@ def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
         )
 
 
-def _first(value: Any) -> Tensor | None:
-    return next((tensor for _, tensor in tensors_in("", value)), None)
-
-
 def _part(name: str, output: Any) -> Part:
     last = name.rpartition(".")[2].lower()
     kind = next((kind for kind, pattern in _NAMES.items() if re.search(pattern, last)), "")
@@ -211,7 +206,7 @@ def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]
             constants |= {last: outputs[last]} if last else {}
             for name, constant in constants.items():
                 vars(block)[name] = lambda *_, constant=constant, **__: _changed(torch.clone, constant)
-            states.append(_first(block.forward(*args, **kwargs)))
+            states.append(first_tensor(block.forward(*args, **kwargs)))
     finally:
         for name in outputs:
             vars(block).pop(name, None)

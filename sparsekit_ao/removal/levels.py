@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..coupling import Coupling
 from ..errors import SparsityError
-from ..sparsifiers.names import owner_of
+from ..models.names import owner_of
 from ..structure import sparsity_to_nnz
 from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes

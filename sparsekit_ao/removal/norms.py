@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..sparsifiers.names import owner_of
+from ..models.names import owner_of
 from .remove import Removal, kept_elements
 from .sizes import Change
 

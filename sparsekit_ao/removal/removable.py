@@ -16,9 +16,9 @@ from ..coupling.bound import match_names
 from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..masking.normalized import Normed, plain_copy, redo_weight_norms
+from ..models.names import named_tensors
+from ..models.progress import progress_bar
 from ..sparsifiers.config import excluded_names
-from ..sparsifiers.names import named_tensors
-from ..sparsifiers.progress import counted
 from ..structure import sparsity_to_nnz
 from .compact import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for
@@ -91,10 +91,13 @@ def removable(
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
     failed = Counter[str]()
-    with counted("removable", " compactions", sum(p.numel() for p in model.parameters())) as done:
+    elements = sum(p.numel() for p in model.parameters())
+    with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
         def trials(some: Sequence[Coupling]) -> Trials:
-            return Trials(model, _random(model, some, ratio, multiple_of), example_inputs, tolerance, done, failed)
+            return Trials(
+                model, _random(model, some, ratio, multiple_of), example_inputs, tolerance, bar.update, failed
+            )
 
         good, failing = _sorted(model, tried, trials)
     names = [coupling.name for coupling in tried]

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrize
 
 from ..coupling import BoundCoupling, Member
 from ..coupling.bound import Part, is_list
-from ..coupling.nested_tensors import tensors_in
 from ..errors import CouplingError, SparsityError
-from ..sparsifiers.names import owner_of
-from ..sparsifiers.progress import shown
+from ..models.names import owner_of
+from ..models.progress import progress_bar
+from ..models.running import tensors_in
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
 from .verify import Computed, in_format_of, light_copy, replace_tensors
@@ -134,7 +134,8 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         same = [m for m, r in tensor_cuts if r is removal]  # two names of one tensor count once
         if not any(torch.equal(kept_elements(m, removal, shape), kept_elements(member, removal, shape)) for m in same):
             tensor_cuts.append((member, removal))
-    items = shown(list(cuts.items()), "compact", sum(tensor.numel() for tensor in tensors.values()))
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    items = progress_bar(list(cuts.items()), "compact", "tensors", elements=elements)
     smaller = {key: _smaller(tensors[key], tensor_cuts) for key, tensor_cuts in items}
     places = [
         (module, name, id(tensor))

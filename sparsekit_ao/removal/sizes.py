@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..coupling import BoundCoupling, Coupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
-from ..coupling.nested_tensors import seeded
 from ..errors import SparsityError
+from ..models.running import seeded
 from .remove import Removal, plain_tensors, sizes_of
 from .verify import Reference
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..coupling.nested_tensors import arguments, opaque_in, seeded, tensors_in, unfused_attention
 from ..errors import SparsityError
+from ..models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
 
 Outputs = list[tuple[str, Tensor]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

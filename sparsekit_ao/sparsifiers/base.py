@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model, is_number, refuse_meta_masks
+from ..models.names import module_in_copy
 from ..torch_ao import BaseSparsifier
 from . import checkpoint, usage
 from .checkpoint import check_saved
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
-from .names import module_in_copy
 from .report import Report, Row, make_report, make_row
 
 _ADAPTERS = (

@@ -16,9 +16,8 @@ from torch.nn.utils import parametrize
 
 from ..errors import SparsityError, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
-from ..patterns import is_of_transformers
+from ..models.names import adapters, exists, hint_of, is_of_transformers, matcher, named_tensors, owner_of, parameter_of
 from ..structure.view import refuse_expanded
-from .names import adapters, exists, hint_of, matcher, named_tensors, owner_of, parameter_of
 
 TensorGroup = dict[str, Any]
 Classes = tuple[type[nn.Module], ...]

@@ -18,6 +18,7 @@ from .. import distributed
 from ..calibration import Statistics
 from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError, is_number
+from ..models.progress import progress_bar
 from ..scores import Score, saliency_of
 from ..selection import Request
 from ..structure import (
@@ -36,7 +37,6 @@ from ..structure import (
 from ..structure.tiles import row_major, to_aligned
 from ..structure.windows import Norm, Window, fill_mask, kept_flags, kept_grid, to_scopes
 from .config import TensorGroup
-from .progress import shown
 from .stages import Stage
 
 
@@ -435,7 +435,7 @@ def check_masks(
     """Count every scope; see `ScopeSparsifier.check`."""
     wrong: list[str] = []
     checked = 0
-    for group in shown(pruning_groups, "check", elements_of(pruning_groups)):
+    for group in progress_bar(pruning_groups, "check", "tensors", elements=elements_of(pruning_groups)):
         is_exact = all(masks[at][1] for _, at in group.members)
         of_group = {spec: full_tensor(masks[at][0]) for spec, at in group.members}
         tensors = {at for _, at in group.members}

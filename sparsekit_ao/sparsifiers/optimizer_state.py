@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from ..distributed import local, placed_like, refuse_gathered
 from ..errors import SparsityError, is_number
 from ..masking import find_mask
+from ..models.names import parameter_of
 from .config import TensorGroup
-from .names import parameter_of
 
 #: names that optimizers give to a running mean or sum of squared gradients
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..distributed import full_tensor, local
+from ..models.names import named_tensors, owner_of, parameter_of
 from ..tables import Table
 from .config import ResolvedConfig, TensorGroup
-from .names import named_tensors, owner_of, parameter_of
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
 SHOWN = 5  # parameters that no rule names in a printed report

@@ -18,14 +18,13 @@ from ..calibration import (
     LayerAdapter,
     Statistics,
     Target,
-    TokenMask,
     adapter_of,
-    checked_batches,
     loaded_statistics,
-    progress_bar,
     run_batches,
 )
 from ..errors import SparsityError, refuse_meta_masks
+from ..models.progress import progress_bar
+from ..models.running import TokenMask, check_batches
 from ..patterns import Pattern
 from ..schedules import UpdateInterval
 from ..scores import Score, needs_of
@@ -46,7 +45,6 @@ from .groups import (
     stage_budgets,
     update_masks,
 )
-from .progress import shown
 from .report import Row, make_row
 from .stages import (
     AXES,
@@ -168,7 +166,9 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _rows(self) -> Iterator[Row]:
         pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
-        for at, group in enumerate(shown(self.groups, "report", elements_of(pruning_groups))):
+        for at, group in enumerate(
+            progress_bar(self.groups, "report", "tensors", elements=elements_of(pruning_groups))
+        ):
             stages = [g for g in pruning_groups if any(i == at for _, i in g.members)]
             mask, last = self._live_mask(group), stages[-1]
             spec = last.spec(at)
@@ -290,7 +290,7 @@ class BudgetSparsifier(MaskSparsifier):
             self._fill(pruning_groups, groups, masks, keeps)
             return
         parts = list(batches(pruning_groups, AT_ONCE))
-        for part in shown(parts, "step", elements_of(pruning_groups)):
+        for part in progress_bar(parts, "step", "tensors", elements=elements_of(pruning_groups)):
             self._fill(part, groups, masks, keeps)
 
     def _fill(
@@ -412,9 +412,9 @@ class BudgetSparsifier(MaskSparsifier):
                     "calibrate: forward and token_mask need batches; in a context set c.token_mask instead"
                 )
             return calibration
-        checked_batches(batches, token_mask, forward, "calibrate")
+        check_batches(batches, token_mask, forward, "calibrate")
         with calibration:
-            bar = progress_bar(batches, "calibrate", progress, unit="batch")
+            bar = progress_bar(batches, "calibrate", "batch", progress=progress)
             run_batches(calibration, self.model, bar, forward, token_mask)
         return None
 

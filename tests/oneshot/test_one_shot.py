@@ -25,7 +25,7 @@ from sparsekit_ao import (
     recover,
     removal,
 )
-from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics, calibrate
+from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics
 from sparsekit_ao.oneshot import sequential
 from sparsekit_ao.oneshot.one_shot import prune_layer
 
@@ -584,7 +584,7 @@ def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
         return found
 
     live, recorded = [], []
-    monkeypatch.setattr(calibrate, "Statistics", statistics)
+    monkeypatch.setattr("sparsekit_ao.calibration.statistics.Statistics", statistics)
     blocks = [Watched(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(6)]
     report = one_shot(prepared(Stack(blocks)), correlated())
     assert report.blocks == 6 and len(recorded) == 12

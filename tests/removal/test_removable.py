@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
+from sparsekit_ao.models import progress
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
 from sparsekit_ao.removal.removable import Trials
 from sparsekit_ao.removal.sizes import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
-from sparsekit_ao.sparsifiers import progress
 
 HEAD = "self_attn.head_dim"
 ATTRS = {  # what is found by itself, as a person listed it in test_architectures.py

@@ -7,7 +7,8 @@ from kernel_cases import as_scopes, plain_window
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, patterns
-from sparsekit_ao.sparsifiers import progress, scope
+from sparsekit_ao.models import progress
+from sparsekit_ao.sparsifiers import scope
 from sparsekit_ao.structure.windows import kept_flags, kept_grid, to_scopes
 
 

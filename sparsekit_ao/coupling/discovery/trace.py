@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...errors import SparsityError
 from ...masking import find_mask, parametrized_names
 from ...masking.normalized import computed_tensors
-from ..nested_tensors import arguments, opaque_in, seeded, tensors_in, unfused_attention
+from ...models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
 from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation

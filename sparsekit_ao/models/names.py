@@ -46,7 +46,7 @@ def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
 def plain_name(name: str) -> str:
     """A name of `named_modules` as state dicts have it: without torch's checkpoint wrappers.
 
-    >>> from sparsekit_ao.sparsifiers.names import plain_name
+    >>> from sparsekit_ao.models.names import plain_name
     >>> plain_name("layers.0._checkpoint_wrapped_module.fc")
     'layers.0.fc'
     """
@@ -118,3 +118,8 @@ def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         for attribute in getattr(module, "adapter_layer_names", ())
     }
     return {n: "part of an adapter" for n in names if any(n.startswith(f"{prefix}.") for prefix in inside)}
+
+
+def is_of_transformers(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of transformers with this name, or derived from it; without importing it."""
+    return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)

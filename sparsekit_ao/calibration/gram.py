@@ -1,0 +1,91 @@
+"""Gram matrices X^T X of a layer's inputs, also by their rows, damped and inverted."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import SparsityError
+
+
+@dataclass(frozen=True, eq=False)
+class RowGram:
+    """The matrix X^T A X + diag(d) of each group, with fewer rows than columns in X: products with it cost rows only.
+
+    A Gram matrix has A = I and d = 0. This class has those operations of a tensor that the solvers use.
+
+    Attributes:
+        rows: X, [groups, tokens, inputs].
+        core: A, [groups, tokens, tokens], or None for the identity.
+        added: d, [groups, 1, inputs].
+
+    >>> x = torch.tensor([[[1.0, 2.0, 0.0]]])
+    >>> gram, dense = damped_gram(RowGram.of(x), 0.6), x.mT @ x + torch.eye(3)
+    >>> torch.equal(torch.eye(3)[None] @ gram, dense)
+    True
+    >>> torch.allclose(dense @ gram.penalized_inverse(0.5), dense @ (dense + 0.5 * torch.eye(3)).inverse())
+    True
+    """
+
+    rows: Tensor
+    core: Tensor | None
+    added: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Self:
+        """X^T X."""
+        return cls(rows, None, rows.new_zeros(len(rows), 1, rows.shape[2]))
+
+    def __rmatmul__(self, matrix: Tensor) -> Tensor:
+        of_rows = matrix @ self.rows.mT
+        return ((of_rows if self.core is None else of_rows @ self.core) @ self.rows).addcmul_(matrix, self.added)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """Convert to another dtype."""
+        return replace(self, rows=self.rows.to(dtype), added=self.added.to(dtype))
+
+    def diagonal(self, dim1: int = 1, dim2: int = 2) -> Tensor:
+        """Return the diagonal of a Gram matrix, [groups, inputs]."""
+        return self.rows.square().sum(1) + self.added[:, 0]
+
+    def scaled(self, scale: Tensor) -> Self:
+        """Divide rows and columns of a Gram matrix by a scale, [groups, 1, inputs]."""
+        return replace(self, rows=self.rows / scale, added=self.added / scale.square())
+
+    def penalized_inverse(self, rho: float) -> Self:
+        """Invert a Gram matrix after adding rho to its diagonal, by an inverse of as many rows as X has (Woodbury)."""
+        added = self.added + rho
+        rows = self.rows / added
+        small = rows @ self.rows.mT
+        small.diagonal(dim1=1, dim2=2).add_(1)
+        return type(self)(rows, -torch.cholesky_inverse(torch.linalg.cholesky(small)), 1 / added)
+
+
+def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
+    """G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is."""
+    scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None]
+    if isinstance(gram, RowGram):
+        return replace(gram, added=gram.added + scale[:, None])
+    damped = gram.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(scale)
+    return damped
+
+
+def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:
+    """(G + damp * mean(diag G) I)^-1 of each group, by way of float64 where the Cholesky factor of float32 fails.
+
+    Raises:
+        SparsityError: All inputs are zero.
+    """
+    if isinstance(gram, RowGram):
+        gram = torch.eye(gram.added.shape[2], dtype=gram.added.dtype, device=gram.added.device) @ gram
+    if not bool((gram.diagonal(dim1=1, dim2=2).mean(1) > 0).all()):
+        raise SparsityError(f"{name}: all inputs of this layer are zero in the calibration data")
+    damped = damped_gram(gram, damp)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed.any()):
+        factor, failed = torch.linalg.cholesky_ex(damped.double())
+        if bool(failed.any()):
+            raise SparsityError(f"{name}: X^T X is singular; use more calibration tokens or a larger damp than {damp}")
+    return torch.cholesky_inverse(factor).to(gram.dtype)

@@ -1,0 +1,203 @@
+"""Statistics of one weight, and the weights whose statistics are recorded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import is_sharded
+from ..errors import SparsityError
+from .adapters import LayerAdapter
+from .gram import RowGram
+
+INPUTS = ("input_square", "input_gram")
+GRADIENTS = ("gradient", "gradient_square", "movement")
+NEEDS = (*INPUTS, *GRADIENTS)
+
+
+@dataclass(kw_only=True, eq=False)
+class Statistics:
+    """Sums over calibration tokens and backward passes, for one weight. Float32, on the device of the inputs.
+
+    Attributes:
+        name, shape: The weight's.
+        adapter: How the weight is a matrix; None for parameters whose inputs cannot be recorded.
+        tokens, passes: Input rows and backward passes that were summed.
+        sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
+            gradients in the weight's shape.
+        rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
+        blocks: The block of each element, int64 in the weight's shape, for scores with `uses_blocks`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    adapter: LayerAdapter | None
+    tokens: int = 0
+    passes: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
+    blocks: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the adapter, which refers to the model; the sparsifier sets it again."""
+        return {**self.__dict__, "adapter": None}
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight, or anything of its shape, as [groups, outputs, inputs]."""
+        assert self.adapter is not None
+        return self.adapter.matrix(weight)
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix`: [groups, outputs, inputs], or broadcast to it, in the weight's shape."""
+        assert self.adapter is not None
+        outputs, inputs = self.matrix(torch.empty(self.shape, device="meta")).shape[1:]
+        return self.adapter.weight(matrix.expand(-1, outputs, inputs), self.shape)
+
+    @property
+    def input_square(self) -> Tensor:
+        """Each weight's sum of squares of its input, G_jj; in the weight's shape."""
+        if self.rows:
+            squares = torch.stack([rows.square().sum(1) for rows in self.rows]).sum(0)
+        elif "input_gram" not in self.sums:
+            squares = self._sum("input_square")
+        else:  # a calibration records one of the two, so both are of different tokens
+            squares = self.sums["input_gram"].diagonal(dim1=1, dim2=2) + self.sums.get("input_square", 0)
+        return self.from_matrix(squares[:, None, :])
+
+    @property
+    def input_gram(self) -> Tensor:
+        """G = X^T X, [groups, inputs, inputs], in the order of the columns of `matrix`."""
+        self._sum_rows()
+        return self._sum("input_gram")
+
+    @property
+    def gram(self) -> "Tensor | RowGram | None":
+        """G as `input_gram`, or by its rows where these are kept; None where neither was recorded."""
+        return RowGram.of(torch.cat(self.rows, 1)) if self.rows else self.sums.get("input_gram")
+
+    @property
+    def gradient(self) -> Tensor:
+        """The sum of gradients over backward passes, in the weight's shape."""
+        return self._sum("gradient")
+
+    @property
+    def gradient_square(self) -> Tensor:
+        """The mean of squared gradients over backward passes, in the weight's shape."""
+        return self._sum("gradient_square") / max(self.passes, 1)
+
+    @property
+    def movement(self) -> Tensor:
+        """The sum of -weight * gradient over backward passes, in the weight's shape."""
+        return self._sum("movement")
+
+    def add(self, increments: Mapping[str, Tensor], tokens: int = 0, passes: int = 0) -> None:
+        """Add to the sums, which rows that were kept join then."""
+        if "input_gram" in increments:
+            self._sum_rows()
+        for need, increment in increments.items():
+            total = self.sums.get(need)
+            self.sums[need] = increment.clone() if total is None else total.add_(increment.to(total.device))
+        self.tokens += tokens
+        self.passes += passes
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Keep rows [groups, tokens, inputs]; sum them once there are as many as inputs."""
+        self.rows.append(rows)
+        self.tokens += rows.shape[1]
+        if sum(r.shape[1] for r in self.rows) >= rows.shape[2]:
+            self._sum_rows()
+
+    def _sum_rows(self) -> None:
+        kept, self.rows = self.rows, []
+        for rows in kept:
+            self.add({"input_gram": rows.mT @ rows})
+
+    def missing(self, needs: Sequence[str]) -> list[str]:
+        """Those of `needs` that were not collected."""
+        collected = {*self.sums, *(INPUTS if self.rows or "input_gram" in self.sums else ())}
+        return [n for n in needs if n not in collected]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each sum that can be recorded."""
+        shapes = dict.fromkeys(GRADIENTS, self.shape)
+        if self.adapter is not None:
+            groups, _, inputs = self.matrix(torch.empty(self.shape, device="meta")).shape
+            shapes |= {"input_square": (groups, inputs), "input_gram": (groups, inputs, inputs)}
+        return shapes
+
+    def saved(self) -> dict[str, Any]:
+        """As a plain dict of copies."""
+        return {"tokens": self.tokens, "passes": self.passes, "sums": {k: v.clone() for k, v in self.sums.items()}}
+
+    def _sum(self, need: str) -> Tensor:
+        if need not in self.sums:
+            raise SparsityError(f"{self.name}: {need} was not collected; list it in the score's `needs` and calibrate")
+        return self.sums[need]
+
+
+def loaded_statistics(
+    saved: object, blanks: Mapping[str, Statistics], devices: Mapping[str, torch.device]
+) -> dict[str, Statistics]:
+    """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices.
+
+    `blanks` are statistics without sums, which are filled; nothing is loaded for tensors that it does not have.
+    """
+    prefix = "load_state_dict: "
+    if not isinstance(saved, Mapping):
+        raise SparsityError(f"{prefix}'statistics' must be a dict, got {type(saved).__name__}")
+    loaded = {}
+    for name, entry in saved.items():
+        entry = entry if isinstance(entry, Mapping) else {}
+        counts: list[Any] = [entry.get(k) for k in ("tokens", "passes")]
+        sums = entry.get("sums")
+        if not isinstance(sums, Mapping) or not all(type(n) is int and n >= 0 for n in counts):
+            raise SparsityError(f"{prefix}{name}: statistics need counts 'tokens' and 'passes' and a dict 'sums'")
+        blank = blanks.get(name)
+        for need, value in sums.items():
+            is_known = need in NEEDS and isinstance(value, Tensor) and value.is_floating_point()
+            if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):
+                text = f"statistics have an unknown entry, or one of a wrong shape: {need!r}"
+                raise SparsityError(f"{prefix}{name}: {text}")
+        if blank is not None:
+            blank.add({need: value.to(devices[name]) for need, value in sums.items()}, *counts)
+            loaded[name] = blank
+    return loaded
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target:
+    """One weight whose statistics are collected, and which of `NEEDS`."""
+
+    name: str
+    module: nn.Module
+    tensor_name: str
+    parameter: Tensor
+    shape: tuple[int, ...]
+    needs: tuple[str, ...]
+    adapter: LayerAdapter | None
+
+    def blank(self) -> Statistics:
+        """Return statistics without sums."""
+        return Statistics(name=self.name, shape=self.shape, adapter=self.adapter)
+
+    def check(self) -> None:
+        """Raise where these statistics cannot be collected for this weight."""
+        needs_inputs, needs_gradients = (any(n in kind for n in self.needs) for kind in (INPUTS, GRADIENTS))
+        if self.adapter is None and needs_inputs:
+            raise SparsityError(
+                f"{self.name}: inputs cannot be recorded for {self.tensor_name!r} of {type(self.module).__name__}; "
+                "give it a score without input statistics (magnitude, taylor, fisher) or leave it out (exclude=[...])"
+            )
+        if self.adapter is not None and not self.adapter.has_gram and "input_gram" in self.needs:
+            raise SparsityError(
+                f"{self.name}: an embedding has no input_gram (its inputs are one-hot); take a score of input_square"
+            )
+        if needs_gradients and is_sharded(self.parameter):
+            raise SparsityError(
+                f"{self.name}: gradient statistics need whole weights, and this one is sharded over ranks; calibrate "
+                "before fully_shard, or take a score of inputs (wanda, ria, obd, obs)"
+            )
+        if needs_gradients and not self.parameter.requires_grad:
+            raise SparsityError(f"{self.name}: gradient statistics need requires_grad, and this weight is frozen")

@@ -1,0 +1,182 @@
+"""Running a user's model on batches and example inputs, and finding tensors in nested arguments and outputs.
+
+Tuples, lists, mappings and dataclasses are searched for tensors. Objects of other types (a cache, say) are not
+inspected; `opaque_in` lists them.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ..errors import SparsityError
+
+Forward = Callable[[nn.Module, Any], Any]
+TokenMask = str | Callable[[Any], Tensor] | Literal[False] | None  # a key or function of a batch; False: all count
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
+
+
+def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a forward."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model on one batch: dicts are keyword arguments, tuples and lists positional ones.
+
+    Raises:
+        SparsityError: The model does not take such arguments, as where a data loader gives labels too.
+    """
+    args, kwargs = arguments(batch)
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)  # an exported model is no module
+    except TypeError as e:
+        how = f"the keyword arguments {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} positional arguments"
+        raise SparsityError(
+            f"calibration data: a batch (a {type(batch).__name__}) is passed to {type(model).__name__} as {how}, which "
+            f"its forward does not take ({e}). Give forward, such as forward=lambda model, batch: model(batch[0])"
+        ) from None
+    except ValueError:  # no signature is known
+        pass
+    return model(*args, **kwargs)
+
+
+def check_batches(batches: Any, token_mask: TokenMask, forward: object, caller: str) -> None:
+    """Raise unless batches can be iterated over, and `token_mask` and `forward` are of the right kinds."""
+    if isinstance(batches, Tensor):
+        raise SparsityError(
+            f"{caller}: batches must be a list of batches, got one tensor {tuple(batches.shape)}, whose rows would be "
+            "taken one by one; give [batch]"
+        )
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if not is_iterable or isinstance(batches, (str, bytes, Mapping)):
+        raise SparsityError(
+            f"{caller}: batches must be a list of batches or a data loader, got {type(batches).__name__}"
+        )
+    if token_mask not in (None, False) and not isinstance(token_mask, str) and not callable(token_mask):
+        raise SparsityError(
+            f"{caller}: token_mask must be a key of the batches, a function, or False, got {token_mask!r}"
+        )
+    if forward is not None and not callable(forward):
+        raise SparsityError(f"{caller}: forward must be a function (model, batch) -> output, got {forward!r}")
+
+
+def check_batch(batch: Any, forward: Forward | None, caller: str) -> None:
+    """Raise where a batch has no rows, or numbers in place of tensors."""
+    leaves = _pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise SparsityError(f"{caller}: a batch has no rows, only tensors of shape {shapes}; leave empty batches out")
+    if forward is None and leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
+        what = f"the number {batch}" if leaves == [batch] else f"a {type(batch).__name__} of numbers"
+        raise SparsityError(
+            f"{caller}: a batch must have tensors, got {what}; give token ids as "
+            "batches=[torch.tensor([ids])], a tensor [batch, tokens] for each batch"
+        )
+
+
+def _has_attention_mask(batch: Any) -> bool:
+    """Whether a batch has an attention mask of zeros and ones, and another entry of its shape [batch, tokens]."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        return False
+    others = [x for key, x in batch.items() if key != "attention_mask" and isinstance(x, Tensor)]
+    return any(x.shape[:2] == mask.shape for x in others)
+
+
+def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | None:
+    """The tokens of a batch that count, bool [batch, tokens] (or [tokens]), or None for all."""
+    if token_mask is False or (token_mask is None and not _has_attention_mask(batch)):
+        return None
+    token_mask = "attention_mask" if token_mask is None else token_mask
+    if isinstance(token_mask, str):
+        try:
+            mask = batch[token_mask]
+        except (KeyError, IndexError, TypeError):
+            keys = f"with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "and no dict"
+            kind = type(batch).__name__
+            raise SparsityError(
+                f"{caller}: token_mask={token_mask!r} is a key of each batch, but a batch is a {kind} {keys}"
+            ) from None
+    else:
+        mask = token_mask(batch)
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim in (1, 2) and bool(mask.any())):
+        what = f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        empty = ", of which no token counts" if isinstance(mask, Tensor) and not mask.any() else ""
+        raise SparsityError(f"{caller}: a token mask must be a tensor [batch, tokens], got {what}{empty}")
+    return mask
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set eval mode inside; afterwards every module is in the mode that it had."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def seeded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Seed the generators of the CPU and of the tensors' devices; their states are restored afterwards."""
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(0)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        yield
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Run the single operations of torch.nn's attention inside, and no fused one of them all."""
+    is_fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fused)
+
+
+def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor, with its place: `output.a[0]`."""
+    return ((at, leaf) for at, leaf in _leaves(place, value) if isinstance(leaf, Tensor))
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor of nested arguments or outputs, or None where there is none."""
+    return next((tensor for _, tensor in tensors_in("", value)), None)
+
+
+def opaque_in(place: str, value: Any) -> list[str]:
+    """Describe the objects that are not inspected and may contain tensors: `output[2], a list_iterator`."""
+    leaves = ((at, leaf) for at, leaf in _leaves(place, value) if not isinstance(leaf, (Tensor, *_PLAIN)))
+    return [f"{at}, a {type(leaf).__name__}" for at, leaf in leaves]
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{place}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for at, item in enumerate(value):
+            yield from _leaves(f"{place}[{at}]", item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from _leaves(f"{place}.{f.name}", getattr(value, f.name))
+    else:
+        yield place, value
