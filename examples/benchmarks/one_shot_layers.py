@@ -105,7 +105,7 @@ def obs_alone(sparsifier: ScopeSparsifier, x: Tensor) -> tuple[Tensor, float]:
     """The weight that structured OBS leaves, and seconds."""
     sparsifier.calibrate([x], needs=["input_gram"])
     (group,) = sparsifier.groups
-    target, weight = sparsifier._target(group, ()), sparsifier._dense(group)
+    target, weight = sparsifier.recorder.target(group["tensor_fqn"], ()), sparsifier._dense(group)
     statistics = sparsifier.statistics[target.name]
     pruning_groups = sparsifier._pruning_groups(sparsifier.groups)
     layer = Layer(index=0, target=target, statistics=statistics, weight=weight, pruning_groups=pruning_groups)

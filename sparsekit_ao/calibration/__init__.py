@@ -2,5 +2,5 @@
 
 from .adapters import SAMPLED, LayerAdapter, adapter_of, token_rows
 from .gram import RowGram, damped_gram, damped_inverse
-from .recorder import Calibration, run_batches
-from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics, Target, loaded_statistics
+from .recorder import Recorder, Recording
+from .statistics import GRADIENTS, INPUTS, NEEDS, Statistics, Target

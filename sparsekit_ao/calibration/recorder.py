@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from .. import masking
 from ..distributed import full_tensor, has_process_group
 from ..errors import SparsityError
-from ..models.running import Forward, TokenMask, call, check_batch, eval_mode, token_mask_of
-from .adapters import LayerAdapter
-from .statistics import GRADIENTS, INPUTS, Statistics, Target
+from ..models.names import parameter_of
+from ..models.progress import progress_bar
+from ..models.running import Forward, TokenMask, call, check_batch, check_batches, eval_mode, token_mask_of
+from .adapters import LayerAdapter, adapter_of
+from .statistics import GRADIENTS, INPUTS, Statistics, Target, loaded_statistics
 
 
-class Calibration:
+class Recording:
     """A context in which forward (and backward) passes of the model are recorded; see `ScopeSparsifier.calibrate`.
 
     Args:
@@ -148,21 +151,107 @@ class Calibration:
                 statistics.sums[need] = total
 
 
-def run_batches(
-    calibration: Calibration, model: nn.Module, batches: Iterable[Any], forward: Forward | None, token_mask: TokenMask
-) -> None:
-    """Run the model on every batch inside an entered calibration, in eval mode; see `ScopeSparsifier.calibrate`."""
-    count = 0
-    with eval_mode(model):
-        for count, batch in enumerate(batches, 1):
-            check_batch(batch, forward, "calibrate")
-            calibration.token_mask = token_mask_of(batch, token_mask, "calibrate")
-            with torch.set_grad_enabled(calibration.needs_gradients):
-                output = call(model, batch) if forward is None else forward(model, batch)
-                if calibration.needs_gradients:
-                    _backward(output, [p for p in model.parameters() if p.requires_grad], count - 1)
-    if count == 0:
-        raise SparsityError("calibrate: there are no batches; an iterator that was used up before gives none")
+class Recorder:
+    """Statistics of some tensors of a model: how each is a matrix, what was recorded for it, and how to record more.
+
+    Args:
+        model: The model, which runs while statistics are recorded.
+        tensors: {name: (module, name of the tensor in it)}.
+        collected: Statistics that were recorded before.
+
+    Attributes:
+        collected: {name: statistics} of the tensors for which something was recorded.
+
+    >>> model = nn.Sequential(nn.Linear(4, 2))
+    >>> recorder = Recorder(model, {"0.weight": (model[0], "weight")})
+    >>> recorder.run([torch.ones(3, 4)], {"0.weight": ["input_square"]})
+    >>> recorder.of("0.weight").sums["input_square"]
+    tensor([[3., 3., 3., 3.]])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        tensors: Mapping[str, tuple[nn.Module, str]],
+        collected: Mapping[str, Statistics] = MappingProxyType({}),
+    ) -> None:
+        self.model, self.tensors = model, dict(tensors)
+        self.collected: dict[str, Statistics] = dict(collected)
+        modules = () if model is None else model.modules()
+        attentions = {id(m.out_proj): m for m in modules if isinstance(m, nn.MultiheadAttention)}
+        self._adapters = {name: adapter_of(*tensor, attentions) for name, tensor in self.tensors.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The statistics alone; the sparsifier makes a recorder of its model again."""
+        return {"model": None, "tensors": {}, "collected": self.collected, "_adapters": {}}
+
+    def adapter(self, name: str) -> LayerAdapter | None:
+        """How a tensor is a matrix that multiplies inputs, or None where its inputs cannot be recorded."""
+        return self._adapters[name]
+
+    def of(self, name: str) -> Statistics:
+        """What was recorded for a tensor, or statistics without sums."""
+        statistics = self.collected.get(name) or self.target(name, ()).blank()
+        statistics.adapter = self._adapters[name]  # which a copy does not have
+        return statistics
+
+    def target(self, name: str, needs: Iterable[str]) -> Target:
+        """A tensor, and what is to be recorded for it."""
+        module, tensor_name = self.tensors[name]
+        return Target(
+            name=name,
+            module=module,
+            tensor_name=tensor_name,
+            parameter=parameter_of(module, tensor_name),
+            shape=masking.shape_of(module, tensor_name),
+            needs=tuple(dict.fromkeys(needs)),
+            adapter=self._adapters[name],
+        )
+
+    def recording(self, needs: Mapping[str, Iterable[str]]) -> Recording:
+        """A context in which these statistics are recorded: {name: some of `NEEDS`}."""
+        return Recording([self.target(name, of_tensor) for name, of_tensor in needs.items()], self._add)
+
+    def run(
+        self,
+        batches: Iterable[Any],
+        needs: Mapping[str, Iterable[str]],
+        forward: Forward | None = None,
+        token_mask: TokenMask = None,
+        progress: bool = False,
+    ) -> None:
+        """Record statistics while the model runs on every batch in eval mode; see `ScopeSparsifier.calibrate`."""
+        assert self.model is not None
+        check_batches(batches, token_mask, forward, "calibrate")
+        count = 0
+        with self.recording(needs) as recording, eval_mode(self.model):
+            for count, batch in enumerate(progress_bar(batches, "calibrate", "batch", progress=progress), 1):
+                check_batch(batch, forward, "calibrate")
+                recording.token_mask = token_mask_of(batch, token_mask, "calibrate")
+                with torch.set_grad_enabled(recording.needs_gradients):
+                    output = call(self.model, batch) if forward is None else forward(self.model, batch)
+                    if recording.needs_gradients:
+                        _backward(output, [p for p in self.model.parameters() if p.requires_grad], count - 1)
+            if count == 0:
+                raise SparsityError("calibrate: there are no batches; an iterator that was used up before gives none")
+
+    def _add(self, recorded: Mapping[str, Statistics]) -> None:
+        for name, statistics in recorded.items():
+            if name in self.collected:
+                self.collected[name].add(statistics.sums, statistics.tokens, statistics.passes)
+            else:
+                self.collected[name] = statistics
+
+    def saved(self) -> dict[str, Any]:
+        """Return {name: its statistics} as plain dicts of copies."""
+        return {name: statistics.saved() for name, statistics in self.collected.items()}
+
+    def loaded(self, saved: object) -> dict[str, Statistics]:
+        """Check what `saved` has returned, and return it as statistics on the devices of the tensors.
+
+        Tensors that this recorder does not have are left out.
+        """
+        return loaded_statistics(saved, {name: self.target(name, ()) for name in self.tensors if saved})
 
 
 def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:

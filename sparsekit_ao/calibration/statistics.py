@@ -41,7 +41,7 @@ class Statistics:
     blocks: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the adapter, which refers to the model; the sparsifier sets it again."""
+        """Everything but the adapter, which refers to the model; the recorder sets it again."""
         return {**self.__dict__, "adapter": None}
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -137,12 +137,10 @@ class Statistics:
         return self.sums[need]
 
 
-def loaded_statistics(
-    saved: object, blanks: Mapping[str, Statistics], devices: Mapping[str, torch.device]
-) -> dict[str, Statistics]:
-    """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices.
+def loaded_statistics(saved: object, targets: Mapping[str, "Target"]) -> dict[str, Statistics]:
+    """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices of the targets.
 
-    `blanks` are statistics without sums, which are filled; nothing is loaded for tensors that it does not have.
+    Nothing is loaded for tensors that are no targets.
     """
     prefix = "load_state_dict: "
     if not isinstance(saved, Mapping):
@@ -154,14 +152,15 @@ def loaded_statistics(
         sums = entry.get("sums")
         if not isinstance(sums, Mapping) or not all(type(n) is int and n >= 0 for n in counts):
             raise SparsityError(f"{prefix}{name}: statistics need counts 'tokens' and 'passes' and a dict 'sums'")
-        blank = blanks.get(name)
+        target = targets.get(name)
+        blank = None if target is None else target.blank()
         for need, value in sums.items():
             is_known = need in NEEDS and isinstance(value, Tensor) and value.is_floating_point()
             if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):
                 text = f"statistics have an unknown entry, or one of a wrong shape: {need!r}"
                 raise SparsityError(f"{prefix}{name}: {text}")
-        if blank is not None:
-            blank.add({need: value.to(devices[name]) for need, value in sums.items()}, *counts)
+        if target is not None and blank is not None:
+            blank.add({need: value.to(target.parameter.device) for need, value in sums.items()}, *counts)
             loaded[name] = blank
     return loaded
 

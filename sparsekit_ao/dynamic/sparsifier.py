@@ -305,7 +305,8 @@ class DynamicSparsifier(BudgetSparsifier):
         is_pending = (self._pending or is_due) and not is_late
         momenta = self._capture.momenta() if is_pending and settings.needs_momentum else {}
         if is_pending and self._capture.is_ready(settings.needs_gradient, momenta):
-            statistics = [self._statistics_of(g) for g in self.groups]
+            recorder = self.recorder
+            statistics = [recorder.of(g["tensor_fqn"]) for g in self.groups]
             budgets = self._budgets(self.groups)
             self.last_update = run_update(budgets, settings, self._capture, momenta, iteration, statistics)
             is_pending = False

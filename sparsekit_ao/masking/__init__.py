@@ -16,6 +16,7 @@ from .weight_mask import (
     parametrized_names,
     remove_mask,
     select,
+    shape_of,
     under_all_names,
     used_weight,
 )

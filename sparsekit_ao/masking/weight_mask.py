@@ -231,6 +231,12 @@ def used_weight(module: nn.Module, tensor_name: str) -> Tensor:
     return through(list(_chain(module, tensor_name)), parameters_under(module, tensor_name)).detach()
 
 
+def shape_of(module: nn.Module, tensor_name: str) -> tuple[int, ...]:
+    """The shape of a tensor, masked or not, which is not computed for it."""
+    weight_mask = find_mask(module, tensor_name)
+    return tuple((getattr(module, tensor_name) if weight_mask is None else weight_mask.mask).shape)
+
+
 def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
     """The (first) parameter of a masked tensor."""
     return parameters_under(module, tensor_name)[0]

@@ -125,7 +125,7 @@ def one_shot(
 
     Args:
         sparsifier: Prepared on the model; any config.
-        batches: Calibration data, as for `sparsifier.calibrate`; kept in a list.
+        batches: Recording data, as for `sparsifier.calibrate`; kept in a list.
         forward: `(model, batch) -> anything`, called instead of the model.
         compensate: By `"admm"`, masks and weights are those of ALPS (arXiv 2406.07831) with this library's exact
             selection, for any structure. By `"obs"`, those of structured optimal brain surgeon (S3, arXiv 2604.11315),
@@ -365,7 +365,7 @@ class _Pass:
         saved: dict[str, Any] | None,
     ) -> None:
         self.sparsifier, self.data, self.method, self.blocks = sparsifier, data, method, blocks
-        self.groups = sparsifier.groups
+        self.groups, self.recorder = sparsifier.groups, sparsifier.recorder
         self.index = {g["tensor_fqn"]: i for i, g in enumerate(self.groups)}
         self.pruning_groups = sparsifier._pruning_groups(self.groups)
         coupled = connected(self.pruning_groups, len(self.groups))
@@ -389,7 +389,7 @@ class _Pass:
         unreached = {t.name for t in sequence.unreached if t.adapter is not None}
         recorded = list(chain.from_iterable(sequence.groups.values()))
         names = {t.name for t in recorded}
-        rest = [self.sparsifier._target(g, ()) for g in self.groups if g["tensor_fqn"] not in names]
+        rest = [self.recorder.target(g["tensor_fqn"], ()) for g in self.groups if g["tensor_fqn"] not in names]
         # a generator: each group is recorded after those before it were pruned
         layer_groups = ([self._layer(t, s.get(t.name)) for t in targets] for targets, s in sequence.record())
         with progress_bar(None, "one-shot", "layer", progress=progress, total=len(self.groups)) as bar:
@@ -423,7 +423,7 @@ class _Pass:
     def _check_sizes(self) -> None:
         """Raise if a method would invert a matrix of more than 4 GiB."""
         for group in self.groups if self.method in ("obs", "sparsegpt") else ():
-            adapter = self.sparsifier._adapter(group)
+            adapter = self.recorder.adapter(group["tensor_fqn"])
             inputs = 0 if adapter is None else adapter.matrix(self.sparsifier._dense(group)).shape[2]
             if inputs > MOST_INPUTS:
                 raise SparsityError(
@@ -433,18 +433,18 @@ class _Pass:
 
     def _collected(self, at: int) -> Statistics:
         """Return the statistics that the user collected before."""
-        return self.sparsifier._statistics_of(self.groups[at])
+        return self.recorder.of(self.groups[at]["tensor_fqn"])
 
     def _needs(self, at: int) -> Iterable[str]:
         """Return the statistics to record: G for compensation, and those that its scores need."""
-        adapter = self.sparsifier._adapter(self.groups[at])
+        adapter = self.recorder.adapter(self.groups[at]["tensor_fqn"])
         scores = [n for c in self.single[at] for n in needs_of(c.score) if n not in GRADIENTS]
         compensation = "input_square" if self.method is None else "input_gram"  # squares only show which layers run
         return [*scores, compensation] if adapter is not None and adapter.has_gram else scores
 
     def _sequence(self, needs: Callable[[int], Iterable[str]]) -> SequentialPass:
         """Return a pass over the layers that have something to record."""
-        targets = [self.sparsifier._target(g, needs(at)) for at, g in enumerate(self.groups)]
+        targets = [self.recorder.target(g["tensor_fqn"], needs(at)) for at, g in enumerate(self.groups)]
         return SequentialPass(self.data, [t for t in targets if t.needs], self.blocks)
 
     def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:

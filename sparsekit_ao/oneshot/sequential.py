@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..calibration import SAMPLED, Calibration, Statistics, Target
+from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..errors import SparsityError
 from ..models.running import Forward, TokenMask, call, check_batch, check_batches, token_mask_of
 
@@ -110,7 +110,7 @@ class SequentialPass:
                 yield targets, self._statistics_of_model(targets)
                 continue
             self._go_to(block)
-            with Calibration(targets, keep_rows=True) as calibration:
+            with Recording(targets, keep_rows=True) as calibration:
                 for arguments, mask in zip(self._inputs, self._data.token_masks, strict=True):
                     calibration.token_mask = mask
                     output_of(self.blocks[block], arguments)
@@ -125,7 +125,7 @@ class SequentialPass:
         modules = [t.adapter.module for t in targets if t.adapter is not None]
         can_stop = not any(id(m) in self._repeated for m in modules)
         stop = modules[-1].register_forward_hook(_stop) if can_stop else nullcontext()
-        with stop, Calibration(targets, keep_rows=True) as calibration:
+        with stop, Recording(targets, keep_rows=True) as calibration:
             for index, mask in enumerate(self._data.token_masks):
                 calibration.token_mask = mask
                 self._data.run(index)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from .. import distributed
 from ..errors import SparsityError
-from ..masking import find_mask
+from ..masking import shape_of
 from .config import TensorGroup, copied
 
 MaskSparsifier = Any  # of `base`, which imports this module
 # A scheduler's wrapper around the bound method holds the old instance; pruning groups are made again when needed.
-_NOT_COPIED = ("step", "_grouped", "_adapters")
+_NOT_COPIED = ("step", "_grouped")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 
@@ -179,7 +179,7 @@ def check_saved(
             continue
         if mask.is_meta and not getattr(live[fqn]["module"], live[fqn]["tensor_name"]).is_meta:
             raise SparsityError(f"load_state_dict: {fqn}: the saved mask is on the meta device and has no values")
-        if mask.shape != (shape := shape_of(live[fqn])):
+        if mask.shape != (shape := _shape_of(live[fqn])):
             raise SparsityError(f"load_state_dict: {fqn}: the saved mask is {tuple(mask.shape)}, the weight {shape}")
     return masks, saved
 
@@ -230,7 +230,7 @@ def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str,
     live = {g["tensor_fqn"]: g for g in groups}
     checked = _saved_masks({fqn: {"mask": mask} for fqn, mask in masks.items()})
     for fqn in (*rows, *masks):
-        if fqn not in live or (fqn in masks and (fqn not in checked or checked[fqn].shape != shape_of(live[fqn]))):
+        if fqn not in live or (fqn in masks and (fqn not in checked or checked[fqn].shape != _shape_of(live[fqn]))):
             raise SparsityError(f"load_state_dict: 'one_shot': {fqn!r} is unknown, or its mask has another shape")
         if fqn in rows and not (isinstance(rows[fqn], Mapping) and {k: type(v) for k, v in rows[fqn].items()} == _ROW):
             raise SparsityError(f"load_state_dict: 'one_shot': {fqn}: a row has {', '.join(_ROW)}, got {rows[fqn]!r}")
@@ -240,11 +240,8 @@ def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str,
     return {"rows": {fqn: dict(row) for fqn, row in rows.items()}, "masks": copies, "recovered": recovered}
 
 
-def shape_of(group: TensorGroup) -> tuple[int, ...]:
-    """The shape of a group's tensor, which is not computed for it."""
-    weight_mask = find_mask(group["module"], group["tensor_name"])
-    tensor = getattr(group["module"], group["tensor_name"]) if weight_mask is None else weight_mask.mask
-    return tuple(tensor.shape)
+def _shape_of(group: TensorGroup) -> tuple[int, ...]:
+    return shape_of(group["module"], group["tensor_name"])
 
 
 def _merged_group(

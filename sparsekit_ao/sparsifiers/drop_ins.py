@@ -20,7 +20,6 @@ from ..selection import Request
 from ..structure import BlockSpec, Budget, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
-from .checkpoint import shape_of
 from .config import ConfigContext, TensorGroup
 from .stages import checked_tile
 
@@ -224,7 +223,11 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
-            shape, nearliness, where = shape_of(group), group["nearliness"], f"{group['tensor_fqn']}: "
+            shape, nearliness, where = (
+                masking.shape_of(group["module"], group["tensor_name"]),
+                group["nearliness"],
+                f"{group['tensor_fqn']}: ",
+            )
             if len(shape) != 2:
                 raise SparsityError(f"{where}a diagonal needs a matrix, got shape {shape}")
             if isinstance(nearliness, bool) or not isinstance(nearliness, int):

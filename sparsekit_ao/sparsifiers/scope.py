@@ -12,19 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..calibration import (
-    NEEDS,
-    Calibration,
-    LayerAdapter,
-    Statistics,
-    Target,
-    adapter_of,
-    loaded_statistics,
-    run_batches,
-)
+from ..calibration import NEEDS, Recorder, Recording, Statistics
 from ..errors import SparsityError, refuse_meta_masks
 from ..models.progress import progress_bar
-from ..models.running import TokenMask, check_batches
+from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..schedules import UpdateInterval
 from ..scores import Score, needs_of
@@ -88,8 +79,6 @@ class BudgetSparsifier(MaskSparsifier):
     optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
     bool_masks = True
     _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
-    _statistics: Mapping[str, Statistics] = {}
-    _adapters: Mapping[str, LayerAdapter | None] = {}
 
     def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
         known = (*self.structure_defaults, *self.optional_keys)
@@ -116,6 +105,7 @@ class BudgetSparsifier(MaskSparsifier):
             **joined({**shapes, **self.structure_defaults}, arguments, "defaults: "),
             **({} if nnz is None else {"nnz": nnz}),
         }
+        self._recorder = Recorder(None, {})
         super().__init__(defaults)
         stages_of({**defaults, "tensor_fqn": "defaults"})
         checked_level(defaults["sparsity_level"], "defaults: ")
@@ -302,9 +292,9 @@ class BudgetSparsifier(MaskSparsifier):
     ) -> None:
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
-        dense = list(map(self._dense, groups))
+        dense, recorder = list(map(self._dense, groups)), self.recorder
         for g in pruning_groups:  # scores may raise, so those of this part precede its masks
-            values = g.values(dense.__getitem__, lambda i: self._statistics_of(groups[i]))
+            values = g.values(dense.__getitem__, lambda i: recorder.of(groups[i]["tensor_fqn"]))
             norm = g.norm_of(values.values())
             stages.setdefault(g.stage, {})[g] = g.request(masks, keeps[g], values, norm)
         for request in stages.get(0, {}).values():
@@ -317,9 +307,10 @@ class BudgetSparsifier(MaskSparsifier):
     def _needs(self) -> dict[str, tuple[str, ...]]:
         """{tensor_fqn: the statistics that scores read of it}."""
         needs_of_tensors: dict[str, tuple[str, ...]] = {}
+        recorder = self.recorder
         for g in self._pruning_groups(self.groups):
             needs = needs_of(g.score)
-            for _, at in g.scored(lambda i: self._statistics_of(self.groups[i])) if needs else ():
+            for _, at in g.scored(lambda i: recorder.of(self.groups[i]["tensor_fqn"])) if needs else ():
                 fqn = self.groups[at]["tensor_fqn"]
                 needs_of_tensors[fqn] = tuple(dict.fromkeys((*needs_of_tensors.get(fqn, ()), *needs)))
         return needs_of_tensors
@@ -361,7 +352,7 @@ class BudgetSparsifier(MaskSparsifier):
         token_mask: TokenMask = None,
         needs: Sequence[str] = (),
         progress: bool = True,
-    ) -> Calibration | None:
+    ) -> Recording | None:
         """Record the statistics that scores need while the model runs; they add to those recorded before.
 
         The sums do not depend on how tokens are split into batches, up to float32 rounding. Over ranks each one runs
@@ -398,93 +389,52 @@ class BudgetSparsifier(MaskSparsifier):
         for need in needs:
             if need not in NEEDS:
                 raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
-        of_scores = self._needs()
-        targets = [self._target(g, n) for g in self.groups if (n := (*of_scores.get(g["tensor_fqn"], ()), *needs))]
-        if not targets:
+        of_scores, names = self._needs(), [g["tensor_fqn"] for g in self.groups]
+        wanted = {name: (*of_scores.get(name, ()), *needs) for name in names if needs or of_scores.get(name)}
+        if not wanted:
             raise SparsityError(
                 "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "
                 "them in needs="
             )
-        calibration = Calibration(targets, self._add_statistics)
-        if batches is None:
-            if forward is not None or token_mask is not None:
-                raise SparsityError(
-                    "calibrate: forward and token_mask need batches; in a context set c.token_mask instead"
-                )
-            return calibration
-        check_batches(batches, token_mask, forward, "calibrate")
-        with calibration:
-            bar = progress_bar(batches, "calibrate", "batch", progress=progress)
-            run_batches(calibration, self.model, bar, forward, token_mask)
-        return None
+        if batches is not None:
+            self.recorder.run(batches, wanted, forward, token_mask, progress)
+            return None
+        if forward is not None or token_mask is not None:
+            raise SparsityError("calibrate: forward and token_mask need batches; in a context set c.token_mask instead")
+        return self.recorder.recording(wanted)
+
+    @property
+    def recorder(self) -> Recorder:
+        """The statistics of the sparsified tensors, and what records them."""
+        tensors = {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in self.groups}
+        if self._recorder.tensors != tensors:
+            self._recorder = Recorder(self.model, tensors, self._recorder.collected)
+        return self._recorder
 
     @property
     def statistics(self) -> Mapping[str, Statistics]:
         """{tensor_fqn: what was recorded for it}."""
-        return {g["tensor_fqn"]: self._statistics_of(g) for g in self.groups if g["tensor_fqn"] in self._statistics}
+        recorder = self.recorder
+        return {name: recorder.of(name) for name in recorder.tensors if name in recorder.collected}
 
     def forget_statistics(self) -> None:
         """Free all statistics; the next calibration starts anew."""
-        self._statistics = {}
+        self._recorder.collected.clear()
 
     def _after_prepare(self) -> None:
-        self._adapters = {}
-        if not self._resumes:
-            self._statistics = {}
-
-    def _target(self, group: TensorGroup, needs: Iterable[str]) -> Target:
-        module, name = group["module"], group["tensor_name"]
-        return Target(
-            name=group["tensor_fqn"],
-            module=module,
-            tensor_name=name,
-            parameter=masking.parameter_under(module, name),
-            shape=tuple(self._live_mask(group).shape),
-            needs=tuple(dict.fromkeys(needs)),
-            adapter=self._adapter(group),
-        )
-
-    def _adapter(self, group: TensorGroup) -> LayerAdapter | None:
-        """How a tensor is a matrix; looked up for all tensors at once and kept until `prepare`."""
-        assert self.model is not None
-        if set(self._adapters) != {g["tensor_fqn"] for g in self.groups}:
-            attentions = {id(m.out_proj): m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}
-            adapters = [adapter_of(g["module"], g["tensor_name"], attentions) for g in self.groups]
-            self._adapters = {g["tensor_fqn"]: a for g, a in zip(self.groups, adapters, strict=True)}
-        return self._adapters[group["tensor_fqn"]]
-
-    def _statistics_of(self, group: TensorGroup) -> Statistics:
-        """What was recorded for a tensor, or statistics without sums."""
-        statistics = self._statistics.get(group["tensor_fqn"]) or self._blank(group)
-        statistics.adapter = self._adapter(group)  # which a copy or a pickle has not
-        return statistics
-
-    def _blank(self, group: TensorGroup) -> Statistics:
-        shape = tuple(self._live_mask(group).shape)
-        return Statistics(name=group["tensor_fqn"], shape=shape, adapter=self._adapter(group))
-
-    def _add_statistics(self, new: Mapping[str, Statistics]) -> None:
-        total = dict(self._statistics)
-        for name, statistics in new.items():
-            if name in total:
-                total[name].add(statistics.sums, statistics.tokens, statistics.passes)
-            else:
-                total[name] = statistics
-        self._statistics = total
+        self._recorder = Recorder(None, {}, self._recorder.collected if self._resumes else {})
 
     def _extra_state(self) -> dict[str, Any]:
-        statistics = {name: s.saved() for name, s in self._statistics.items()}
+        statistics = self._recorder.saved()
         return {"statistics": statistics} if statistics else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
         self._need_prepared("load_state_dict")
         saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
-        groups = {g["tensor_fqn"]: g for g in self.groups if saved != {}}
-        devices = {name: self._live_mask(g).device for name, g in groups.items()}
-        loaded = loaded_statistics(saved, {name: self._blank(g) for name, g in groups.items()}, devices)
+        loaded = self.recorder.loaded(saved)
         super().load_state_dict(state_dict, strict)
-        self._statistics = loaded
+        self._recorder.collected = loaded
 
 
 class ScopeSparsifier(BudgetSparsifier):
@@ -600,9 +550,9 @@ class ScopeSparsifier(BudgetSparsifier):
         [(('0.weight',), tensor([[[5., 1.]]]))]
         """
         self._need_prepared("block_scores")
-        scores = []
+        scores, recorder, groups = [], self.recorder, self.groups
         for g in self._pruning_groups(self.groups):
-            values = g.values(lambda i: self._dense(self.groups[i]), lambda i: self._statistics_of(self.groups[i]))
+            values = g.values(lambda i: self._dense(groups[i]), lambda i: recorder.of(groups[i]["tensor_fqn"]))
             names = tuple(self.groups[at]["tensor_fqn"] for _, at in g.members)
             scores.append((names, g.scope.block_norms(values, norm=g.norm_of(values.values()))))
         return scores

