@@ -268,6 +268,16 @@ def make_pruning_groups(
     return tuple(pruning_groups)
 
 
+def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) -> None:
+    """Raise where blocks, scopes or budgets do not fit one tensor, as far as no coupled tensor takes part in them."""
+    for at, stage in enumerate(stages):
+        spec = _block_spec(group["tensor_fqn"], stage, tensor)
+        if stage.block_coupling is None:  # a coupling's scopes are those of the grid that its members share
+            ScopeSpec(spec, stage.scope_shape)
+            if stage.scope_coupling is None:
+                _pruning_group(group["tensor_fqn"], [([_Member(0, stage, spec)], spec)], at).budget([group])
+
+
 def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:
     """Elements of all tensors of pruning groups, once for each stage."""
     return sum(spec.view.numel() for g in pruning_groups for spec, _ in g.members)
