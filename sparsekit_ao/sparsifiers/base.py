@@ -301,7 +301,9 @@ class MaskSparsifier(BaseSparsifier):
         masks = [self._live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
-            _warn_of_stale_masks(self.groups, masks, self._chosen_at)
+            text = _stale(self.groups, masks, self._chosen_at) or ("" if model is not None else self._miscounted())
+            if text:
+                warnings.warn(f"squash_mask: {text}", stacklevel=2)
         if model is not None:
             _warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
@@ -335,6 +337,10 @@ class MaskSparsifier(BaseSparsifier):
                 distributed.move_record(records[id(module._parameters[name])], module, name)
             if params:
                 module.sparse_params = params  # type: ignore[assignment]
+
+    def _miscounted(self) -> str:
+        """What to say of masks that do not hold their budgets, as masks that were loaded with the model may; or ""."""
+        return ""
 
     def _end(self) -> None:  # called when the own model has been squashed
         self._phase = "squashed"
@@ -485,34 +491,28 @@ def _kept_params(
     return kept
 
 
-def _warn_of_stale_masks(
-    groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None
-) -> None:
-    """Warn of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have now."""
+def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
+    """What to say of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have."""
     if chosen_at is None:
         if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
-            text = "squash_mask: step was never called, so every mask keeps everything and nothing is pruned"
-            warnings.warn(f"{text}; call step() first", stacklevel=3)
-        elif whole := [
+            return "step was never called, so every mask keeps everything and nothing is pruned; call step() first"
+        whole = [
             group["tensor_fqn"]
             for group, mask in zip(groups, masks, strict=True)
             if not mask.is_meta and group.get("sparsity_level", 0) > 0 and bool(mask.all())
-        ]:
-            warnings.warn(
-                f"squash_mask: {len(whole)} of {len(masks)} masks keep everything, so that {', '.join(whole[:5])} stay "
-                "dense: they were never chosen, as after an interrupted one_shot. Call one_shot(..., resume=True) or "
-                "step() first",
-                stacklevel=3,
+        ]
+        if whole:
+            return (
+                f"{len(whole)} of {len(masks)} masks keep everything, so that {', '.join(whole[:5])} stay dense: they "
+                "were never chosen, as after an interrupted one_shot. Call one_shot(..., resume=True) or step() first"
             )
-        return
-    for group, before in zip(groups, chosen_at, strict=True):
+    for group, before in zip(groups, chosen_at or (), strict=chosen_at is not None):
         if group.get("sparsity_level") != before:
-            warnings.warn(
-                f"squash_mask: the mask of {group['tensor_fqn']} was chosen at sparsity_level {before}, and its level "
-                f"is {group['sparsity_level']} now; call step() once more for the last level",
-                stacklevel=3,
+            return (
+                f"the mask of {group['tensor_fqn']} was chosen at sparsity_level {before}, and its level is "
+                f"{group['sparsity_level']} now; call step() once more for the last level"
             )
-            return
+    return ""
 
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:

@@ -282,6 +282,9 @@ class ProximalSparsifier(BudgetSparsifier):
             if params:
                 self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
 
+    def _miscounted(self) -> str:
+        return ""  # a step may leave a block out, and a strength has no budget
+
     def _end(self) -> None:
         super()._end()
         self._counts.attach([])

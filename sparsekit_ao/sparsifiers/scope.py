@@ -207,6 +207,18 @@ class BudgetSparsifier(MaskSparsifier):
                 raise SparsityError(hint) from None
             raise
 
+    def _miscounted(self) -> str:
+        try:
+            self.check()
+        except SparsityError as e:
+            lines = str(e).split("\n  ")[1:]
+            more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
+            return (
+                f"{lines[0]}{more}. The masks were not chosen at these levels; they may have been loaded with the "
+                "model. Call step() to choose them anew, or set enable_mask_update = False to keep them"
+            )
+        return ""
+
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         return self._over(copied(self.defaults), entry, place)
 
