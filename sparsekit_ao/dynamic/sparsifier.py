@@ -58,9 +58,9 @@ class DynamicSparsifier(BudgetSparsifier):
         update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
         until: The last iteration that may update; None for no end.
-        prune: "magnitude", "global", or from `prune`.
-        grow: "gradient", "momentum", "random", None, or from `grow`.
-        redistribute: "gradient", "momentum", "nonzero", None, or from `redistribute`.
+        prune: "magnitude", "global", "random", or a rule of `criteria`.
+        grow: "gradient", "momentum", "random", None, or a rule of `criteria`.
+        redistribute: "gradient", "momentum", "nonzero", None, or a rule of `criteria`.
         target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
         seed: Of random choices, together with the tensor name, the iteration and the purpose.
         state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient. With
