@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import distributed
 from ..calibration import Statistics
 from ..distributed import full_tensor, is_sharded, local, placed_like
-from ..errors import CouplingError, SparsityError, is_number
+from ..errors import CouplingError, SparsityError
 from ..scores import Score, saliency_of
 from ..selection import Request
 from ..structure import (
@@ -30,6 +30,7 @@ from ..structure import (
     SparseScope,
     View,
     block_windows,
+    checked_level,
     scope_windows,
     sparsity_to_nnz,
 )
@@ -139,8 +140,8 @@ class PruningGroup:
         """
         is_scheduled, asked = False, {}
         for _, at in self.members:
-            level = groups[at]["sparsity_level"]
-            is_scheduled |= is_number(level) and level != groups[at].get("level_of_nnz", level)
+            level = checked_level(groups[at]["sparsity_level"], f"{groups[at]['tensor_fqn']}: ")
+            is_scheduled |= level != groups[at].get("level_of_nnz", level)
         for _, at in self.members:
             group = groups[at]
             budgets = stage_budgets(group)
