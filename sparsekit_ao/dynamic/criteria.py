@@ -329,7 +329,7 @@ def _active_elements(slots: Slots) -> Tensor:
 
 #: rules by name, for each argument of `DynamicSparsifier`
 NAMES: dict[str, Mapping[str, Rule | None]] = {
-    "prune": {"magnitude": magnitude(), "global": global_magnitude()},
+    "prune": {"magnitude": magnitude(), "global": global_magnitude(), "random": random("prune")},
     "grow": {"gradient": gradient(), "momentum": momentum(), "random": random(), "none": None},
     "redistribute": {"gradient": gradient(), "momentum": momentum(), "nonzero": nonzero(), "none": None},
 }

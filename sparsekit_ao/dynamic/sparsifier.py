@@ -58,9 +58,9 @@ class DynamicSparsifier(BudgetSparsifier):
         update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
         until: The last iteration that may update; None for no end.
-        prune: "magnitude", "global", or from `prune`.
-        grow: "gradient", "momentum", "random", None, or from `grow`.
-        redistribute: "gradient", "momentum", "nonzero", None, or from `redistribute`.
+        prune: "magnitude", "global", "random", or a rule of `criteria`.
+        grow: "gradient", "momentum", "random", None, or a rule of `criteria`.
+        redistribute: "gradient", "momentum", "nonzero", None, or a rule of `criteria`.
         target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
         seed: Of random choices, together with the tensor name, the iteration and the purpose.
         state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient. With
@@ -173,28 +173,38 @@ class DynamicSparsifier(BudgetSparsifier):
         is_fixed = self._resolve(entry, place).get("sparsity_level") is not None or group.get("nnz") is not None
         return {**group, "fixed": is_fixed}
 
+    def _check_fit(self, group: TensorGroup) -> None:
+        self._refuse_parametrized(group)
+        super()._check_fit(group)
+
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         if self._phase != "prepared":
             for group in groups:
-                place = group["module"], group["tensor_name"]
-                mask = find_mask(*place) if self._resumes else None  # of a copy of the model, which is taken over
-                if parametrize.is_parametrized(*place) and (
-                    mask is None or len(place[0].parametrizations[place[1]]) > 1
-                ):
-                    raise SparsityError(
-                        f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient "
-                        "of its own to grow by. Remove that one first, or leave the tensor out."
-                    )
+                self._refuse_parametrized(group)
             if self._capture.optimizers:
                 self._check_optimizers(self._capture.optimizers, groups)
             if self._resumes:
                 refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
             else:
-                budgets, settings = self._budgets(groups), self.settings
-                settings.check_budgets(budgets)
-                level, later = self.defaults["sparsity_level"], settings.extreme_targets()
-                self._initial_masks = initial_masks(budgets, self.init, level, later, settings.seed)
+                self.settings.check_budgets(self._budgets(groups))
         super()._check_groups(groups)
+
+    def _refuse_parametrized(self, group: TensorGroup) -> None:
+        """Raise where a weight is computed by anything but a mask that is taken over from a copy of the model."""
+        place = group["module"], group["tensor_name"]
+        mask = find_mask(*place) if self._resumes else None
+        if parametrize.is_parametrized(*place) and (mask is None or len(place[0].parametrizations[place[1]]) > 1):
+            raise SparsityError(
+                f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient of its "
+                "own to grow by. Remove that one first, or leave the tensor out."
+            )
+
+    def _begin(self, groups: Sequence[TensorGroup]) -> None:
+        """Spread the overall budget over the groups, and draw the masks to start with."""
+        if not self._resumes:
+            level, later = self.defaults["sparsity_level"], self.settings.extreme_targets()
+            self._initial_masks = initial_masks(self._budgets(groups), self.init, level, later, self.settings.seed)
+        super()._begin(groups)
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
         if self.settings.target is not None:

@@ -41,7 +41,7 @@ class MaskSparsifier(BaseSparsifier):
 
     A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does, or all
     of them in `_update_all`. It may add config keys without a default (`optional_keys`), complete an entry
-    (`_complete`) and check all groups (`_check_groups`).
+    (`_complete`), and check one group (`_check_fit`) or all of them together (`_check_groups`).
 
     Args:
         defaults: The config keys with their defaults.
@@ -55,8 +55,8 @@ class MaskSparsifier(BaseSparsifier):
     optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as those of `FakeSparsity` (`mask.mean()` works), or bool where this is True
     bool_masks = False
-    #: the parametrization that `prepare` registers
-    mask_class: type[masking.WeightMask] = masking.WeightMask
+    #: the parametrization that `prepare` registers; None registers nothing
+    mask_class: type[masking.WeightMask] | None = masking.WeightMask
 
     __deepcopy__ = checkpoint.deepcopy
     __getstate__ = checkpoint.getstate
@@ -89,8 +89,16 @@ class MaskSparsifier(BaseSparsifier):
     def _after_prepare(self) -> None:
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
 
+    def _check_fit(self, group: TensorGroup) -> None:
+        """Raise where a group does not fit its tensor, whatever the other groups are; nothing is changed."""
+
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Validate the groups and complete keys that follow from others; raise before the model is changed."""
+        """Raise where groups do not fit, alone or together; nothing is changed."""
+        for group in groups:
+            self._check_fit(group)
+
+    def _begin(self, groups: Sequence[TensorGroup]) -> None:
+        """Called in `prepare` after all checks: write what follows from the budgets of all groups into them."""
 
     def _structure(self, group: TensorGroup) -> str:
         """What a group says besides its level, stage by stage; a saved state must say the same."""
@@ -157,7 +165,7 @@ class MaskSparsifier(BaseSparsifier):
         is_default = config is None and not self._resumes
         config, exclude, saved = self._chosen(model, config, exclude)
         skip_unfit |= self._resumes and self._skip_unfit
-        check = self._check_groups if skip_unfit else None
+        check = self._check_fit if skip_unfit else None
         options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
         mask_class = self.mask_class if self._resumes else None
         resolved = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
@@ -168,22 +176,23 @@ class MaskSparsifier(BaseSparsifier):
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
         unmasked = [g for g in groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
-        new_masks = [(g["module"], g["tensor_name"], m) for g in unmasked if (m := self._new_mask(g)) is not None]
-        if new_masks and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        unmasked = [] if self.mask_class is None else unmasked
+        if unmasked and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise SparsityError(
                 "prepare: the model is wrapped in DistributedDataParallel, which would not see the gradients of "
                 "masked weights; prepare the model inside (model.module), and wrap it anew after that"
             )
-        masks = masking.under_all_names(model, new_masks)
         before = dict(self.__dict__)
-        self.model, self.groups, self._skip_unfit = model, groups, skip_unfit
-        names = {m: name for name, m in model.named_modules()}
-        self._exclude = tuple(names[e] if isinstance(e, nn.Module) else e for e in exclude)
-        self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
-        self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
-        self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
         try:
-            with masking.installed(masks):
+            self._begin(groups)
+            new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in unmasked]
+            self.model, self.groups, self._skip_unfit = model, groups, skip_unfit
+            names = {m: name for name, m in model.named_modules()}
+            self._exclude = tuple(names[e] if isinstance(e, nn.Module) else e for e in exclude)
+            self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
+            self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
+            self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
+            with masking.installed(masking.under_all_names(model, new_masks)):
                 if saved is not None:
                     self.load_state_dict(saved)
                 self._after_prepare()
@@ -292,7 +301,9 @@ class MaskSparsifier(BaseSparsifier):
         masks = [self._live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
-            _warn_of_stale_masks(self.groups, masks, self._chosen_at)
+            text = _stale(self.groups, masks, self._chosen_at) or ("" if model is not None else self._miscounted())
+            if text:
+                warnings.warn(f"squash_mask: {text}", stacklevel=2)
         if model is not None:
             _warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
@@ -326,6 +337,10 @@ class MaskSparsifier(BaseSparsifier):
                 distributed.move_record(records[id(module._parameters[name])], module, name)
             if params:
                 module.sparse_params = params  # type: ignore[assignment]
+
+    def _miscounted(self) -> str:
+        """What to say of masks that do not hold their budgets, as masks that were loaded with the model may; or ""."""
+        return ""
 
     def _end(self) -> None:  # called when the own model has been squashed
         self._phase = "squashed"
@@ -367,8 +382,8 @@ class MaskSparsifier(BaseSparsifier):
             lines.append(f"  {group['tensor_fqn']}: {', '.join(f'{k}={group[k]!r}' for k in self.keys if k in group)}")
         return "\n".join(lines)
 
-    def _new_mask(self, group: TensorGroup) -> masking.WeightMask | None:
-        """The parametrization that `prepare` registers on a tensor; it keeps everything. None registers nothing."""
+    def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
+        """The parametrization that `prepare` registers on a tensor; it keeps everything."""
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return masking.WeightMask(torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype))
 
@@ -476,34 +491,28 @@ def _kept_params(
     return kept
 
 
-def _warn_of_stale_masks(
-    groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None
-) -> None:
-    """Warn of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have now."""
+def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
+    """What to say of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have."""
     if chosen_at is None:
         if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
-            text = "squash_mask: step was never called, so every mask keeps everything and nothing is pruned"
-            warnings.warn(f"{text}; call step() first", stacklevel=3)
-        elif whole := [
+            return "step was never called, so every mask keeps everything and nothing is pruned; call step() first"
+        whole = [
             group["tensor_fqn"]
             for group, mask in zip(groups, masks, strict=True)
             if not mask.is_meta and group.get("sparsity_level", 0) > 0 and bool(mask.all())
-        ]:
-            warnings.warn(
-                f"squash_mask: {len(whole)} of {len(masks)} masks keep everything, so that {', '.join(whole[:5])} stay "
-                "dense: they were never chosen, as after an interrupted one_shot. Call one_shot(..., resume=True) or "
-                "step() first",
-                stacklevel=3,
+        ]
+        if whole:
+            return (
+                f"{len(whole)} of {len(masks)} masks keep everything, so that {', '.join(whole[:5])} stay dense: they "
+                "were never chosen, as after an interrupted one_shot. Call one_shot(..., resume=True) or step() first"
             )
-        return
-    for group, before in zip(groups, chosen_at, strict=True):
+    for group, before in zip(groups, chosen_at or (), strict=chosen_at is not None):
         if group.get("sparsity_level") != before:
-            warnings.warn(
-                f"squash_mask: the mask of {group['tensor_fqn']} was chosen at sparsity_level {before}, and its level "
-                f"is {group['sparsity_level']} now; call step() once more for the last level",
-                stacklevel=3,
+            return (
+                f"the mask of {group['tensor_fqn']} was chosen at sparsity_level {before}, and its level is "
+                f"{group['sparsity_level']} now; call step() once more for the last level"
             )
-            return
+    return ""
 
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:

@@ -93,7 +93,7 @@ def resolve_groups(
     *,
     exclude: Sequence[Exclusion] = (),
     is_default: bool = False,
-    check: Callable[[Sequence[TensorGroup]], None] | None = None,
+    check: Callable[[TensorGroup], None] | None = None,
     mask_class: type | None = None,
 ) -> ResolvedConfig:
     """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
@@ -103,8 +103,8 @@ def resolve_groups(
         keys: Those that an entry may have besides the ones that name its tensors.
         complete: Adds defaults to what an entry gives for one tensor.
         is_default: The config was made from the model; tied parameters and adapters are then left out.
-        check: Called with each group by itself; a tensor for which it raises a SparsityError is skipped, if the entry
-            fits another tensor.
+        check: Called with each group; a tensor for which it raises a SparsityError is skipped, if the entry fits
+            another tensor.
         mask_class: Masks of this class that are there already are taken over; None refuses all masks.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
@@ -132,7 +132,7 @@ def resolve_groups(
             try:
                 group = _group(model, fqn, config[at], complete, f"config[{at}]: ", mask_class)
                 if check is not None:
-                    check([group])
+                    check(group)
             except SparsityError as e:
                 if check is None:
                     raise

@@ -59,7 +59,7 @@ class WeightNormSparsifier(MaskSparsifier):
         self._zeros_follow_shape, self._has_warned = zeros_per_block is None, False
         zeros = math.prod(shape) if zeros_per_block is None else zeros_per_block
         super().__init__({"sparsity_level": sparsity_level, "sparse_block_shape": shape, "zeros_per_block": zeros})
-        self._check_groups([{**self.defaults, "tensor_fqn": name}])
+        self._check_fit({**self.defaults, "tensor_fqn": name})
         if norm is not None and not callable(norm) and norm not in (1, 2):
             raise SparsityError(f"{name}: norm must be 1, 2 or a callable (weight -> saliency), got {norm!r}")
         self.norm_fn = norm if callable(norm) else torch.abs if norm == 1 else torch.square
@@ -77,7 +77,7 @@ class WeightNormSparsifier(MaskSparsifier):
         group = {k: v for k, v in locals().items() if k not in ("self", "kwargs")}
         self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
         group["tensor_fqn"] = self._check_prepared(module, tensor_name, kwargs)
-        self._check_groups([group])
+        self._check_fit(group)
         with torch.no_grad():
             self._fill([group])
 
@@ -133,21 +133,18 @@ class WeightNormSparsifier(MaskSparsifier):
             group["zeros_per_block"] = math.prod(group["sparse_block_shape"])
         return group
 
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        for group in groups:
-            shape, level, zeros = (group[k] for k in ("sparse_block_shape", "sparsity_level", "zeros_per_block"))
-            where = f"{group['tensor_fqn']}: "
-            size = math.prod(checked_tile(shape, where))
-            if not is_number(level) or math.isnan(level):
-                raise SparsityError(f"{where}sparsity level must be a number in [0, 1], got {level!r}")
-            if isinstance(zeros, bool) or not isinstance(zeros, int) or not 0 <= zeros <= size:
-                of = f"the elements of a block {tuple(shape)}"
-                raise SparsityError(f"{where}zeros_per_block must lie in 0 .. {size} ({of}), got {zeros!r}")
-            if not 0 <= level <= 1 and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"{where}sparsity level {level} is outside [0, 1]; it acts as {level > 1:d}", stacklevel=2
-                )
+    def _check_fit(self, group: TensorGroup) -> None:
+        shape, level, zeros = (group[k] for k in ("sparse_block_shape", "sparsity_level", "zeros_per_block"))
+        where = f"{group['tensor_fqn']}: "
+        size = math.prod(checked_tile(shape, where))
+        if not is_number(level) or math.isnan(level):
+            raise SparsityError(f"{where}sparsity level must be a number in [0, 1], got {level!r}")
+        if isinstance(zeros, bool) or not isinstance(zeros, int) or not 0 <= zeros <= size:
+            of = f"the elements of a block {tuple(shape)}"
+            raise SparsityError(f"{where}zeros_per_block must lie in 0 .. {size} ({of}), got {zeros!r}")
+        if not 0 <= level <= 1 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{where}sparsity level {level} is outside [0, 1]; it acts as {level > 1:d}", stacklevel=2)
 
 
 def _matrix_shape(shape: Sequence[int]) -> Shape:
@@ -216,25 +213,21 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
         fqn = self._check_prepared(module, tensor_name, kwargs)
         group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
-        self._check_groups([group])
+        self._check_fit(group)
         mask = self._live_mask(group)
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
         distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
 
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        for group in groups:
-            shape, nearliness, where = (
-                masking.shape_of(group["module"], group["tensor_name"]),
-                group["nearliness"],
-                f"{group['tensor_fqn']}: ",
+    def _check_fit(self, group: TensorGroup) -> None:
+        shape = masking.shape_of(group["module"], group["tensor_name"])
+        nearliness, where = group["nearliness"], f"{group['tensor_fqn']}: "
+        if len(shape) != 2:
+            raise SparsityError(f"{where}a diagonal needs a matrix, got shape {shape}")
+        if isinstance(nearliness, bool) or not isinstance(nearliness, int):
+            raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
+        if self._phase == "prepared" and nearliness > 0 and nearliness % 2 == 0:
+            raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
+        if nearliness // 2 >= min(shape):
+            raise SparsityError(
+                f"{where}nearliness // 2 must be smaller than both dimensions {shape}, got nearliness {nearliness}"
             )
-            if len(shape) != 2:
-                raise SparsityError(f"{where}a diagonal needs a matrix, got shape {shape}")
-            if isinstance(nearliness, bool) or not isinstance(nearliness, int):
-                raise SparsityError(f"{where}nearliness must be an int, got {nearliness!r}")
-            if self._phase == "prepared" and nearliness > 0 and nearliness % 2 == 0:
-                raise SparsityError(f"{where}nearliness can only be an odd number, got {nearliness}")
-            if nearliness // 2 >= min(shape):
-                raise SparsityError(
-                    f"{where}nearliness // 2 must be smaller than both dimensions {shape}, got nearliness {nearliness}"
-                )

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import distributed
 from ..calibration import Statistics
 from ..distributed import full_tensor, is_sharded, local, placed_like
-from ..errors import CouplingError, SparsityError, is_number
+from ..errors import CouplingError, SparsityError
 from ..models.progress import progress_bar
 from ..scores import Score, saliency_of
 from ..selection import Request
@@ -31,6 +31,7 @@ from ..structure import (
     SparseScope,
     View,
     block_windows,
+    checked_level,
     scope_windows,
     sparsity_to_nnz,
 )
@@ -139,8 +140,8 @@ class PruningGroup:
         """
         is_scheduled, asked = False, {}
         for _, at in self.members:
-            level = groups[at]["sparsity_level"]
-            is_scheduled |= is_number(level) and level != groups[at].get("level_of_nnz", level)
+            level = checked_level(groups[at]["sparsity_level"], f"{groups[at]['tensor_fqn']}: ")
+            is_scheduled |= level != groups[at].get("level_of_nnz", level)
         for _, at in self.members:
             group = groups[at]
             budgets = stage_budgets(group)
@@ -266,6 +267,16 @@ def make_pruning_groups(
             label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(units[0][1].name)
             pruning_groups.append(_pruning_group(label, units, stage))
     return tuple(pruning_groups)
+
+
+def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) -> None:
+    """Raise where blocks, scopes or budgets do not fit one tensor, as far as no coupled tensor takes part in them."""
+    for at, stage in enumerate(stages):
+        spec = _block_spec(group["tensor_fqn"], stage, tensor)
+        if stage.block_coupling is None:  # a coupling's scopes are those of the grid that its members share
+            ScopeSpec(spec, stage.scope_shape)
+            if stage.scope_coupling is None:
+                _pruning_group(group["tensor_fqn"], [([_Member(0, stage, spec)], spec)], at).budget([group])
 
 
 def elements_of(pruning_groups: Sequence[PruningGroup]) -> int:

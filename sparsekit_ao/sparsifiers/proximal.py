@@ -86,6 +86,7 @@ class ProximalSparsifier(BudgetSparsifier):
         k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("norm", "score", "member_scores")
     }
     optional_keys = (*BudgetSparsifier.optional_keys, "strength")
+    mask_class = None
 
     def __init__(
         self,
@@ -236,32 +237,18 @@ class ProximalSparsifier(BudgetSparsifier):
             raise SparsityError(f"{place.where}give strength, sparsity_level or nnz, here or as a default")
         return {k: v for k, v in group.items() if k != "strength"}
 
+    def _check_fit(self, group: TensorGroup) -> None:
+        _refuse_unfit(group)
+        super()._check_fit(group)
+
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         for group in groups:
-            fqn, module, name = group["tensor_fqn"], group["module"], group["tensor_name"]
-            if parametrize.is_parametrized(module, name):
-                raise SparsityError(
-                    f"{fqn}: a parametrization computes this weight, so it cannot be changed in place. Remove that one "
-                    "first (squash_mask for a mask), or leave the tensor out."
-                )
-            if is_sharded(module._parameters[name]):
-                raise SparsityError(
-                    f"{fqn}: it is sharded over ranks, and proximal steps need whole tensors. Use "
-                    "DistributedDataParallel, or ScopeSparsifier, which works on sharded weights."
-                )
-            if group.get("strength") is not None and group["sparsity_level"] != 0:
-                raise SparsityError(
-                    f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but this tensor has a strength, and "
-                    "no budget. Give it a sparsity_level in place of the strength, or leave it out of the scheduler."
-                )
+            _refuse_unfit(group)
         super()._check_groups(groups)
         for pruning_group in self._pruning_groups(groups):
             strengths = [groups[at].get("strength") for _, at in pruning_group.members]
             if any(strength != strengths[0] for strength in strengths):
                 raise CouplingError(f"{pruning_group.label}: members need the same strength, got {strengths}")
-
-    def _new_mask(self, group: TensorGroup) -> None:
-        return None
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
@@ -294,6 +281,9 @@ class ProximalSparsifier(BudgetSparsifier):
         for group, params in zip(self.groups, kept, strict=True):
             if params:
                 self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
+
+    def _miscounted(self) -> str:
+        return ""  # a step may leave a block out, and a strength has no budget
 
     def _end(self) -> None:
         super()._end()
@@ -396,6 +386,26 @@ def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> An
         return strength
     what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
     raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
+
+
+def _refuse_unfit(group: TensorGroup) -> None:
+    """Raise where a tensor cannot be changed in place, or its strength is none."""
+    fqn, module, name = group["tensor_fqn"], group["module"], group["tensor_name"]
+    if parametrize.is_parametrized(module, name):
+        raise SparsityError(
+            f"{fqn}: a parametrization computes this weight, so it cannot be changed in place. Remove that one "
+            "first (squash_mask for a mask), or leave the tensor out."
+        )
+    if is_sharded(module._parameters[name]):
+        raise SparsityError(
+            f"{fqn}: it is sharded over ranks, and proximal steps need whole tensors. Use "
+            "DistributedDataParallel, or ScopeSparsifier, which works on sharded weights."
+        )
+    if group.get("strength") is not None and group["sparsity_level"] != 0:
+        raise SparsityError(
+            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but this tensor has a strength, and "
+            "no budget. Give it a sparsity_level in place of the strength, or leave it out of the scheduler."
+        )
 
 
 def kept_counts(pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> Budget:

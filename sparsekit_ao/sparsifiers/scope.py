@@ -33,6 +33,7 @@ from .groups import (
     is_same,
     kept_in,
     make_pruning_groups,
+    refuse_unfit,
     stage_budgets,
     update_masks,
 )
@@ -197,6 +198,18 @@ class BudgetSparsifier(MaskSparsifier):
                 raise SparsityError(f"{hint} (again, with resume=True, if it was interrupted)") from None
             raise
 
+    def _miscounted(self) -> str:
+        try:
+            self.check()
+        except SparsityError as e:
+            lines = str(e).split("\n  ")[1:]
+            more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
+            return (
+                f"{lines[0]}{more}. The masks were not chosen at these levels; they may have been loaded with the "
+                "model. Call step() to choose them anew, or set enable_mask_update = False to keep them"
+            )
+        return ""
+
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         return self._over(copied(self.defaults), entry, place)
 
@@ -244,11 +257,20 @@ class BudgetSparsifier(MaskSparsifier):
                 )
         return keys
 
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Check levels and budgets; before `prepare` has ended, also write the level that a count amounts to.
+    def _check_fit(self, group: TensorGroup) -> None:
+        """Raise where blocks, scopes or its own budget do not fit one tensor; couplings are not looked at."""
+        checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
+        refuse_unfit(group, stages_of(group), self._dense(group))
 
-        `level_of_nnz` is that level; a scheduler that changes the level replaces the count.
-        """
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        """Raise where structures, couplings, levels or budgets do not fit."""
+        for g in self._pruning_groups(groups):
+            g.budget(groups)
+        for group in groups:
+            checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
+
+    def _begin(self, groups: Sequence[TensorGroup]) -> None:
+        """Write the level that a count amounts to: `level_of_nnz`. A scheduler that changes the level replaces it."""
         levels: dict[int, float] = {}
         members: dict[int, int] = {}  # of the largest pruning group of a tensor, whose level it has
         for g in self._pruning_groups(groups):
@@ -257,9 +279,6 @@ class BudgetSparsifier(MaskSparsifier):
                 if stage_budgets(groups[at])[g.stage] is None and members.get(at, 0) <= len(g.members):
                     levels[at], members[at] = level, len(g.members)
         for at, group in enumerate(groups):
-            checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
-            if self._phase == "prepared":
-                continue
             if group.get("nnz") is not None and at in levels:
                 group["sparsity_level"] = levels[at]  # what schedulers start from
             group["level_of_nnz"] = group["sparsity_level"]

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from grids import covering
-from growing import prepared, train
+from growing import masks, prepared, train
 from hypothesis import given
 from hypothesis import strategies as st
 from stock import Holder
@@ -330,6 +330,15 @@ def test_a_fixed_tensor_keeps_its_budget_while_others_share():
     train(model, optimizer, sparsifier, range(20))
     assert sparsifier.mask("2.weight").view(-1, 4).sum(1).unique().tolist() == [2]
     assert sum(int(sparsifier.mask(f"{k}.weight").sum()) for k in (0, 2, 4)) == total
+
+
+def test_random_pruning_is_drawn_anew_in_every_update():
+    model, optimizer, sparsifier = prepared(prune="random", grow="random", update_every=1)
+    stayed = masks(sparsifier)
+    for step in range(40):
+        train(model, optimizer, sparsifier, [step])
+        stayed = {name: stayed[name] & mask for name, mask in masks(sparsifier).items()}
+    assert not any(mask.any() for mask in stayed.values())
 
 
 def test_exact_random_growth_is_drawn_by_name_and_step_alone():

@@ -7,7 +7,7 @@ from growing import backward, equal, masks, mlp, prepared, train
 from stock import refuses
 from torch import nn
 
-from sparsekit_ao import DynamicSparsifier, Static, densities, schedules
+from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, Static, StraightThrough, densities, patterns, schedules
 from sparsekit_ao.dynamic import inits
 
 
@@ -126,3 +126,46 @@ def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks(
     for name, density in want.items():
         mask = sparsifier.mask(name)
         assert abs(float(mask.mean()) - density) * mask.numel() <= 16
+
+
+# leaving out what does not fit
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (lambda: DynamicSparsifier(0.85, scope_shape=(1, -1)), None),  # the small tensor alone keeps one in each row
+        (lambda: DynamicSparsifier(0.05, init=inits.random(first_dense=True)), None),
+        (
+            lambda: DynamicSparsifier(0.5),
+            [{"tensor_fqn": "*.weight", "block_coupling": "rows", "block_shape": (1, -1)}],
+        ),
+        (lambda: ScopeSparsifier(0.5), [{"tensor_fqn": "*.weight", "scope_coupling": "all", "max_sparsity": 0.6}]),
+        (lambda: ScopeSparsifier(nnz=20), [{"tensor_fqn": "*.weight", "scope_coupling": "all"}]),
+        (lambda: StraightThrough(0.5, backward_level=0.2), None),
+    ],
+)
+def test_leaving_out_what_does_not_fit_changes_nothing_where_all_fit(make, config):
+    found = []
+    for skip_unfit in (False, True):
+        model, sparsifier = two((16, 8), (2, 8)), make()
+        sparsifier.prepare(model, config, skip_unfit=skip_unfit)
+        assert not sparsifier.report().skipped
+        found.append(
+            (masks(sparsifier), [(g["nnz"] if "nnz" in g else g["sparsity_level"]) for g in sparsifier.groups])
+        )
+    assert equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_the_overall_budget_is_spread_over_the_tensors_that_fit():
+    sparsifier = DynamicSparsifier(0.75, init="uniform", pattern=patterns.blocks(1, 4))
+    sparsifier.prepare(two((16, 8), (6, 8)), skip_unfit=True)
+    assert "b.weight" in sparsifier.report().skipped and sparsifier.report().sparsity == 0.75
+
+
+def test_a_prepare_that_fails_leaves_no_initial_masks_behind(monkeypatch):
+    sparsifier = DynamicSparsifier(0.5, init="uniform")
+    monkeypatch.setattr(DynamicSparsifier, "_after_prepare", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    assert not sparsifier._initial_masks and not sparsifier.groups

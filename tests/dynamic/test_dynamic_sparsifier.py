@@ -373,7 +373,10 @@ def half(iteration):
         ({"until": -1}, "until must be an int >= 0, got -1"),
         ({"seed": 0.5}, "seed must be an int >= 0, got 0.5"),
         ({"update_fraction": 1.0}, "update_fraction must be a schedule or a number in [0, 1), got 1.0"),
-        ({"prune": "smallest"}, "prune must be one of 'magnitude', 'global', a Rule or a function, got 'smallest'"),
+        (
+            {"prune": "smallest"},
+            "prune must be one of 'magnitude', 'global', 'random', a Rule or a function",
+        ),
         ({"prune": None}, "prune must be a rule; for masks that never change use update_every=None"),
         ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Rule or a function"),
         ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Rule or"),

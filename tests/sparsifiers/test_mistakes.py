@@ -455,6 +455,24 @@ def test_no_mask_changes_if_any_budget_of_a_step_is_bad(kind, level):
     assert (sparsifier.mask("0.weight") == 1).all()
 
 
+@pytest.mark.parametrize("level", ["x", None, True, 1.5, float("nan")])
+@pytest.mark.parametrize("kind", [ScopeSparsifier, StraightThrough, DynamicSparsifier])
+@pytest.mark.parametrize("budget", [{"nnz": 2, "scope_shape": (1, 4)}, {"pattern": "2:4"}])
+def test_no_mask_changes_if_the_level_beside_a_count_is_bad(kind, budget, level):
+    options = {"grow": "random", "update_every": 1} if kind is DynamicSparsifier else {}
+    model, sparsifier = linear_model(8, 4, 4), kind(**budget, **options)
+    sparsifier.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.attach(optimizer)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    sparsifier.groups[1]["sparsity_level"] = level
+    before = sparsifier.mask("0.weight").clone()
+    with refuses("2.weight: sparsity level"):
+        sparsifier.step()
+    assert torch.equal(sparsifier.mask("0.weight"), before)
+
+
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, DynamicSparsifier, StraightThrough])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_prepare_that_fails_after_the_first_mask_puts_everything_back(kind, error, monkeypatch):

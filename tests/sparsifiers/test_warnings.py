@@ -27,7 +27,8 @@ def test_squash_without_a_step(kind):
         sparsifier.squash_mask()
     filled = prepared()
     filled.mask("0.weight")[0] = False  # by hand
-    filled.squash_mask()
+    with pytest.warns(UserWarning, match="keeps 56 blocks, its budget is 32"):
+        filled.squash_mask()
 
 
 def test_squash_one_level_short():
@@ -43,6 +44,27 @@ def test_squash_one_level_short():
     twin.step()
     twin.squash_mask()
     assert (twin.model[0].weight == 0).sum() == 32
+
+
+@pytest.mark.parametrize("saved", [0.625, 0.9375])
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_squash_after_masks_of_another_level_were_loaded_with_the_model(saved, has_stepped):
+    checkpoint = prepared(8, 8, 8, sparsity_level=saved)
+    checkpoint.step()
+    sparsifier = prepared(8, 8, 8, sparsity_level=0.75)
+    if has_stepped:
+        sparsifier.step()
+    sparsifier.model.load_state_dict(checkpoint.model.state_dict())
+    twin, kept = copy.deepcopy(sparsifier), copy.deepcopy(sparsifier)
+    text = rf"0.weight: .*keeps {int((1 - saved) * 64)} blocks, its budget is 16 .*and 1 more.*Call step\(\)"
+    with pytest.warns(UserWarning, match=text):
+        sparsifier.squash_mask()
+    twin.step()
+    twin.squash_mask()
+    assert (twin.model[0].weight == 0).sum() == 48
+    kept.enable_mask_update = False
+    kept.squash_mask()
+    assert (kept.model[0].weight == 0).sum() == saved * 64
 
 
 def test_a_squashed_copy_and_a_paused_sparsifier_cause_no_warning():
