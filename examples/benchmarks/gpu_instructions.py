@@ -22,7 +22,7 @@ from sass import Compiled, Launcher, compiling, count, empty, usage
 from sparsekit_ao import BlockSpec, ScopeSpec
 from sparsekit_ao.selection import Request
 from sparsekit_ao.selection.triton import lowering
-from sparsekit_ao.selection.triton.launches import PROGRAMS, TILE, Form, fill_masks
+from sparsekit_ao.selection.triton.launches import PROGRAMS, TILE, Form
 
 SIZE, ARCH = 8192, 90
 CLOCK, SMS, INTEGER_RATE, RATE = 1.98e3, 132, 64, 128  # clocks a microsecond; SMs; instructions a clock and SM
@@ -63,7 +63,7 @@ def lines_of(pattern: str, dtype: torch.dtype, compiled: Callable[[int, Launcher
     """A row for each kernel that goes over all elements of a weight."""
     block, scope = PATTERNS[pattern]
     work = update(block, scope, dtype)
-    launches, lines = compiled(ARCH, lambda: fill_masks(lowering.lower(work))), []
+    launches, lines = compiled(ARCH, lambda: launch(lowering.lower(work))), []
     for launch in launches:
         of_blocks = launch.name == "mark" and block != (1, 1)  # reads scores, not the weight
         if launch.name in PASSES and not of_blocks:

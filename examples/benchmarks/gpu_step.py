@@ -34,7 +34,7 @@ from torch.ao.pruning import WeightNormSparsifier as Stock
 
 import sparsekit_ao
 from sparsekit_ao import BlockSpec, ScopeSpec
-from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.selection import Request, fill_masks
 
 # name: block, scope (-1 is all), level, stock's arguments where it has the pattern
 ROWS = {
@@ -62,7 +62,7 @@ def check_mask(weight: Tensor, row: str) -> None:
     values = weight if ROWS[row][0] == (1, 1) else torch.randint_like(weight, -4, 5)
     masks = [torch.zeros_like(values, dtype=torch.bool) for _ in range(2)]
     for mask, impl in zip(masks, ("triton", "reference"), strict=True):
-        update_masks([request_of(values, mask, row)], impl=impl)
+        fill_masks([request_of(values, mask, row)], impl=impl)
     if not torch.equal(*masks):
         raise SystemExit(f"{row}: {int((masks[0] != masks[1]).sum())} elements differ; nothing is timed")
 
@@ -208,12 +208,12 @@ def whole_model(row: str, weights: list[Tensor]) -> Work:
     """A step over all weights at once, whose counts are checked first."""
     masks = [torch.zeros_like(w, dtype=torch.bool) for w in weights]
     requests = [request_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
-    update_masks(requests, impl="triton")
+    fill_masks(requests, impl="triton")
     for request, mask in zip(requests, masks, strict=True):
         want = int(request.keep) * request.scope.numscp() * math.prod(ROWS[row][0])
         if int(mask.sum()) != want:
             raise SystemExit(f"{row}, whole model: {int(mask.sum())} elements kept, not {want}; nothing is timed")
-    return lambda _: update_masks(requests, impl="triton")
+    return lambda _: fill_masks(requests, impl="triton")
 
 
 def copy_rate(size: int, device: str, repeat: int) -> float:
@@ -244,7 +244,7 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
         requests = [request_of(w, m, row) for w, m in zip(weights, masks, strict=True)]
 
         def ours(i: int, requests: list[Request] = requests) -> None:
-            update_masks([requests[i]], impl="triton")
+            fill_masks([requests[i]], impl="triton")
 
         kinds = {
             "ours": ours,

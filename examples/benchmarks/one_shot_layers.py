@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparsekit_ao import ScopeSparsifier, one_shot, patterns
 from sparsekit_ao.calibration import damped_gram
 from sparsekit_ao.oneshot import solvers
-from sparsekit_ao.oneshot.one_shot import DAMP, Layer, matrix_scopes
+from sparsekit_ao.oneshot.pruning import DAMP, Layer, matrix_scopes
 
 sys.path.append(str(Path(__file__).parent.parent))  # for minilm
 LAYERS = (
@@ -107,11 +107,11 @@ def obs_alone(sparsifier: ScopeSparsifier, x: Tensor) -> tuple[Tensor, float]:
     (group,) = sparsifier.groups
     target, weight = sparsifier.recorder.target(group["tensor_fqn"], ()), sparsifier._dense(group)
     statistics = sparsifier.statistics[target.name]
-    pruning_groups = sparsifier._pruning_groups(sparsifier.groups)
-    layer = Layer(index=0, target=target, statistics=statistics, weight=weight, pruning_groups=pruning_groups)
+    pruning_groups = sparsifier.pruning_groups()
+    layer = Layer(target=target, statistics=statistics, weight=weight, pruning_groups=pruning_groups)
     start = time.perf_counter()
     gram = damped_gram(statistics.input_gram, DAMP)
-    scopes = matrix_scopes(sparsifier, layer, statistics)
+    scopes = matrix_scopes(layer, {target.name: group}, statistics)
     _, compensated = solvers.structured_obs(statistics.matrix(weight), gram, scopes)
     return statistics.from_matrix(compensated), time.perf_counter() - start
 

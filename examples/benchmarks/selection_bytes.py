@@ -19,7 +19,7 @@ from ranks import on_ranks
 from torch import distributed, nn
 
 from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec
-from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.selection import Request, fill_masks
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def by_gather(weight: torch.Tensor, level: float) -> torch.Tensor:
     mask = torch.ones(whole.shape, dtype=torch.bool)
     block = BlockSpec(whole)
     scope = ScopeSpec(block)
-    update_masks([Request(scope=scope, masks={block: mask}, keep=scope.sparsity_to_nnz(level))])
+    fill_masks([Request(scope=scope, masks={block: mask}, keep=scope.sparsity_to_nnz(level))])
     return mask
 
 

@@ -13,5 +13,5 @@ from .fsdp import (
     without_fsdp_class,
 )
 from .placement import has_process_group, is_sharded
-from .select import common_mesh, update_masks
+from .select import choose_sharded, common_mesh
 from .tensors import all_agree, fill, from_local, full_tensor, is_placed_like, local, placed_like, sum_over_ranks

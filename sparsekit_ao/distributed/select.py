@@ -29,20 +29,20 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def update_masks(requests: Sequence[Request]) -> None:
+def choose_sharded(requests: Sequence[Request]) -> None:
     """Fill the masks of requests that do not depend on each other, in place; of sharded masks each rank its part.
 
     Collective where a tensor is sharded: every rank of its mesh calls this with the same requests. Values and masks of
     each are plain, or DTensors on one mesh and named parts of it.
     """
     if not has_process_group():
-        selection.update_masks(requests)
+        selection.fill_masks(requests)
         return
     by_mesh: dict[Any, list[Request]] = {}
     for request in requests:
         mesh = common_mesh([(spec.name, request.value_of(spec)) for spec in request.scope.blocks()])
         by_mesh.setdefault(mesh, []).append(request)
-    selection.update_masks(by_mesh.pop(None, []))
+    selection.fill_masks(by_mesh.pop(None, []))
     for mesh, on_mesh in by_mesh.items():
         _update_on(mesh, on_mesh)
 
@@ -78,12 +78,12 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
         if not any(cuts_of(v, mesh) for v in values):  # whole on every rank
             masks = {spec: local(mask) for spec, mask in request.masks.items()}
             on_rank = {spec.view.param: local(v) for spec, v in zip(request.scope.blocks(), values, strict=True)}
-            selection.update_masks([replace(request, masks=masks, values=on_rank)])
+            selection.fill_masks([replace(request, masks=masks, values=on_rank)])
         elif methods_of == [LOCAL]:
             _choose_locally(request)
         elif is_costly or set(methods_of) == {GATHERED}:
             masks, gathered = _gathered(request, request.scope.blocks())
-            selection.update_masks([replace(request, masks=masks, values=gathered)])
+            selection.fill_masks([replace(request, masks=masks, values=gathered)])
             for spec, mask in masks.items():
                 fill(request.masks[spec], mask)
         else:
@@ -107,7 +107,7 @@ def _choose_locally(request: Request) -> None:
         sizes = zip(start, spec.grid_shape, member.shape, strict=True)
         keep = keep[tuple(slice(at // g, -(-(at + n) // g)) for at, n, g in sizes)]
     masks = {spec: window.mask}
-    selection.update_masks([replace(request, scope=scope, masks=masks, values=values, keep=keep)])  # type: ignore[arg-type]
+    selection.fill_masks([replace(request, scope=scope, masks=masks, values=values, keep=keep)])  # type: ignore[arg-type]
 
 
 def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tuple[Request, list[int]]]) -> None:

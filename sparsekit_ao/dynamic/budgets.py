@@ -35,12 +35,12 @@ class Budgets:
 
     Attributes:
         pruning_groups: Of the sparsifier, stage by stage.
-        groups: Where the budgets are stored.
+        groups: {name: group}, where the budgets are stored.
         densities: How an overall level is distributed; None where the masks were saved ones.
     """
 
     pruning_groups: Sequence[PruningGroup]
-    groups: Sequence[TensorGroup]
+    groups: Mapping[str, TensorGroup]
     densities: Densities | None = None
 
     @cached_property
@@ -64,7 +64,7 @@ class Budgets:
     @property
     def shared(self) -> list[int]:
         """The pruning groups that share the overall budget: no entry of the config specifies theirs."""
-        fixed = [any(self.groups[at]["fixed"] for _, at in c.members) for c in self.pruning_groups]
+        fixed = [any(self.groups[name]["fixed"] for name in c.specs) for c in self.pruning_groups]
         return [k for k, is_fixed in enumerate(fixed) if not is_fixed]
 
     def rows(self, k: int) -> Tensor:
@@ -75,10 +75,10 @@ class Budgets:
 
     def set(self, k: int, nnz: int) -> None:
         """Write a budget into a pruning group's groups, as a count and as its level."""
-        pruning_group = self.pruning_groups[k]
-        level = pruning_group.scope.level_of(nnz)
-        for _, at in pruning_group.members:
-            self.groups[at] |= {"nnz": nnz, "sparsity_level": level, "level_of_nnz": level}
+        pruning = self.pruning_groups[k]
+        level = pruning.scope.level_of(nnz)
+        for name in pruning.specs:
+            self.groups[name] |= {"nnz": nnz, "sparsity_level": level, "level_of_nnz": level}
 
     def ideals(self, level: float) -> tuple[dict[int, float], int]:
         """Return {shared pruning group: what it would keep at an overall sparsity}, and what all of them keep, exactly.
@@ -86,12 +86,11 @@ class Budgets:
         Both are in the units of `sizes`; what fixed pruning groups keep is subtracted.
         """
         shared, pruning_groups = set(self.shared), self.pruning_groups
-        names = [group["tensor_fqn"] for group in self.groups]
-        shapes = {names[at]: tuple(s.view.param.shape) for c in pruning_groups for s, at in c.members}
+        shapes = {name: tuple(spec.view.param.shape) for c in pruning_groups for name, spec in c.specs.items()}
         fixed = [
             (c, 1 - c.scope.level_of(c.budget(self.groups))) for k, c in enumerate(pruning_groups) if k not in shared
         ]
-        fixed_densities = {names[at]: density for c, density in fixed for _, at in c.members}
+        fixed_densities = {name: density for c, density in fixed for name in c.specs}
         assert self.densities is not None
         densities = self.densities(shapes, 1 - level, fixed_densities)
         for name in shapes:  # the distribution may be a user's function
@@ -101,7 +100,7 @@ class Budgets:
         numels = [c.scope.numblk() * n for n, c in zip(self.sizes, pruning_groups, strict=True)]
         sum_kept, ideals = round((1 - level) * sum(numels)), {}
         for k, c in enumerate(pruning_groups):
-            elements = {names[at]: s.view.numel() for s, at in c.members}
+            elements = {name: spec.view.numel() for name, spec in c.specs.items()}
             density = sum(densities[n] * e for n, e in elements.items()) / max(sum(elements.values()), 1)
             if k in shared:
                 ideals[k] = density * numels[k]
@@ -134,10 +133,10 @@ class Budgets:
 
     def refuse_uneven_scopes(self) -> None:
         """Raise where scopes of a pruning group that shares the budget differ in size."""
-        for pruning_group in (self.pruning_groups[k] for k in self.shared):
-            if pruning_group.scope.is_partial and pruning_group.scope.numscp() > 1:
+        for pruning in (self.pruning_groups[k] for k in self.shared):
+            if pruning.scope.is_partial and pruning.scope.numscp() > 1:
                 raise SparsityError(
-                    f"{pruning_group.label}: its scopes differ in size, so they cannot share one distributed budget. "
+                    f"{pruning.label}: its scopes differ in size, so they cannot share one distributed budget. "
                     "Give the entry a sparsity_level or nnz of its own, or a scope_shape that divides."
                 )
 

@@ -39,7 +39,7 @@ class Slots:
     kept; only masks that `masks_of` makes are sharded like their weights.
 
     Attributes:
-        pruning_group: The scopes and how their blocks are scored.
+        pruning: The scopes and how their blocks are scored.
         placed: {"weights", "masks", "gradients", "momenta"}: each {block spec: tensor}, as this rank holds it.
         statistics: What `sparsifier.calibrate` recorded, by block spec.
         step: The training iteration.
@@ -53,7 +53,7 @@ class Slots:
     'rule'
     """
 
-    pruning_group: PruningGroup
+    pruning: PruningGroup
     placed: Mapping[str, Tensors]
     step: int = 0
     seed: int = 0
@@ -67,7 +67,7 @@ class Slots:
     @property
     def name(self) -> str:
         """The tensor's name, or the coupling's."""
-        return self.pruning_group.label
+        return self.pruning.label
 
     @property
     def device(self) -> torch.device:
@@ -77,12 +77,12 @@ class Slots:
     @property
     def shape(self) -> tuple[int, int]:
         """Scopes, and slots of each."""
-        return self.pruning_group.scope.numscp(), self.pruning_group.scope.numblk_per_scope()
+        return self.pruning.scope.numscp(), self.pruning.scope.numblk_per_scope()
 
     @property
     def block_size(self) -> float:
         """Elements of a block: of equal blocks, or on average of blocks that are chosen together."""
-        members = self.pruning_group.scope.members()
+        members = self.pruning.scope.members()
         return sum(m.block.numel_per_block() for m in members) / len(members)
 
     @property
@@ -93,7 +93,7 @@ class Slots:
     @property
     def real(self) -> Tensor:
         """Which slots hold a block: all but the padding of a partial scope; bool rows."""
-        real = real_slots(scope_windows(self.pruning_group.scope), self.device)
+        real = real_slots(scope_windows(self.pruning.scope), self.device)
         return torch.ones(self.shape, dtype=torch.bool, device=self.device) if real is None else real
 
     def scores(
@@ -111,9 +111,9 @@ class Slots:
             raise SparsityError(
                 f"{self.name}: a rule reads values that were not gathered; list them in its `needs` attribute"
             )
-        windows = scope_windows(self.pruning_group.scope, {spec.view.param: t for spec, t in values.items()})
+        windows = scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()})
         mean = any(m.is_partial for w in windows for m in w.members) if as_mean is None else as_mean
-        chosen = None if signed else self.pruning_group.norm if norm is None else norm
+        chosen = None if signed else self.pruning.norm if norm is None else norm
         return torch.cat([scope_scores(w, chosen, mean) for w in windows], dim=1)
 
     def pooled(self, values: Tensors, fn: Callable[..., Tensor]) -> Tensor:
@@ -123,7 +123,7 @@ class Slots:
             SparsityError: Some blocks are partial.
         """
         rows = []
-        for window in scope_windows(self.pruning_group.scope, {spec.view.param: t for spec, t in values.items()}):
+        for window in scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()}):
             if any(m.is_partial for m in window.members):
                 raise SparsityError(f"{self.name}: a criterion by function needs whole blocks; give 'mean' or 'max'")
             elements = elements_of(window.members, len(window.shape), 0.0).abs()
@@ -145,12 +145,12 @@ class Slots:
 
     def rows_of(self, masks: Tensors) -> Tensor:
         """Return which slots some parameter-shaped masks keep; bool rows."""
-        windows = scope_windows(self.pruning_group.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
+        windows = scope_windows(self.pruning.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
         return torch.cat([to_scopes(kept_grid(w.members, len(w.shape)), w, False) for w in windows], dim=1)
 
     def masks_of(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
         """Return bool masks from bool rows, sharded as the weights; elements outside a view are as in `masks`."""
-        scope, masks = self.pruning_group.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
+        scope, masks = self.pruning.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
         windows = scope_windows(scope, None, masks)
         for window, part in zip(windows, rows.split([math.prod(w.shape) for w in windows], dim=1), strict=True):
             fill_mask(window.members, from_scopes(part, window))

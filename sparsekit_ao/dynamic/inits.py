@@ -105,15 +105,15 @@ def initial_masks(
         if init.first_dense:
             first = budgets.pruning_groups[budgets.shared[0]]
             budgets.set(budgets.shared[0], first.scope.numblk_per_scope())
-            for _, at in first.members:
-                budgets.groups[at]["fixed"] = True
+            for name in first.specs:
+                budgets.groups[name]["fixed"] = True
         for level in later_levels:
             budgets.counts(level)
         for k, nnz in budgets.counts(sparsity_level).items():
             budgets.set(k, nnz)
     masks: dict[str, Tensor] = {}
-    for k, pruning_group in enumerate(budgets.pruning_groups):
-        is_meta = any(original(budgets.groups[at]).is_meta for _, at in pruning_group.members)
+    for k, pruning in enumerate(budgets.pruning_groups):
+        is_meta = any(original(budgets.groups[name]).is_meta for name in pruning.specs)
         if init.masks is not None or not is_meta:
             masks.update(group_masks(budgets, k, init, seed))
     return masks
@@ -121,8 +121,8 @@ def initial_masks(
 
 def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Tensor]:
     """Return the initial masks of one pruning group's groups; see `initial_masks`."""
-    pruning_group = budgets.pruning_groups[k]
-    groups = {spec: budgets.groups[at] for spec, at in pruning_group.members}
+    pruning = budgets.pruning_groups[k]
+    groups = {spec: budgets.groups[name] for name, spec in pruning.specs.items()}
     weights = {spec: original(g).detach() for spec, g in groups.items()}
     saved = None if init.masks is None else {s: _saved(g, weights[s], init.masks) for s, g in groups.items()}
     dense = {}  # masks that keep everything, not sharded; on the CPU for the meta device
@@ -130,7 +130,7 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
         device = "cpu" if w.is_meta else w.device
         dense[spec] = torch.empty_strided(w.shape, w.stride(), dtype=torch.bool, device=device).fill_(True)
     slots = Slots(
-        pruning_group=pruning_group,
+        pruning=pruning,
         placed={"weights": dense, "masks": dense if saved is None else {s: t != 0 for s, t in saved.items()}},
         seed=seed,
     )
@@ -148,7 +148,7 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
         _take_budget(budgets, k, rows.sum(1).cpu())
         if init.shuffle:
             rows = keep_mask(slots.random("shuffle"), rows.sum(1), candidates=slots.real)
-        slots = Slots(pruning_group=pruning_group, placed={"weights": dense, "masks": dense})  # kept outside of a view
+        slots = Slots(pruning=pruning, placed={"weights": dense, "masks": dense})  # kept outside of a view
     masks = slots.masks_of(rows)
     return {
         g["tensor_fqn"]: masks[s] if weights[s].is_meta else placed_like(masks[s], weights[s])

@@ -18,6 +18,7 @@ from ..distributed import fill, has_process_group, is_sharded, local, placed_lik
 from ..errors import SparsityError, refuse_meta_masks
 from ..masking import find_mask, select
 from ..sparsifiers.config import ConfigContext, TensorGroup
+from ..sparsifiers.groups import groups_by_name
 from ..sparsifiers.optimizer_state import (
     check_state,
     keeps_zeros,
@@ -144,7 +145,7 @@ class DynamicSparsifier(BudgetSparsifier):
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
         if self._phase == "prepared":
-            self._need_prepared("attach")
+            self.require_prepared("attach")
             self._initialize(optimizers)
             if self._capture.masked:
                 zero_dropped_state(self.groups, optimizers)
@@ -160,7 +161,7 @@ class DynamicSparsifier(BudgetSparsifier):
             optimizer: Take only the gradients of its parameters, where several optimizers have a backward pass each;
                 by default all.
         """
-        self._need_prepared("take_gradients")
+        self.require_prepared("take_gradients")
         self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
 
     @property
@@ -214,7 +215,9 @@ class DynamicSparsifier(BudgetSparsifier):
         return {"the whole": round(dropped / max(sum(sizes.values()), 1), 3)}  # redistribution moves single levels
 
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
-        return Budgets(pruning_groups=self._pruning_groups(groups), groups=groups, densities=self.init.densities)
+        return Budgets(
+            pruning_groups=self.pruning_groups(groups), groups=groups_by_name(groups), densities=self.init.densities
+        )
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
         """Raise unless one of these trains each parameter and stores what updates read, and all train some."""
@@ -259,14 +262,14 @@ class DynamicSparsifier(BudgetSparsifier):
         Weights may have been sharded since. If it raises, nothing is changed.
         """
         for group in self.groups:
-            self._live_mask(group)
+            self.live_mask(group)
         if optimizers:
             self._check_optimizers(optimizers, self.groups)
         waiting = {g["tensor_fqn"]: g for g in self.groups if not mask_of(g).is_initialized}
         refuse_meta([*waiting.values()], "Call to_empty and initialize the weights first, then attach(optimizer).")
         budgets = self._budgets(self.groups)
-        for k, pruning_group in enumerate(budgets.pruning_groups):
-            names = [fqn for _, at in pruning_group.members if (fqn := self.groups[at]["tensor_fqn"]) in waiting]
+        for k, pruning in enumerate(budgets.pruning_groups):
+            names = [name for name in pruning.specs if name in waiting]
             is_known = all(name in self._initial_masks for name in names)
             masks = self._initial_masks if is_known else group_masks(budgets, k, self.init, self.settings.seed)
             for name in names:
@@ -283,7 +286,7 @@ class DynamicSparsifier(BudgetSparsifier):
         that it needs is missing or not finite. While `enable_mask_update` is False there is none. If a rule raises,
         nothing is changed, the iteration is not counted, and `step` may be called again.
         """
-        self._need_prepared("step")
+        self.require_prepared("step")
         if self.settings.updates and not self._capture.optimizers:
             raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
@@ -315,10 +318,8 @@ class DynamicSparsifier(BudgetSparsifier):
         is_pending = (self._pending or is_due) and not is_late
         momenta = self._capture.momenta() if is_pending and settings.needs_momentum else {}
         if is_pending and self._capture.is_ready(settings.needs_gradient, momenta):
-            recorder = self.recorder
-            statistics = [recorder.of(g["tensor_fqn"]) for g in self.groups]
             budgets = self._budgets(self.groups)
-            self.last_update = run_update(budgets, settings, self._capture, momenta, iteration, statistics)
+            self.last_update = run_update(budgets, settings, self._capture, momenta, iteration, self.recorder.of)
             is_pending = False
         self._pending = is_pending
 
@@ -335,7 +336,7 @@ class DynamicSparsifier(BudgetSparsifier):
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """The next step of an optimizer keeps the zeros too; `attach` it again before another `prepare`."""
-        masked = [(original(g), self._live_mask(g)) for g in self.groups]
+        masked = [(original(g), self.live_mask(g)) for g in self.groups]
         super()._squash(model, kept)
         for parameter, mask in masked if model is self.model else ():
             if parameter.grad is not None:
@@ -362,7 +363,7 @@ class DynamicSparsifier(BudgetSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue exactly where `state_dict` was saved, even while an update was pending."""
-        self._need_prepared("load_state_dict")
+        self.require_prepared("load_state_dict")
         progress = self._checked_progress(state_dict)
         super().load_state_dict(state_dict, strict)
         self.iteration, self._pending = progress["iteration"], progress["pending"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, is_number
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.groups import PruningGroup
+from ..sparsifiers.groups import PruningGroup, groups_by_name
 from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
 from .budgets import refuse_optimizer_as_level
@@ -69,10 +69,10 @@ class StraightThrough(BudgetSparsifier):
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
         if self.decay and self._phase == "prepared":
-            self._need_prepared("attach")
+            self.require_prepared("attach")
             self._refuse_replaced(optimizers)
             for group in self.groups:
-                self._live_mask(group)
+                self.live_mask(group)
         self._hooks.attach(optimizers if self.decay else [])
 
     def _after_prepare(self) -> None:
@@ -85,7 +85,7 @@ class StraightThrough(BudgetSparsifier):
         Raises:
             SparsityError: Decay is not 0, and no optimizer is attached.
         """
-        self._need_prepared("step")
+        self.require_prepared("step")
         if self.decay and not self._hooks.optimizers:
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
         if self.decay and has_process_group():
@@ -110,12 +110,12 @@ class StraightThrough(BudgetSparsifier):
         super()._check_groups(groups)
         if not self.backward_level:
             return
-        for pruning_group in self._pruning_groups(groups):
-            forward = torch.as_tensor(pruning_group.budget(groups), device="cpu")
-            backward = torch.as_tensor(pruning_group.scope.sparsity_to_nnz(self.backward_level), device="cpu")
-            if pruning_group.stage or bool((forward > backward).any()):
+        for pruning in self.pruning_groups(groups):
+            forward = torch.as_tensor(pruning.budget(groups_by_name(groups)), device="cpu")
+            backward = torch.as_tensor(pruning.scope.sparsity_to_nnz(self.backward_level), device="cpu")
+            if pruning.stage or bool((forward > backward).any()):
                 raise SparsityError(
-                    f"{pruning_group.label}: the backward mask must keep all that the forward mask keeps, in one "
+                    f"{pruning.label}: the backward mask must keep all that the forward mask keeps, in one "
                     f"stage, but backward_level={self.backward_level:g} keeps {int(backward.min())} blocks in a scope "
                     f"and the forward mask {int(forward.max())}; lower backward_level"
                 )
@@ -127,20 +127,20 @@ class StraightThrough(BudgetSparsifier):
         return mask
 
     def _update_all(self) -> None:
-        self._update_groups(self._pruning_groups(self.groups), self.groups)
+        self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
 
     def _fill(
         self,
         pruning_groups: Sequence[PruningGroup],
-        groups: Sequence[TensorGroup],
-        masks: Mapping[int, Tensor],
+        groups: Mapping[str, TensorGroup],
+        masks: Mapping[str, Tensor],
         keeps: Mapping[PruningGroup, int | Tensor],
     ) -> None:
         super()._fill(pruning_groups, groups, masks, keeps)
-        dynamic = {at: mask_of(groups[at]) for g in pruning_groups for _, at in g.members}
+        dynamic = {name: mask_of(groups[name]) for pruning in pruning_groups for name in pruning.specs}
         for mask in dynamic.values():  # with gradients for all, the backward mask is not gathered
             mask.set_open(not self.backward_level)
         if self.backward_level:
-            backward = {at: mask.backward_mask for at, mask in dynamic.items() if mask.backward_mask is not None}
-            budgets = {g: g.scope.sparsity_to_nnz(self.backward_level) for g in pruning_groups}
+            backward = {name: mask.backward_mask for name, mask in dynamic.items() if mask.backward_mask is not None}
+            budgets = {pruning: pruning.scope.sparsity_to_nnz(self.backward_level) for pruning in pruning_groups}
             super()._fill(pruning_groups, groups, backward, budgets)

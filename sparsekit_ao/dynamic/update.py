@@ -207,31 +207,31 @@ def run_update(
     capture: GradientCapture,
     momenta: Mapping[str, Tensor | None],
     iteration: int,
-    statistics: Sequence[Statistics],
+    statistics: Callable[[str], Statistics],
 ) -> UpdateStatistics:
     """Choose new masks of all pruning groups and write them; if a rule raises, nothing has changed.
 
-    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them; there is one of
-    `statistics` for each group.
+    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them;
+    `statistics` are called with a name.
     """
     fraction, slots = settings.fraction_at(iteration), []
-    for pruning_group in budgets.pruning_groups:
-        leaves = {spec: budgets.groups[at] for spec, at in pruning_group.members}
-        names = {spec: group["tensor_fqn"] for spec, group in leaves.items()}
+    for pruning in budgets.pruning_groups:
+        names = {spec: name for name, spec in pruning.specs.items()}
+        leaves = {spec: budgets.groups[name] for spec, name in names.items()}
         placed = {
             "weights": {spec: original(g).detach() for spec, g in leaves.items()},
             "masks": {spec: mask_of(g).mask for spec, g in leaves.items()},
             "gradients": {spec: capture.gradients[n] for spec, n in names.items() if n in capture.gradients},
             "momenta": {spec: m for spec, n in names.items() if (m := momenta.get(n)) is not None},
         }
-        recorded = {spec: statistics[at] for spec, at in pruning_group.members}
-        slots.append(
-            Slots(pruning_group=pruning_group, placed=placed, statistics=recorded, step=iteration, seed=settings.seed)
-        )
+        recorded = {spec: statistics(name) for spec, name in names.items()}
+        slots.append(Slots(pruning=pruning, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
     keep = [budgets.rows(k) for k in range(len(slots))]
     masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
-    by_group = {at: new[spec] for c, new in zip(budgets.pruning_groups, masks, strict=True) for spec, at in c.members}
-    counts = _apply(budgets.groups, [by_group[at] for at in range(len(by_group))], settings, capture, iteration)
+    chosen = zip(budgets.pruning_groups, masks, strict=True)
+    by_tensor = {name: new[spec] for pruning, new in chosen for name, spec in pruning.specs.items()}
+    groups = list(budgets.groups.values())
+    counts = _apply(groups, [by_tensor[name] for name in budgets.groups], settings, capture, iteration)
     for k, count in nnz.items():
         budgets.set(k, count)
     return UpdateStatistics(

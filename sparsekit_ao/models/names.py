@@ -3,7 +3,8 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -11,6 +12,7 @@ from torch.nn.utils import parametrize
 from ..errors import SparsityError
 from ..masking import parameter_under, parametrized_names
 
+T = TypeVar("T")
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
 _SHOWN = 5  # names in an error
 
@@ -123,3 +125,25 @@ def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def is_of_transformers(module: nn.Module, name: str) -> bool:
     """Whether a module is of a class of transformers with this name, or derived from it; without importing it."""
     return any(c.__name__ == name and c.__module__.startswith("transformers") for c in type(module).__mro__)
+
+
+def connected(names_of: Mapping[T, Iterable[Hashable]]) -> list[list[T]]:
+    """Divide items into lists: in one list those that have a name in common, also by way of others.
+
+    >>> connected({"a": [1], "b": [2], "c": [1, 3], "d": [3]})
+    [['a', 'c', 'd'], ['b']]
+    """
+    parents: dict[Hashable, Hashable] = {}
+
+    def root(name: Hashable) -> Hashable:
+        while parents.setdefault(name, name) != name:
+            parents[name] = name = parents[parents[name]]
+        return name
+
+    for names in names_of.values():
+        first, *others = map(root, names) if names else (object(),)
+        parents.update(dict.fromkeys(others, first))
+    lists: dict[Hashable, list[T]] = {}
+    for item, names in names_of.items():
+        lists.setdefault(next((root(name) for name in names), object()), []).append(item)
+    return list(lists.values())

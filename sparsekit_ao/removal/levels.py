@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..coupling import Coupling
 from ..errors import SparsityError
-from ..models.names import owner_of
+from ..models.names import connected, owner_of
 from ..structure import sparsity_to_nnz
 from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
@@ -159,18 +159,3 @@ def _kept_shares(rows: Sequence[Tensor]) -> list[float]:
     sums = scores.sort(1, descending=True).values.cumsum(1)
     shares: list[float] = (sums / sums[:, -1:]).nan_to_num(1.0).mean(0).clamp(min=1e-12).tolist()
     return shares
-
-
-def connected(keys: Mapping[T, Iterable[Hashable]]) -> list[list[T]]:
-    """Return names in groups: in one group those that have a key in common, also by way of others.
-
-    >>> connected({"a": [1], "b": [2], "c": [1, 3], "d": [3]})
-    [['b'], ['a', 'c', 'd']]
-    """
-    groups: list[tuple[set[Hashable], list[T]]] = []
-    for name, name_keys in keys.items():
-        merged = [group for group in groups if not group[0].isdisjoint(name_keys)]
-        groups = [group for group in groups if group not in merged]
-        names = [other for _, others in merged for other in others]
-        groups.append((set(name_keys).union(*(group_keys for group_keys, _ in merged)), [*names, name]))
-    return [names for _, names in groups]

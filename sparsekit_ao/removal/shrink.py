@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
 from ..masking.normalized import Normed, plain_copy, undo_weight_norms
-from ..models.names import named_tensors, owner_of, parameter_of
+from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..structure import checked_level
 from .compact import Compaction, Known, check_comparable, check_names, size_of
-from .levels import Cost, Rows, connected, cost_function, counts_at_levels, counts_within, multiple_for
+from .levels import Cost, Rows, cost_function, counts_at_levels, counts_within, multiple_for
 from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
 from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config

@@ -63,7 +63,7 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
 
 
 @torch.no_grad()
-def update_masks(requests: Sequence[Request], *, impl: str = "auto") -> None:
+def fill_masks(requests: Sequence[Request], *, impl: str = "auto") -> None:
     """Fill the masks of independent requests of whole tensors, in place; `impl` as in `keep_mask`."""
     shared: dict[str, list[Request]] = {}
     for request in requests:

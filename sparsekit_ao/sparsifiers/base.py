@@ -112,7 +112,7 @@ class MaskSparsifier(BaseSparsifier):
         """Fill every mask; called under no_grad."""
         self._check_groups(self.groups)
         for group in self.groups:
-            self._live_mask(group)
+            self.live_mask(group)
             self.update_mask(**group)
 
     @property
@@ -239,9 +239,9 @@ class MaskSparsifier(BaseSparsifier):
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
-        self._need_prepared("step")
+        self.require_prepared("step")
         if self.enable_mask_update:
-            refuse_meta_masks("step", self.groups, list(map(self._live_mask, self.groups)))
+            refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
             if not self._warned:
                 adapted, replaced = self._moved_layers()
                 for text in (*adapted[:1], *replaced[:1]):
@@ -265,7 +265,7 @@ class MaskSparsifier(BaseSparsifier):
         >>> is_same
         True
         """
-        self._need_prepared("materialized")
+        self.require_prepared("materialized")
         with parametrize.cached():
             yield
 
@@ -290,7 +290,7 @@ class MaskSparsifier(BaseSparsifier):
                 that `fully_shard` wrapped only as a part of another one. Nothing is then changed, and after any other
                 exception all masks are still registered, so that the call can be repeated.
         """
-        self._need_prepared("squash_mask")
+        self.require_prepared("squash_mask")
         assert self.model is not None
         adapted, replaced = self._moved_layers()
         if adapted:
@@ -298,14 +298,14 @@ class MaskSparsifier(BaseSparsifier):
         for text in replaced[:1]:
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
         kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
-        masks = [self._live_mask(g, model) for g in self.groups]
+        masks = [self.live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
             text = _stale(self.groups, masks, self._chosen_at) or ("" if model is not None else self._miscounted())
             if text:
                 warnings.warn(f"squash_mask: {text}", stacklevel=2)
         if model is not None:
-            _warn_of_averaged([self._live_mask(g) for g in self.groups], masks)
+            _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         squashed = self.model if model is None else model
         assert squashed is not None
         self._sync_state()
@@ -363,15 +363,15 @@ class MaskSparsifier(BaseSparsifier):
 
     def report(self) -> Report:
         """What every mask keeps now, as rows of numbers; see `report.Report`."""
-        self._need_prepared("report")
+        self.require_prepared("report")
         assert self.model is not None
-        refuse_meta_masks("report", self.groups, list(map(self._live_mask, self.groups)))
+        refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
         """One row per group; here of single elements, for masks that are not made of scopes."""
         for group in self.groups:
-            mask, level = self._live_mask(group), group.get("sparsity_level", float("nan"))
+            mask, level = self.live_mask(group), group.get("sparsity_level", float("nan"))
             blocks = int(torch.count_nonzero(distributed.full_tensor(mask))), mask.numel()
             pattern = ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
             yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
@@ -387,7 +387,12 @@ class MaskSparsifier(BaseSparsifier):
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return masking.WeightMask(torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype))
 
-    def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+    def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        """The mask of a group's tensor in the model or in a copy of it.
+
+        Raises:
+            SparsityError: It was removed.
+        """
         weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:
             other = "" if model is None or model is self.model else " in the given model, or that is no deep copy"
@@ -444,7 +449,7 @@ class MaskSparsifier(BaseSparsifier):
 
     def _check_prepared(self, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
         """The `tensor_fqn` of a tensor that `update_mask` is called for; raises if it was not prepared."""
-        self._need_prepared("update_mask")
+        self.require_prepared("update_mask")
         if masking.find_mask(module, tensor_name) is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
         return str(group.get("tensor_fqn", tensor_name))
@@ -453,7 +458,8 @@ class MaskSparsifier(BaseSparsifier):
         for key in sorted(set(keys) - set(known)):
             raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
 
-    def _need_prepared(self, what: str) -> None:
+    def require_prepared(self, what: str) -> None:
+        """Raise unless a model is prepared; `what` is the call that needs one."""
         if what == "step" and parametrize._cache_enabled:
             raise SparsityError("step: inside materialized() weights are not masked anew; call it after that context")
         if self._phase == "prepared":

@@ -22,7 +22,6 @@ MaskSparsifier = Any  # of `base`, which imports this module
 # A scheduler's wrapper around the bound method holds the old instance; pruning groups are made again when needed.
 _NOT_COPIED = ("step", "_grouped")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
-_ROW = {"tensor": str, "before": float, "after": float, "density": float, "seconds": float, "note": str}  # of a report
 
 
 def deepcopy(self: MaskSparsifier, memo: dict[int, Any]) -> MaskSparsifier:
@@ -87,7 +86,7 @@ def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict:
     Warns:
         UserWarning: levels differ. Those of the state are taken, and schedulers may change them.
     """
-    self._need_prepared("load_state_dict")
+    self.require_prepared("load_state_dict")
     masks, saved = check_saved(state_dict, self.groups, strict)
     try:
         groups = [_merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
@@ -95,7 +94,7 @@ def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict:
     except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
         raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
     _check_replaced(self, groups)
-    live = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
+    live = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
     for old, new in zip(self.groups, groups, strict=True):
         old.clear()
         old.update(new)
@@ -215,29 +214,12 @@ def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> 
     return list(saved)
 
 
-def checked_pass(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, Any] | None:
-    """Copies of the saved progress of `one_shot`, if there is one: finished tensors, chosen masks, recovered blocks.
-
-    Raises:
-        SparsityError: It is not of these groups.
-    """
+def saved_pass(state_dict: object) -> dict[str, Any] | None:
+    """A copy of the unfinished pass of `one_shot`, if there is one; `one_shot` checks it when it resumes."""
     saved = state_dict.get("one_shot") if isinstance(state_dict, Mapping) else None
-    if saved is None:
-        return None
-    rows, masks = (saved.get("rows"), saved.get("masks")) if isinstance(saved, Mapping) else (None, None)
-    if not isinstance(rows, Mapping) or not isinstance(masks, Mapping):
+    if saved is not None and not isinstance(saved, Mapping):
         raise SparsityError("load_state_dict: 'one_shot' must be a dict with 'rows' and 'masks', as state_dict() gives")
-    live = {g["tensor_fqn"]: g for g in groups}
-    checked = _saved_masks({fqn: {"mask": mask} for fqn, mask in masks.items()})
-    for fqn in (*rows, *masks):
-        if fqn not in live or (fqn in masks and (fqn not in checked or checked[fqn].shape != _shape_of(live[fqn]))):
-            raise SparsityError(f"load_state_dict: 'one_shot': {fqn!r} is unknown, or its mask has another shape")
-        if fqn in rows and not (isinstance(rows[fqn], Mapping) and {k: type(v) for k, v in rows[fqn].items()} == _ROW):
-            raise SparsityError(f"load_state_dict: 'one_shot': {fqn}: a row has {', '.join(_ROW)}, got {rows[fqn]!r}")
-    devices = {fqn: getattr(live[fqn]["module"], live[fqn]["tensor_name"]).device for fqn in checked}
-    copies = {fqn: mask.detach().to(devices[fqn], torch.bool, copy=True) for fqn, mask in checked.items()}
-    recovered = saved_count(saved, "recovered", 0)
-    return {"rows": {fqn: dict(row) for fqn, row in rows.items()}, "masks": copies, "recovered": recovered}
+    return None if saved is None else copied_state(saved)
 
 
 def _shape_of(group: TensorGroup) -> tuple[int, ...]:

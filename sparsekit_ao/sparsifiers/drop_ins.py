@@ -92,15 +92,15 @@ class WeightNormSparsifier(MaskSparsifier):
     def _fill(self, groups: Sequence[TensorGroup]) -> None:
         """Choose the masks of these groups together."""
         requests_of_groups = [self._requests_of(group) for group in groups]
-        distributed.update_masks([request for requests in requests_of_groups for request in requests])
+        distributed.choose_sharded([request for requests in requests_of_groups for request in requests])
         for group, requests in zip(groups, requests_of_groups, strict=True):
             if len(requests) == 2:
                 blocks, inside = (distributed.local(next(iter(r.masks.values()))) for r in requests)
-                distributed.local(self._live_mask(group)).copy_(blocks.logical_or_(inside))
+                distributed.local(self.live_mask(group)).copy_(blocks.logical_or_(inside))
 
     def _requests_of(self, group: TensorGroup) -> list[Request]:
         """The update of a group's mask, or the two whose masks it is the union of."""
-        mask, shape, zeros = self._live_mask(group), tuple(group["sparse_block_shape"]), group["zeros_per_block"]
+        mask, shape, zeros = self.live_mask(group), tuple(group["sparse_block_shape"]), group["zeros_per_block"]
         level = group["sparsity_level"]
         if level <= 0 or zeros == 0 or mask.numel() == 0 or (level >= 1 and zeros == math.prod(shape)):
             distributed.local(mask).fill_(level <= 0 or zeros == 0)
@@ -214,7 +214,7 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         fqn = self._check_prepared(module, tensor_name, kwargs)
         group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
         self._check_fit(group)
-        mask = self._live_mask(group)
+        mask = self.live_mask(group)
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
         distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
 

@@ -22,7 +22,7 @@ from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
 from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup
-from .groups import PruningGroup, counts_in_scopes, stage_budgets
+from .groups import PruningGroup, counts_in_scopes, groups_by_name, stage_budgets
 from .optimizer_state import (
     Conditioner,
     Diagonal,
@@ -137,7 +137,7 @@ class ProximalSparsifier(BudgetSparsifier):
         Raises:
             SparsityError: No optimizer is attached, and the strength or the conditioner needs one.
         """
-        self._need_prepared("step")
+        self.require_prepared("step")
         needs_optimizer = self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
         if needs_optimizer and not self._counts.optimizers:
             raise SparsityError(
@@ -166,7 +166,7 @@ class ProximalSparsifier(BudgetSparsifier):
         >>> int(masks.mask("0.weight").sum()), masks.check()
         (8, 4)
         """
-        self._need_prepared("to_masks")
+        self.require_prepared("to_masks")
         assert self.model is not None
         target = ScopeSparsifier() if sparsifier is None else sparsifier
         if not isinstance(target, BudgetSparsifier) or target._phase != "new":
@@ -180,15 +180,18 @@ class ProximalSparsifier(BudgetSparsifier):
                 f"to_masks: {type(target).__name__} would choose masks of its own; make a DynamicSparsifier with "
                 'init="resume", which starts from the zeros'
             )
-        masks = {g["tensor_fqn"]: self._live_mask(g) for g in self.groups}
-        entries = [{k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()} for g in self.groups]
-        for pruning_group in self._pruning_groups(self.groups) if is_fixed else ():
-            if "stages" not in entries[pruning_group.members[0][1]]:
-                count = kept_counts(pruning_group, self.groups, masks)
-                for _, at in pruning_group.members:
-                    entries[at]["nnz"] = count
+        masks = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
+        entries = {
+            name: {k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()}
+            for name, g in groups_by_name(self.groups).items()
+        }
+        for pruning in self.pruning_groups() if is_fixed else ():
+            if "stages" not in entries[next(iter(pruning.specs))]:
+                count = kept_counts(pruning, masks)
+                for name in pruning.specs:
+                    entries[name]["nnz"] = count
         self._zero_dropped(None)
-        target.prepare(self.model, entries)
+        target.prepare(self.model, list(entries.values()))
         if is_fixed:
             for group in target.groups:
                 target.mask(group["tensor_fqn"]).copy_(masks[group["tensor_fqn"]])
@@ -199,7 +202,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where `state_dict` was saved, at that position of the strength's schedule."""
-        self._need_prepared("load_state_dict")
+        self.require_prepared("load_state_dict")
         iteration, stepped = saved_count(state_dict, "iteration", 0), saved_names(state_dict, "stepped", self.groups)
         super().load_state_dict(state_dict, strict)
         self.iteration = iteration
@@ -245,10 +248,11 @@ class ProximalSparsifier(BudgetSparsifier):
         for group in groups:
             _refuse_unfit(group)
         super()._check_groups(groups)
-        for pruning_group in self._pruning_groups(groups):
-            strengths = [groups[at].get("strength") for _, at in pruning_group.members]
+        named = groups_by_name(groups)
+        for pruning in self.pruning_groups(groups):
+            strengths = [named[name].get("strength") for name in pruning.specs]
             if any(strength != strengths[0] for strength in strengths):
-                raise CouplingError(f"{pruning_group.label}: members need the same strength, got {strengths}")
+                raise CouplingError(f"{pruning.label}: members need the same strength, got {strengths}")
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
@@ -261,9 +265,9 @@ class ProximalSparsifier(BudgetSparsifier):
     def _sync_state(self) -> None:
         for group in self.groups:
             if group.get("module") is not None:
-                self._live_mask(group)
+                self.live_mask(group)
 
-    def _live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+    def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         """What the last step kept, bool of the tensor's shape on its device; all True before."""
         state, weight = self._state[group["tensor_fqn"]], self._parameter(group)
         mask = state.get("mask")
@@ -292,7 +296,7 @@ class ProximalSparsifier(BudgetSparsifier):
     def _zero_dropped(self, model: nn.Module | None) -> None:
         for group in self.groups:
             weight = self._parameter(group, model).detach()
-            weight.masked_fill_(~self._live_mask(group).to(weight.device), 0)
+            weight.masked_fill_(~self.live_mask(group).to(weight.device), 0)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         for group in self.groups:
@@ -301,7 +305,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
-        pruning_groups, weights = self._pruning_groups(self.groups), self._parameters(self.groups)
+        pruning_groups, weights = self.pruning_groups(), self._parameters(self.groups)
         if self._counts.optimizers:  # else every call is a step
             stepped = set(self._counts.stepped(weights))
             if changed := self._counts.changed_by_others(weights):
@@ -310,10 +314,9 @@ class ProximalSparsifier(BudgetSparsifier):
                     "sparsifier.attach with the optimizers that train the model now",
                     stacklevel=5,
                 )
-            moved = [g["tensor_fqn"] in stepped for g in self.groups]
-            pruning_groups = tuple(c for c in pruning_groups if all(moved[at] for _, at in c.members))
+            pruning_groups = tuple(pruning for pruning in pruning_groups if stepped.issuperset(pruning.specs))
         if pruning_groups:
-            self._update_groups(pruning_groups, self.groups)
+            self._update_groups(pruning_groups, groups_by_name(self.groups))
             self.iteration += 1
 
     def _parameters(self, groups: Iterable[TensorGroup]) -> dict[str, Tensor]:
@@ -322,28 +325,28 @@ class ProximalSparsifier(BudgetSparsifier):
     def _fill(
         self,
         pruning_groups: Sequence[PruningGroup],
-        groups: Sequence[TensorGroup],
-        masks: Mapping[int, Tensor],
+        groups: Mapping[str, TensorGroup],
+        masks: Mapping[str, Tensor],
         keeps: Mapping[PruningGroup, Budget],
     ) -> None:
-        for pruning_group in pruning_groups:
-            diagonals = {spec: self._diagonal(groups[at]) for spec, at in pruning_group.members}
+        for pruning in pruning_groups:
+            diagonals = {spec: self._diagonal(groups[name]) for name, spec in pruning.specs.items()}
             known = {spec: d for spec, d in diagonals.items() if d is not None}
-            if len(known) == len(diagonals):  # else the optimizer has not moved some member yet
-                self._shrink(pruning_group, groups, known, keeps[pruning_group])
-            self._counts.use(self._parameters(groups[at] for _, at in pruning_group.members))
+            if len(known) == len(diagonals):  # else the optimizer has not moved some tensor yet
+                self._shrink(pruning, groups, known, keeps[pruning])
+            self._counts.use(self._parameters(groups[name] for name in pruning.specs))
 
     def _shrink(
         self,
-        pruning_group: PruningGroup,
-        groups: Sequence[TensorGroup],
+        pruning: PruningGroup,
+        groups: Mapping[str, TensorGroup],
         diagonals: Mapping[BlockSpec, Diagonal],
         keep: Budget,
     ) -> None:
-        """Shrink the blocks of a pruning_group in a metric, and fill its masks with what is then not zero."""
-        weights = {spec: self._parameter(groups[at]).detach() for spec, at in pruning_group.members}
-        masks = {spec: self._live_mask(groups[at]) for spec, at in pruning_group.members}
-        strength = groups[pruning_group.members[0][1]].get("strength")
+        """Shrink the blocks of a pruning group in a metric, and fill its masks with what is then not zero."""
+        weights = {spec: self._parameter(groups[name]).detach() for name, spec in pruning.specs.items()}
+        masks = {spec: self.live_mask(groups[name]) for name, spec in pruning.specs.items()}
+        strength = groups[next(iter(pruning.specs))].get("strength")
         common = next(iter(diagonals.values()))  # one number for all elements gives the plain operator
         is_plain = isinstance(common, float) and all(isinstance(d, float) and d == common for d in diagonals.values())
         tensors = {
@@ -352,11 +355,11 @@ class ProximalSparsifier(BudgetSparsifier):
         }
         if strength is not None:
             value = strength(self.iteration) if callable(strength) else strength
-            value = checked_strength(value, f"{pruning_group.label}: ", is_value=True)
-            thresholds = {m.block: value / common if is_plain else value for m in pruning_group.scope.members()}
+            value = checked_strength(value, f"{pruning.label}: ", is_value=True)
+            thresholds = {m.block: value / common if is_plain else value for m in pruning.scope.members()}
         else:
             values = {s.view.param: w if is_plain else w * tensors[s] for s, w in weights.items()}
-            thresholds = pruning_group.scope.keep_thresholds(keep, values)
+            thresholds = pruning.scope.keep_thresholds(keep, values)
             if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
                 thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
         for block, t in thresholds.items():
@@ -408,9 +411,8 @@ def _refuse_unfit(group: TensorGroup) -> None:
         )
 
 
-def kept_counts(pruning_group: PruningGroup, groups: Sequence[TensorGroup], masks: Mapping[str, Tensor]) -> Budget:
+def kept_counts(pruning: PruningGroup, masks: Mapping[str, Tensor]) -> Budget:
     """Blocks that masks keep in each scope; a number where it is the same in all."""
-    masks_of_specs = {spec: masks[groups[at]["tensor_fqn"]] for spec, at in pruning_group.members}
-    counts = counts_in_scopes(pruning_group.scope, masks_of_specs).cpu()
+    counts = counts_in_scopes(pruning.scope, {spec: masks[name] for name, spec in pruning.specs.items()}).cpu()
     first = int(counts.flatten()[0]) if counts.numel() else 0
     return first if bool((counts == first).all()) else counts

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..calibration import NEEDS, Recorder, Recording, Statistics
 from ..errors import SparsityError, refuse_meta_masks
+from ..models.names import connected
 from ..models.progress import progress_bar
 from ..models.running import TokenMask
 from ..patterns import Pattern
@@ -22,22 +23,21 @@ from ..scores import Score, needs_of
 from ..selection import Request
 from ..structure import checked_level
 from .base import MaskSparsifier
-from .checkpoint import checked_pass, copied_state, saved_count
+from .checkpoint import copied_state, saved_count, saved_pass
 from .config import ConfigContext, TensorGroup, copied, hint_of_key
 from .groups import (
     PruningGroup,
     batches,
-    check_masks,
-    connected,
-    elements_of,
+    choose_masks,
+    groups_by_name,
     is_same,
     kept_in,
     make_pruning_groups,
+    numel_of_groups,
     refuse_unfit,
     stage_budgets,
-    update_masks,
 )
-from .report import Row, make_row
+from .report import Row, check_masks, make_row
 from .stages import (
     AXES,
     GROUP_KEYS,
@@ -59,7 +59,7 @@ class BudgetSparsifier(MaskSparsifier):
 
     >>> class Once(BudgetSparsifier):
     ...     def _update_all(self):
-    ...         self._update_groups(self._pruning_groups(self.groups), self.groups)
+    ...         self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
     ...         self.enable_mask_update = False
     >>> sparsifier = Once(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
@@ -123,16 +123,18 @@ class BudgetSparsifier(MaskSparsifier):
             kwargs: The tensor's group, or any config keys; what differs from the group overrides it, for this call, as
                 a config entry overrides defaults.
         """
-        self._need_prepared("update_mask")
-        is_named = [g["module"] is module and g["tensor_name"] == tensor_name for g in self.groups]
-        if True not in is_named:
+        self.require_prepared("update_mask")
+        groups = groups_by_name(self.groups)
+        name = next((n for n, g in groups.items() if g["module"] is module and g["tensor_name"] == tensor_name), None)
+        if name is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-        at = is_named.index(True)
-        groups = [self._changed(g, kwargs) if i == at else g for i, g in enumerate(self.groups)]
-        coupled = connected(self._pruning_groups(groups), len(groups))[at]
+        changed = {**groups, name: self._changed(groups[name], kwargs)}
+        lists = connected({pruning: pruning.specs for pruning in self.pruning_groups(list(changed.values()))})
+        coupled = next(pruning_groups for pruning_groups in lists if any(name in p.specs for p in pruning_groups))
         with torch.no_grad():
-            self._update_groups(coupled, groups)
-            self._after_update([self.groups[i] for i in sorted({i for g in coupled for _, i in g.members})])
+            self._update_groups(coupled, changed)
+            updated = {other for pruning in coupled for other in pruning.specs}
+            self._after_update([group for other, group in groups.items() if other in updated])
 
     def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
         """The group with other values; those that it has already are no change."""
@@ -156,17 +158,20 @@ class BudgetSparsifier(MaskSparsifier):
         return " then ".join(text or "single elements over the tensor" for text in texts)
 
     def _rows(self) -> Iterator[Row]:
-        pruning_groups, rules = self._pruning_groups(self.groups), self._resolved.rules
-        for at, group in enumerate(
-            progress_bar(self.groups, "report", "tensors", elements=elements_of(pruning_groups))
-        ):
-            stages = [g for g in pruning_groups if any(i == at for _, i in g.members)]
-            mask, last = self._live_mask(group), stages[-1]
-            spec = last.spec(at)
+        pruning_groups, rules = self.pruning_groups(), self._resolved.rules
+        stages_of_tensors: dict[str, list[PruningGroup]] = {}
+        for pruning in pruning_groups:
+            for name in pruning.specs:
+                stages_of_tensors.setdefault(name, []).append(pruning)
+        for group in progress_bar(self.groups, "report", "tensors", elements=numel_of_groups(pruning_groups)):
+            name = group["tensor_fqn"]
+            mask, stages = self.live_mask(group), stages_of_tensors[name]
+            last = stages[-1]
+            spec = last.specs[name]
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
-            pattern = " then ".join(g.pattern(at) for g in stages)
+            pattern = " then ".join(pruning.pattern(name) for pruning in stages)
             key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
-            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(self.groups))
+            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(groups_by_name(self.groups)))
             yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
@@ -186,14 +191,14 @@ class BudgetSparsifier(MaskSparsifier):
             SparsityError: Naming every tensor with a wrong scope, the first such scope, and its count.
         """
         if self._phase not in ("prepared", "squashed"):
-            self._need_prepared("check")
+            self.require_prepared("check")
         distributed.reshard(self.model if model is None else model)
-        pruning_groups, masks = self._pruning_groups(self.groups, model), self._masks(model)
-        refuse_meta_masks("check", self.groups, [mask for mask, _ in masks])
+        pruning_groups, masks = self.pruning_groups(self.groups, model), self._masks(model)
+        refuse_meta_masks("check", self.groups, [mask for mask, _ in masks.values()])
         try:
-            return check_masks(pruning_groups, self.groups, masks)
+            return check_masks(pruning_groups, groups_by_name(self.groups), masks)
         except SparsityError:
-            if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks):
+            if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks.values()):
                 hint = "check: every mask keeps everything, because no masks were chosen yet; call step() or one_shot"
                 raise SparsityError(f"{hint} (again, with resume=True, if it was interrupted)") from None
             raise
@@ -264,87 +269,93 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise where structures, couplings, levels or budgets do not fit."""
-        for g in self._pruning_groups(groups):
-            g.budget(groups)
+        for pruning in self.pruning_groups(groups):
+            pruning.budget(groups_by_name(groups))
         for group in groups:
             checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
         """Write the level that a count amounts to: `level_of_nnz`. A scheduler that changes the level replaces it."""
-        levels: dict[int, float] = {}
-        members: dict[int, int] = {}  # of the largest pruning group of a tensor, whose level it has
-        for g in self._pruning_groups(groups):
-            level = g.scope.level_of(g.budget(groups))
-            for _, at in g.members:
-                if stage_budgets(groups[at])[g.stage] is None and members.get(at, 0) <= len(g.members):
-                    levels[at], members[at] = level, len(g.members)
-        for at, group in enumerate(groups):
-            if group.get("nnz") is not None and at in levels:
-                group["sparsity_level"] = levels[at]  # what schedulers start from
+        named = groups_by_name(groups)
+        largest: dict[str, PruningGroup] = {}  # of those that a tensor is in, whose level it has
+        for pruning in self.pruning_groups(groups):
+            for name in pruning.specs:
+                is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
+                if stage_budgets(named[name])[pruning.stage] is None and is_larger:
+                    largest[name] = pruning
+        levels = {name: pruning.scope.level_of(pruning.budget(named)) for name, pruning in largest.items()}
+        for name, group in named.items():
+            if group.get("nnz") is not None and name in levels:
+                group["sparsity_level"] = levels[name]  # what schedulers start from
             group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
         """Called after `update_mask` changed masks; does nothing where masks depend on weights alone."""
 
-    def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Sequence[TensorGroup]) -> None:
+    def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]) -> None:
         """Fill the masks of pruning groups; every budget and mask is checked before any mask changes."""
-        masks = {i: self._live_mask(groups[i]) for g in pruning_groups for _, i in g.members}
-        keeps = {g: g.budget(groups) for g in pruning_groups}
+        masks = {name: self.live_mask(groups[name]) for pruning in pruning_groups for name in pruning.specs}
+        keeps = {pruning: pruning.budget(groups) for pruning in pruning_groups}
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
-            for g in pruning_groups:
-                distributed.common_mesh([(spec.name, masks[i]) for spec, i in g.members])
+            for pruning in pruning_groups:
+                distributed.common_mesh([(name, masks[name]) for name in pruning.specs])
             at_once |= any(distributed.is_sharded(m) for m in masks.values())
         if at_once:
             self._fill(pruning_groups, groups, masks, keeps)
             return
         parts = list(batches(pruning_groups, AT_ONCE))
-        for part in progress_bar(parts, "step", "tensors", elements=elements_of(pruning_groups)):
+        for part in progress_bar(parts, "step", "tensors", elements=numel_of_groups(pruning_groups)):
             self._fill(part, groups, masks, keeps)
 
     def _fill(
         self,
         pruning_groups: Sequence[PruningGroup],
-        groups: Sequence[TensorGroup],
-        masks: Mapping[int, Tensor],
+        groups: Mapping[str, TensorGroup],
+        masks: Mapping[str, Tensor],
         keeps: Mapping[PruningGroup, int | Tensor],
     ) -> None:
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
-        dense, recorder = list(map(self._dense, groups)), self.recorder
-        for g in pruning_groups:  # scores may raise, so those of this part precede its masks
-            values = g.values(dense.__getitem__, lambda i: recorder.of(groups[i]["tensor_fqn"]))
-            norm = g.norm_of(values.values())
-            stages.setdefault(g.stage, {})[g] = g.request(masks, keeps[g], values, norm)
+        names = {name for pruning in pruning_groups for name in pruning.specs}
+        dense, recorder = {name: self._dense(groups[name]) for name in names}, self.recorder
+        for pruning in pruning_groups:  # scores may raise, so those of this part precede its masks
+            values = pruning.values(dense.__getitem__, recorder.of)
+            request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
+            stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
                 if math.prod(spec.view.shape) < mask.numel():  # a later stage may have dropped what is outside the view
                     distributed.local(mask).fill_(True)
         for stage in sorted(stages):
-            update_masks(stages[stage])
+            choose_masks(stages[stage])
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
         """{tensor_fqn: the statistics that scores read of it}."""
         needs_of_tensors: dict[str, tuple[str, ...]] = {}
         recorder = self.recorder
-        for g in self._pruning_groups(self.groups):
-            needs = needs_of(g.score)
-            for _, at in g.scored(lambda i: recorder.of(self.groups[i]["tensor_fqn"])) if needs else ():
-                fqn = self.groups[at]["tensor_fqn"]
-                needs_of_tensors[fqn] = tuple(dict.fromkeys((*needs_of_tensors.get(fqn, ()), *needs)))
+        for pruning in self.pruning_groups():
+            needs = needs_of(pruning.score)
+            for name in pruning.scored(recorder.of) if needs else ():
+                needs_of_tensors[name] = tuple(dict.fromkeys((*needs_of_tensors.get(name, ()), *needs)))
         return needs_of_tensors
 
-    def _pruning_groups(
-        self, groups: Sequence[TensorGroup], model: nn.Module | None = None
+    def pruning_groups(
+        self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
     ) -> tuple[PruningGroup, ...]:
-        """The pruning groups of these groups; kept while structure, shapes and strides stay the same."""
-        tensors, key = [], []
-        for group in groups:
-            tensor = self._dense(group, model)
-            tensors.append(tensor)
-            key.append((*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
+        """The tensors that are pruned together, stage by stage; kept while structure, shapes and strides stay the same.
+
+        Args:
+            groups: Group dicts in place of the sparsifier's own.
+            model: A copy of the model, whose tensors have the shapes.
+        """
+        groups = self.groups if groups is None else groups
+        tensors = {group["tensor_fqn"]: self._dense(group, model) for group in groups}
+        keys = zip(groups, tensors.values(), strict=True)
+        key = [(*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()) for group, tensor in keys]
         if self._grouped is None or self._grouped[0] != key:
-            self._grouped = copied(key), make_pruning_groups(groups, list(map(stages_of, groups)), tensors)
+            stages = {group["tensor_fqn"]: stages_of(group) for group in groups}
+            self._grouped = copied(key), make_pruning_groups(stages, tensors)
         return self._grouped[1]
 
     def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
@@ -352,14 +363,15 @@ class BudgetSparsifier(MaskSparsifier):
         is_masked = masking.find_mask(module, name) is not None
         return masking.dense_weight(module, name) if is_masked else getattr(module, name).detach()
 
-    def _masks(self, model: nn.Module | None) -> list[tuple[Tensor, bool]]:
-        """Each group's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
-        out = []
+    def _masks(self, model: nn.Module | None) -> dict[str, tuple[Tensor, bool]]:
+        """Each tensor's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
+        masks = {}
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
             live = masking.live_mask(module, name, group["tensor_fqn"])
-            out.append((live.mask, True) if live is not None else (getattr(module, name).detach() != 0, False))
-        return out
+            mask = getattr(module, name).detach() != 0 if live is None else live.mask
+            masks[group["tensor_fqn"]] = mask, live is not None
+        return masks
 
     # calibration
 
@@ -403,7 +415,7 @@ class BudgetSparsifier(MaskSparsifier):
         >>> sparsifier.statistics["0.weight"].tokens
         5
         """
-        self._need_prepared("calibrate")
+        self.require_prepared("calibrate")
         assert self.model is not None
         for need in needs:
             if need not in NEEDS:
@@ -449,7 +461,7 @@ class BudgetSparsifier(MaskSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
-        self._need_prepared("load_state_dict")
+        self.require_prepared("load_state_dict")
         saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
         loaded = self.recorder.loaded(saved)
         super().load_state_dict(state_dict, strict)
@@ -507,7 +519,7 @@ class ScopeSparsifier(BudgetSparsifier):
     """
 
     optional_keys = (*BudgetSparsifier.optional_keys, "max_sparsity")
-    _one_shot: dict[str, Any] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
+    unfinished_pass: dict[str, Any] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
 
     def __init__(
         self,
@@ -546,7 +558,7 @@ class ScopeSparsifier(BudgetSparsifier):
         if self.interval.is_due(self._steps):
             super().step(use_path)
         else:
-            self._need_prepared("step")
+            self.require_prepared("step")
         self._steps += 1
 
     @property
@@ -568,29 +580,29 @@ class ScopeSparsifier(BudgetSparsifier):
         >>> sparsifier.block_scores()
         [(('0.weight',), tensor([[[5., 1.]]]))]
         """
-        self._need_prepared("block_scores")
-        scores, recorder, groups = [], self.recorder, self.groups
-        for g in self._pruning_groups(self.groups):
-            values = g.values(lambda i: self._dense(groups[i]), lambda i: recorder.of(groups[i]["tensor_fqn"]))
-            names = tuple(self.groups[at]["tensor_fqn"] for _, at in g.members)
-            scores.append((names, g.scope.block_norms(values, norm=g.norm_of(values.values()))))
+        self.require_prepared("block_scores")
+        scores, recorder, groups = [], self.recorder, groups_by_name(self.groups)
+        for pruning in self.pruning_groups():
+            values = pruning.values(lambda name: self._dense(groups[name]), recorder.of)
+            norms = pruning.scope.block_norms(values, norm=pruning.norm_of(values.values()))
+            scores.append((tuple(pruning.specs), norms))
         return scores
 
     def _extra_state(self) -> dict[str, Any]:
-        progress = {} if self._one_shot is None else {"one_shot": copied_state(self._one_shot)}
-        return {**super()._extra_state(), **progress, "steps": self._steps}
+        unfinished = {} if self.unfinished_pass is None else {"one_shot": copied_state(self.unfinished_pass)}
+        return {**super()._extra_state(), **unfinished, "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As of any sparsifier, with the number of calls of `step` and the progress of `one_shot` if there are any."""
-        self._need_prepared("load_state_dict")
-        steps, progress = saved_count(state_dict, "steps", self._steps), checked_pass(state_dict, self.groups)
+        self.require_prepared("load_state_dict")
+        steps, unfinished = saved_count(state_dict, "steps", self._steps), saved_pass(state_dict)
         super().load_state_dict(state_dict, strict)
-        self._steps, self._one_shot = steps, progress
+        self._steps, self.unfinished_pass = steps, unfinished
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
         if not self._resumes:  # else it goes on with a copy of the same model
-            self._one_shot, self._steps = None, 0
+            self.unfinished_pass, self._steps = None, 0
 
     def _update_all(self) -> None:
-        self._update_groups(self._pruning_groups(self.groups), self.groups)
+        self._update_groups(self.pruning_groups(), groups_by_name(self.groups))

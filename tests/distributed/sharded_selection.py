@@ -11,7 +11,7 @@ from grids import EXHAUSTIVE, grid
 from torch import distributed
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View, WeightNormSparsifier, selection
-from sparsekit_ao.distributed import is_sharded, local, update_masks
+from sparsekit_ao.distributed import choose_sharded, is_sharded, local
 from sparsekit_ao.distributed.tensors import part_of
 from sparsekit_ao.selection import Request
 
@@ -55,7 +55,7 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, within_mask=None,
     if masked is not None:
         before, values = [masked], {k: torch.where(masked != 0, v, 0) for k, v in values.items()}
     within = within_mask is not None
-    selection.update_masks([Request(scope=scope, masks=want, keep=keep, values=values, norm=norm, within_mask=within)])
+    selection.fill_masks([Request(scope=scope, masks=want, keep=keep, values=values, norm=norm, within_mask=within)])
 
     def put(t, p):
         return t.clone() if p is None else distribute(t.clone(), mesh, p)
@@ -64,7 +64,7 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, within_mask=None,
     sharded = {leaf.view.param: put(w, p) for leaf, w, p in zip(leaves, tensors, placements, strict=True)}
     storages = [local(m).data_ptr() for m in masks.values()]
     how = {"keep": keep, "norm": norm, "within_mask": within, "masked": masked is not None}
-    update_masks([Request(scope=scope, masks=masks, values=sharded, **how)])
+    choose_sharded([Request(scope=scope, masks=masks, values=sharded, **how)])
     assert [local(m).data_ptr() for m in masks.values()] == storages  # filled in place
     for leaf in leaves:
         part = part_of(want[leaf], masks[leaf]) if is_sharded(masks[leaf]) else want[leaf]

@@ -44,7 +44,7 @@ def offsets(big):
 def fill(groups, keep=1, big=False, **how):
     def launch():
         with offsets(big):
-            launches.fill_masks(lowering.lower(as_request(groups, keep, **how)))
+            launches.launch(lowering.lower(as_request(groups, keep, **how)))
 
     return launch
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec
-from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.selection import Request, fill_masks
 from sparsekit_ao.structure.windows import ScopeWindows, Window
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -119,4 +119,4 @@ def as_request(scopes, keep, norm=2, *, within_mask=False, masked=False):
 
 def scope_mask(scopes, keep, norm=2, *, within_mask=False, masked=False, impl="auto"):
     """Fill the masks of windows whose scopes share budgets."""
-    update_masks([as_request(scopes, keep, norm, within_mask=within_mask, masked=masked)], impl=impl)
+    fill_masks([as_request(scopes, keep, norm, within_mask=within_mask, masked=masked)], impl=impl)

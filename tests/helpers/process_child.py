@@ -22,7 +22,7 @@ early.start()  # begins before anything else, but asks torch only at the end
 
 import sparsekit_ao  # noqa: E402
 from sparsekit_ao import BlockSpec, ScopeSpec  # noqa: E402
-from sparsekit_ao.selection import Request, cpu, update_masks  # noqa: E402
+from sparsekit_ao.selection import Request, cpu, fill_masks  # noqa: E402
 
 
 def in_new_thread(function):
@@ -118,7 +118,7 @@ def fail(before):
     for error, fault in ((ZeroDivisionError, broken), (KeyboardInterrupt, interrupted)):
         cpu._fill_chunk = fault
         try:
-            update_masks([request])
+            fill_masks([request])
         except error:
             pass
         else:
@@ -126,7 +126,7 @@ def fail(before):
         finally:
             cpu._fill_chunk = real
         check(f"a {error.__name__} in the middle of an update", before)
-    update_masks([request])
+    fill_masks([request])
     assert int(mask.sum()) == mask.numel() // 2
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier
-from sparsekit_ao.oneshot.one_shot import Layer
-from sparsekit_ao.sparsifiers.groups import connected
+from sparsekit_ao.oneshot.pruning import Layer
 
 STRUCTURES = {
     "2:4": {"nnz": 2, "scope_shape": (1, 4)},
@@ -72,11 +71,10 @@ def distance(dense, pruned, batches):
 
 def layer_of(sparsifier, at=0):
     """A prepared tensor as `prune_layer` takes it, with the statistics of a calibration."""
-    group = sparsifier.groups[at]
+    name = sparsifier.groups[at]["tensor_fqn"]
     return Layer(
-        index=at,
-        target=sparsifier.recorder.target(group["tensor_fqn"], ()),
-        statistics=sparsifier.recorder.of(group["tensor_fqn"]),
-        weight=sparsifier._dense(group),
-        pruning_groups=connected(sparsifier._pruning_groups(sparsifier.groups), len(sparsifier.groups))[at],
+        target=sparsifier.recorder.target(name, ()),
+        statistics=sparsifier.recorder.of(name),
+        weight=sparsifier._dense(sparsifier.groups[at]),
+        pruning_groups=[pruning for pruning in sparsifier.pruning_groups() if name in pruning.specs],
     )

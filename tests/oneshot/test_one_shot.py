@@ -27,7 +27,7 @@ from sparsekit_ao import (
 )
 from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics
 from sparsekit_ao.oneshot import sequential
-from sparsekit_ao.oneshot.one_shot import prune_layer
+from sparsekit_ao.oneshot.pruning import prune_layer
 
 METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
 
@@ -71,7 +71,7 @@ def test_blocks_give_what_single_layers_give_up_to_the_inputs_within_a_block(ret
         two.calibrate(batches, needs=["input_gram"])
         for name in (n for n in names if n.startswith(unit)):
             layer = layer_of(two, names.index(name))
-            prune_layer(two, layer, "admm")
+            prune_layer(layer, {g["tensor_fqn"]: g for g in two.groups}, "admm")
             two.mask(name).copy_(layer.mask)
             with torch.no_grad():
                 layer.target.parameter.copy_(layer.compensated)
@@ -398,7 +398,7 @@ def test_bad_calls_change_nothing():
         with pytest.raises(SparsityError, match=text):
             call()
     for group in sparsifier.groups:
-        assert torch.equal(sparsifier._dense(group), before[group["tensor_fqn"]]) and sparsifier._live_mask(group).all()
+        assert torch.equal(sparsifier._dense(group), before[group["tensor_fqn"]]) and sparsifier.live_mask(group).all()
     with torch.no_grad():
         sparsifier.model.head.parametrizations.weight.original[0, 0] = torch.nan
     with pytest.raises(SparsityError, match="one_shot: head.weight has weights that are not finite"):

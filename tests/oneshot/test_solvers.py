@@ -9,7 +9,7 @@ from torch import nn
 
 from sparsekit_ao import SparsityError
 from sparsekit_ao.calibration import RowGram, damped_gram
-from sparsekit_ao.oneshot.one_shot import matrix_scopes
+from sparsekit_ao.oneshot.pruning import matrix_scopes
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
     admm,
@@ -33,7 +33,7 @@ def scopes_of(weight, **options):
     linear = nn.Linear(*weight[0].T.shape, bias=False, dtype=weight.dtype)
     sparsifier = prepared(nn.Sequential(linear), **options)
     layer = layer_of(sparsifier)
-    return matrix_scopes(sparsifier, layer, layer.statistics)
+    return matrix_scopes(layer, {g["tensor_fqn"]: g for g in sparsifier.groups}, layer.statistics)
 
 
 KNOWN = [(s, n) for s in SOLVERS for n in STRUCTURES if s != "sparsegpt" or n in ("2:4", "unstructured")]

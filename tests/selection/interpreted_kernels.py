@@ -14,7 +14,7 @@ from grids import EXHAUSTIVE, grid
 from kernel_cases import KINDS, NAN, as_request, budgets, generator, scope_mask, scores_like
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError, View
-from sparsekit_ao.selection import Request, keep_mask, update_masks
+from sparsekit_ao.selection import Request, fill_masks, keep_mask
 from sparsekit_ao.selection.triton import launches, lowering
 from sparsekit_ao.structure.windows import ScopeWindows, Window, block_scores
 
@@ -302,7 +302,7 @@ def test_coupled_blocks_may_differ_in_loops_and_dtype():
         windows = View(weights[0], (8, 16), (64, 1)), View(weights[1], (2, 24), (32, 1))
         blocks = BlockCoupling([BlockSpec(windows[0], (4, 16)), BlockSpec(windows[1], (1, 24))])
         masks = {spec: torch.zeros_like(spec.view.param, dtype=torch.bool) for spec in blocks.blocks()}
-        update_masks([Request(scope=ScopeSpec(blocks, (2, 1)), masks=masks, keep=1)], impl=impl)
+        fill_masks([Request(scope=ScopeSpec(blocks, (2, 1)), masks=masks, keep=1)], impl=impl)
         assert sorted(int(m[:, :24].sum()) for m in masks.values()) == [24, 64]
 
 
@@ -430,7 +430,7 @@ def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypat
     values = torch.empty(8192, 8192, device="meta")
     mask = torch.empty(8192, 8192, dtype=torch.bool, device="meta")
     scoped = ScopeWindows(members=(Window(shape=block, values=values, mask=mask),), shape=scope)
-    launches.fill_masks(lowering.lower(as_request([scoped], 1)))
+    launches.launch(lowering.lower(as_request([scoped], 1)))
     assert len(seen) == count
 
 
@@ -442,9 +442,9 @@ def test_many_updates_at_once_and_one_bad_among_them_changes_nothing():
     good = as_request([scopes(integers((8, 16)), (1, 1), (1, 4))], 2)
     bad = as_request([scopes(torch.zeros(4, 4, dtype=torch.float64), (1, 1), (1, 4))], 1)
     with pytest.raises(SparsityError, match="values are float64"):
-        update_masks([good, bad], impl="triton")
+        fill_masks([good, bad], impl="triton")
     assert not good.windows[0].mask.any()
-    update_masks([good], impl="triton")
+    fill_masks([good], impl="triton")
     assert int(good.windows[0].mask.sum()) == 64
 
 

@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-from sparsekit_ao.selection import BACKENDS, Request, api, cpu, keep_mask, reference, update_masks
+from sparsekit_ao.selection import BACKENDS, Request, api, cpu, fill_masks, keep_mask, reference
 from sparsekit_ao.structure.rule import absent, key_bits, order_keys
 
 IMPLS = ["reference", "cpu"]
@@ -199,7 +199,7 @@ def test_a_backend_by_name_gives_every_reason_and_nothing_is_written(toy):
     partial = as_request([as_scopes(torch.rand(4, 8), masks[1], (1, 3), (1, 2))], 1, 1)
     text = 'impl="toy" cannot take this: a block or scope is partial; its norm is not 2. Use impl="auto".'
     with pytest.raises(SparsityError, match="^" + re.escape(text)):
-        update_masks([whole, partial], impl="toy")
+        fill_masks([whole, partial], impl="toy")
     with pytest.raises(SparsityError, match=re.escape("('auto', 'reference', 'cpu', 'triton', 'toy'), got 'jit'")):
-        update_masks([whole], impl="jit")
+        fill_masks([whole], impl="jit")
     assert bool(masks.all())

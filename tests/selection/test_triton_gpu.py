@@ -7,7 +7,7 @@ from kernel_cases import KINDS, as_request, generator, scope_mask, scores_like
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, patterns
-from sparsekit_ao.selection import keep_mask, update_masks
+from sparsekit_ao.selection import fill_masks, keep_mask
 from sparsekit_ao.structure.windows import ScopeWindows, Window
 
 pytestmark = [
@@ -136,11 +136,11 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
     budgets = [torch.tensor(n, device="cuda") for n in (2, 500_000, 600)]
     patterns_of = (((1, 1), (1, 4)), ((1, 1), (1024, 1024)), ((32, 32), (32, 32)))
     requests = [as_request([scopes(values, *s)], keep) for s, keep in zip(patterns_of, budgets, strict=True)]
-    update_masks(requests, impl="triton")  # compiles
+    fill_masks(requests, impl="triton")  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        update_masks(requests, impl="triton")
+        fill_masks(requests, impl="triton")
     for numbers in ((2, 500_000, 600), (1, 7, 1), (4, 1 << 20, 1024), (0, 0, 0)):
         values.copy_(torch.randint(-4, 5, values.shape, device="cuda"))
         for keep, number in zip(budgets, numbers, strict=True):

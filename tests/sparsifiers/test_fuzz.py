@@ -22,7 +22,7 @@ from sparsekit_ao import (
     View,
     WeightNormSparsifier,
 )
-from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.selection import Request, fill_masks
 
 PLAIN = int(os.environ.get("SPARSEKIT_AO_FUZZ", "120"))
 DYNAMIC = int(os.environ.get("SPARSEKIT_AO_FUZZ_DYNAMIC", "24"))
@@ -65,7 +65,7 @@ def test_a_budget_for_each_scope_suits_members_of_any_rank():
     coupling = ScopeCoupling(scopes)
     masks = {s.block: torch.ones_like(w, dtype=torch.bool) for s, w in zip(scopes, weights, strict=True)}
     budget = torch.tensor([0, 1, 2, 4])
-    update_masks([Request(scope=coupling, masks=masks, keep=budget.reshape(coupling.grid_shape))])
+    fill_masks([Request(scope=coupling, masks=masks, keep=budget.reshape(coupling.grid_shape))])
     assert (sum(m.reshape(4, -1).sum(1) for m in masks.values()) == budget).all()
 
 

@@ -118,10 +118,10 @@ def blocks_left(sparsifier, model):
     from sparsekit_ao.sparsifiers.proximal import kept_counts
 
     masks = {n: p != 0 for n, p in model.named_parameters()}
-    components = sparsifier._pruning_groups(sparsifier.groups)
+    components, groups = sparsifier.pruning_groups(), {g["tensor_fqn"]: g for g in sparsifier.groups}
     last = max(c.stage for c in components)
-    found = [(kept_counts(c, sparsifier.groups, masks), c) for c in components if c.stage == last]
-    return [(torch.as_tensor(n), torch.as_tensor(c.budget(sparsifier.groups)), c) for n, c in found]
+    found = [(kept_counts(c, masks), c) for c in components if c.stage == last]
+    return [(torch.as_tensor(n), torch.as_tensor(c.budget(groups)), c) for n, c in found]
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -12,7 +12,7 @@ from stock import refuses
 from strategies import shrunk
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
-from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.selection import Request, fill_masks
 
 INF, NAN = math.inf, math.nan
 
@@ -458,7 +458,7 @@ def test_two_views_of_one_parameter_may_fill_one_mask(alike):
     first, second = (BlockSpec(View.from_function(w, lambda t, k=k: t[:, k : k + 1])) for k in range(2))
     mask = torch.ones_like(w) > 0 if alike else torch.ones(w.shape, dtype=torch.bool)
     assert (mask.stride() == w.stride()) is alike
-    update_masks(
+    fill_masks(
         [Request(scope=ScopeCoupling([ScopeSpec(first), ScopeSpec(second)]), masks={first: mask, second: mask}, keep=4)]
     )
     assert torch.equal(mask, w >= 5)
@@ -502,7 +502,7 @@ def test_scope_coupling_has_the_methods_and_signatures_of_scope_spec():
 def test_a_coupled_block_may_be_kept_while_any_member_has_something_left():
     a, b = BlockSpec(torch.tensor([1.0, 5.0, 2.0])), BlockSpec(torch.tensor([1.0, 4.0, 3.0]))
     masks = {a: torch.tensor([True, False, False]), b: torch.tensor([True, True, False])}
-    update_masks([Request(scope=ScopeSpec(BlockCoupling([a, b])), masks=masks, keep=1, within_mask=True)])
+    fill_masks([Request(scope=ScopeSpec(BlockCoupling([a, b])), masks=masks, keep=1, within_mask=True)])
     assert masks[a].tolist() == [False, False, False] and masks[b].tolist() == [False, True, False]
 
 

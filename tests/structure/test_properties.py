@@ -28,7 +28,7 @@ from strategies import (
 )
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
-from sparsekit_ao.selection import Request, update_masks
+from sparsekit_ao.selection import Request, fill_masks
 
 NORMS = [1, 2, math.inf]
 EDGES = ["error", "partial"]
@@ -288,7 +288,7 @@ def test_masks_filled_in_place_are_the_sorted_selection(impl, case, data):
     backwards = torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
     alike = torch.empty_strided(shape, tiled.param.stride(), dtype=dtype)
     mask = data.draw(st.sampled_from([torch.empty(shape, dtype=dtype), backwards, alike])).fill_(1)
-    update_masks([Request(scope=scope, masks={scope.block: mask}, keep=nnz, norm=p)], impl=impl)
+    fill_masks([Request(scope=scope, masks={scope.block: mask}, keep=nnz, norm=p)], impl=impl)
     assert torch.equal(mask, mask_of(tiled, kept_by_weight(tiled, scopes, nnz, p)).to(mask.dtype))
 
 
@@ -306,7 +306,7 @@ def test_a_later_stage_chooses_among_what_the_earlier_left(case, data):
             [(norm_of(tiled.read(b, left), 2, dtype, tiled.partial), slot, b) for slot, b in candidates], nnz
         )
     expected = mask & mask_of(tiled, kept)
-    update_masks([Request(scope=scope, masks={scope.block: mask}, keep=nnz, within_mask=True)])
+    fill_masks([Request(scope=scope, masks={scope.block: mask}, keep=nnz, within_mask=True)])
     assert torch.equal(mask, expected)
 
 
@@ -507,7 +507,7 @@ def test_coupled_scopes_share_one_budget(case, data):
     expected, budget = masks_of(oracles, kept), grid_tensor(aligned, keep, torch.int64)
     assert all(map(torch.equal, coupling.get_masks(budget).values(), expected))
     masks = {spec.block: torch.zeros(spec.block.view.param.shape) for spec in coupling.members()}
-    update_masks([Request(scope=coupling, masks=masks, keep=budget)])
+    fill_masks([Request(scope=coupling, masks=masks, keep=budget)])
     assert all(torch.equal(mask.bool(), want) for mask, want in zip(masks.values(), expected, strict=True))
 
 

@@ -28,16 +28,16 @@ def refusals(work: Request | Tensor) -> list[str]:
 
 def run(requests: Sequence[Request]) -> None:
     """Fill the masks of requests, one after the other. Nothing waits for the device."""
-    from .launches import fill_masks
+    from .launches import launch
 
     for request in requests:
-        fill_masks(lower(request))
+        launch(lower(request))
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
     """Keep exactly `keep` of each row of scores [rows, members], of the `candidates` alone if given."""
-    from .launches import fill_masks
+    from .launches import launch
 
     selection = lower_rows(scores, keep, candidates)
-    fill_masks(selection)
+    launch(selection)
     return selection.parts[0][0].mask.view(torch.bool)

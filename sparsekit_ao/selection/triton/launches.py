@@ -97,7 +97,7 @@ class Spans(NamedTuple):
     width: int
 
 
-def fill_masks(selection: Selection) -> None:
+def launch(selection: Selection) -> None:
     """Fill the masks of a selection that kernels do not refuse."""
     parts = [part for coupled in selection.parts for part in coupled]
     if any(part.values.numel() == 0 for part in parts):

@@ -1,4 +1,4 @@
-"""`update_masks` of the backend "cpu", bit for bit against the reference, on each of its paths; block scores."""
+"""`fill_masks` of the backend "cpu", bit for bit against the reference, on each of its paths; block scores."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 
 from sparsekit_ao import BlockSpec, ScopeSpec, View
-from sparsekit_ao.selection import Request, cpu, keep_mask, update_masks
+from sparsekit_ao.selection import Request, cpu, fill_masks, keep_mask
 from sparsekit_ao.structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, scope_scores
 
 SIZES = {
@@ -118,7 +118,7 @@ def test_a_tensor_without_dimensions(value, keep):
     scope = ScopeSpec(BlockSpec(torch.tensor(value)))
     mask = torch.ones((), dtype=torch.bool)
     for norm in (2, None):
-        update_masks([Request(scope=scope, masks={scope.blocks()[0]: mask}, keep=keep, norm=norm)], impl="cpu")
+        fill_masks([Request(scope=scope, masks={scope.blocks()[0]: mask}, keep=keep, norm=norm)], impl="cpu")
         assert bool(mask) == (keep == 1)
 
 
@@ -265,7 +265,7 @@ def test_elements_outside_a_view_stay_as_they_were():
     weight, mask = torch.randn(70, 70, generator=generator()), torch.zeros(70, 70, dtype=torch.bool)
     block = BlockSpec(View(weight, (60, 60), (70, 1), 5 * 70 + 5))
     for target in (mask, torch.zeros(70, 70, dtype=torch.bool).t()):  # of the weight's strides, and of others
-        update_masks([Request(scope=ScopeSpec(block, (1, 4)), masks={block: target}, keep=4)])
+        fill_masks([Request(scope=ScopeSpec(block, (1, 4)), masks={block: target}, keep=4)])
         assert target[5:65, 5:65].all() and int(target.sum()) == 3600
 
 
@@ -296,12 +296,12 @@ def test_values_and_masks_of_other_dtypes(block, scope, dtype):
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_nothing_to_choose(impl):
-    update_masks([], impl=impl)
+    fill_masks([], impl=impl)
     for shape in ((0, 8), (8, 0)):
         mask = torch.zeros(shape, dtype=torch.bool)
         scope = tuple(max(n, 1) for n in shape)
         for block in ((1, 1), (1, 2)):
-            update_masks([as_request([as_scopes(torch.zeros(shape), mask, block, scope)], 0)], impl=impl)
+            fill_masks([as_request([as_scopes(torch.zeros(shape), mask, block, scope)], 0)], impl=impl)
         assert keep_mask(torch.zeros(shape), 0, impl=impl).shape == shape
 
 

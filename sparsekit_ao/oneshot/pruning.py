@@ -1,9 +1,9 @@
-"""`one_shot`: masks and compensated weights of a trained model, in one pass over calibration data; `prune` calls it."""
+"""The calls `one_shot` and `prune`: masks and compensated weights of a trained model, in one pass over its layers."""
 
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -15,21 +15,23 @@ from ..calibration import GRADIENTS, INPUTS, RowGram, Statistics, Target, damped
 from ..distributed import is_sharded
 from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
+from ..models.names import connected
 from ..models.progress import progress_bar
 from ..models.running import TokenMask, eval_mode
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
-from ..sparsifiers.config import Exclusion
-from ..sparsifiers.groups import PruningGroup, connected, labels_of, update_masks
-from ..sparsifiers.scope import BudgetSparsifier, ScopeSparsifier
+from ..sparsifiers.config import Exclusion, TensorGroup
+from ..sparsifiers.groups import PruningGroup, choose_masks, groups_by_name, labels_of
+from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import Table
-from .recover import RecoveryReport, Teacher, check_models, check_ranks
+from .matching import RecoveryReport, Teacher, check_models, check_ranks
 from .sequential import CalibrationData, SequentialPass
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 
 METHODS = (None, "least_squares", *SOLVERS)
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
 MOST_INPUTS = 32_768  # inputs of a layer whose Gram matrix is inverted
+Masks = Mapping[str, Tensor]
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
 
@@ -176,14 +178,14 @@ def one_shot(
     model = sparsifier.model
     assert model is not None
     data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")
-    saved = sparsifier._one_shot if resume else None
+    saved = _checked_pass(sparsifier) if resume else None
     dense = recover if isinstance(recover, nn.Module) else None
     if recover is True:
         if saved is not None:
             raise SparsityError("one_shot: resume needs the dense model; give it as recover=dense")
         dense = copy_of(model)
         for group in sparsifier.groups:
-            sparsifier._live_mask(group, dense).fill_(True)
+            sparsifier.live_mask(group, dense).fill_(True)
     if dense is not None:
         check_models(model, dense)
         check_ranks(data)
@@ -194,12 +196,12 @@ def one_shot(
     if dense is not None:
 
         def finished(count: int) -> None:
-            one_pass.progress["recovered"] = count
+            one_pass.finished["recovered"] = count
             if checkpoint is not None:
                 checkpoint()
 
-        recovery = Teacher(dense, data, repeated).match_all(None, one_pass.progress["recovered"], progress, finished)
-    sparsifier._one_shot = None
+        recovery = Teacher(dense, data, repeated).match_all(None, one_pass.finished["recovered"], progress, finished)
+    sparsifier.unfinished_pass = None
     seconds = time.perf_counter() - start
     return OneShotReport(rows=rows, seconds=seconds, blocks=len(repeated), recovery=recovery, tokens=data.counted())
 
@@ -308,10 +310,10 @@ def check_method(method: object) -> None:
 def _check(sparsifier: object, method: str | None) -> None:
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
-    sparsifier._need_prepared("one_shot")
+    sparsifier.require_prepared("one_shot")
     check_method(method)
     for group in sparsifier.groups:
-        fqn, weight = group["tensor_fqn"], sparsifier._dense(group)
+        fqn, weight = group["tensor_fqn"], masking.dense_weight(group["module"], group["tensor_name"])
         if not masking.is_on_parameter(group["module"], group["tensor_name"]):
             raise SparsityError(
                 f"one_shot: {fqn} has another parametrization below its mask; remove it first "
@@ -328,7 +330,6 @@ class Layer:
     """One tensor on its way through the pass.
 
     Attributes:
-        index: Of its group.
         target: Its name, module and parameter.
         statistics: Recorded in this pass, and gradients that the user collected before; None if no batch reached it.
         weight: The dense weight in float32 (float64 if it is float64).
@@ -337,7 +338,6 @@ class Layer:
         unused_score: What the report says if the method chose the mask though there is a score.
     """
 
-    index: int
     target: Target
     statistics: Statistics | None
     weight: Tensor
@@ -365,15 +365,17 @@ class _Pass:
         saved: dict[str, Any] | None,
     ) -> None:
         self.sparsifier, self.data, self.method, self.blocks = sparsifier, data, method, blocks
-        self.groups, self.recorder = sparsifier.groups, sparsifier.recorder
-        self.index = {g["tensor_fqn"]: i for i, g in enumerate(self.groups)}
-        self.pruning_groups = sparsifier._pruning_groups(self.groups)
-        coupled = connected(self.pruning_groups, len(self.groups))
-        shared = {id(c) for together in coupled if any(len(c.members) > 1 for c in together) for c in together}
-        self.shared = [c for c in self.pruning_groups if id(c) in shared]  # of coupled tensors, or a shared budget
-        self.single = [[c for c in coupled[i] if id(c) not in shared] for i in range(len(self.groups))]
-        self.progress: dict[str, Any] = {"rows": {}, "masks": {}, "recovered": 0} if saved is None else saved
-        self.rows, self.masks = self.progress["rows"], self.progress["masks"]  # of finished layers; of shared choices
+        self.groups, self.recorder = groups_by_name(sparsifier.groups), sparsifier.recorder
+        self.pruning_groups = sparsifier.pruning_groups()
+        self.shared: list[PruningGroup] = []  # of coupled tensors, or a shared budget
+        self.single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
+        for coupled in connected({pruning: pruning.specs for pruning in self.pruning_groups}):
+            if any(len(pruning.specs) > 1 for pruning in coupled):
+                self.shared += coupled
+            else:
+                self.single[next(iter(coupled[0].specs))] = coupled
+        self.finished: dict[str, Any] = {"rows": {}, "masks": {}, "recovered": 0} if saved is None else saved
+        self.rows, self.masks = self.finished["rows"], self.finished["masks"]  # of finished layers; of shared choices
 
     def run(
         self, progress: bool, checkpoint: Callable[[], None] | None
@@ -383,13 +385,13 @@ class _Pass:
         self._check_sizes()
         if self.shared and not self.masks and not self.rows:
             self.masks.update(self._shared_masks())
-        self.sparsifier._one_shot = self.progress
+        self.sparsifier.unfinished_pass = self.finished
         sequence = self._sequence(self._needs)
         _warn_of_unreached(sequence.unreached)
         unreached = {t.name for t in sequence.unreached if t.adapter is not None}
         recorded = list(chain.from_iterable(sequence.groups.values()))
         names = {t.name for t in recorded}
-        rest = [self.recorder.target(g["tensor_fqn"], ()) for g in self.groups if g["tensor_fqn"] not in names]
+        rest = [self.recorder.target(name, ()) for name in self.groups if name not in names]
         # a generator: each group is recorded after those before it were pruned
         layer_groups = ([self._layer(t, s.get(t.name)) for t in targets] for targets, s in sequence.record())
         with progress_bar(None, "one-shot", "layer", progress=progress, total=len(self.groups)) as bar:
@@ -397,11 +399,11 @@ class _Pass:
                 fresh = [layer for layer in layers if layer.target.name not in self.rows]
                 with torch.autocast(layers[0].weight.device.type, enabled=False):
                     for layer in fresh:
-                        prune_layer(self.sparsifier, layer, self.method)
+                        prune_layer(layer, self.groups, self.method)
                     for layer in fresh:
                         note = "" if self.method is None else "no inputs recorded: not compensated"
                         note = "not reached by any batch" if layer.target.name in unreached else note
-                        row = _finish(self.sparsifier, layer, note)
+                        row = _finish(layer, self.sparsifier.live_mask(self.groups[layer.target.name]), note)
                         self.rows[layer.target.name] = asdict(row)
                 bar.update(len(layers))
                 if fresh and checkpoint is not None:
@@ -410,46 +412,42 @@ class _Pass:
 
     def _check_gradients(self) -> None:
         """Raise if gradients that a score needs were not recorded before."""
-        for pruning_group in self.pruning_groups:
-            needs = [n for n in needs_of(pruning_group.score) if n in GRADIENTS]
-            for _, at in pruning_group.scored(self._collected):
-                missing = self._collected(at).missing(needs)
+        for pruning in self.pruning_groups:
+            needs = [n for n in needs_of(pruning.score) if n in GRADIENTS]
+            for name in pruning.scored(self.recorder.of):
+                missing = self.recorder.of(name).missing(needs)
                 if missing:
                     raise SparsityError(
-                        f"one_shot: {self.groups[at]['tensor_fqn']}: {pruning_group.score} needs {', '.join(missing)}; "
+                        f"one_shot: {name}: {pruning.score} needs {', '.join(missing)}; "
                         "run sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
                     )
 
     def _check_sizes(self) -> None:
         """Raise if a method would invert a matrix of more than 4 GiB."""
-        for group in self.groups if self.method in ("obs", "sparsegpt") else ():
-            adapter = self.recorder.adapter(group["tensor_fqn"])
-            inputs = 0 if adapter is None else adapter.matrix(self.sparsifier._dense(group)).shape[2]
+        for name in self.groups if self.method in ("obs", "sparsegpt") else ():
+            adapter = self.recorder.adapter(name)
+            inputs = 0 if adapter is None else adapter.matrix(self._dense(name)).shape[2]
             if inputs > MOST_INPUTS:
                 raise SparsityError(
-                    f"one_shot: {group['tensor_fqn']} has {inputs:,} inputs, and compensate={self.method!r} inverts a "
-                    f"matrix of their products; use 'admm' or 'least_squares' for more than {MOST_INPUTS:,}"
+                    f"one_shot: {name} has {inputs:,} inputs, and compensate={self.method!r} inverts a matrix of their "
+                    f"products; use 'admm' or 'least_squares' for more than {MOST_INPUTS:,}"
                 )
 
-    def _collected(self, at: int) -> Statistics:
-        """Return the statistics that the user collected before."""
-        return self.recorder.of(self.groups[at]["tensor_fqn"])
-
-    def _needs(self, at: int) -> Iterable[str]:
+    def _needs(self, name: str) -> Iterable[str]:
         """Return the statistics to record: G for compensation, and those that its scores need."""
-        adapter = self.recorder.adapter(self.groups[at]["tensor_fqn"])
-        scores = [n for c in self.single[at] for n in needs_of(c.score) if n not in GRADIENTS]
+        adapter = self.recorder.adapter(name)
+        scores = [n for c in self.single[name] for n in needs_of(c.score) if n not in GRADIENTS]
         compensation = "input_square" if self.method is None else "input_gram"  # squares only show which layers run
         return [*scores, compensation] if adapter is not None and adapter.has_gram else scores
 
-    def _sequence(self, needs: Callable[[int], Iterable[str]]) -> SequentialPass:
+    def _sequence(self, needs: Callable[[str], Iterable[str]]) -> SequentialPass:
         """Return a pass over the layers that have something to record."""
-        targets = [self.recorder.target(g["tensor_fqn"], needs(at)) for at, g in enumerate(self.groups)]
+        targets = [self.recorder.target(name, needs(name)) for name in self.groups]
         return SequentialPass(self.data, [t for t in targets if t.needs], self.blocks)
 
     def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:
         """Return the statistics that this pass recorded, with gradients that the user collected before."""
-        before = self._collected(self.index[name])
+        before = self.recorder.of(name)
         gradients = {need: total for need, total in before.sums.items() if need in GRADIENTS}
         if gradients:
             recorded = recorded or Statistics(name=name, shape=before.shape, adapter=before.adapter)
@@ -458,44 +456,65 @@ class _Pass:
         return recorded
 
     def _layer(self, target: Target, recorded: Statistics | None) -> Layer:
-        at = self.index[target.name]
-        weight = self.sparsifier._dense(self.groups[at])
+        weight = self._dense(target.name)
         return Layer(
-            index=at,
             target=target,
             statistics=self._statistics(target.name, recorded),
             weight=weight if weight.dtype == torch.float64 else weight.float(),
-            pruning_groups=self.single[at],
+            pruning_groups=self.single[target.name],
             mask=self.masks.get(target.name),
         )
 
     def _shared_masks(self) -> dict[str, Tensor]:
         """Choose masks of the tensors that are coupled or share a budget, from the dense model."""
-        needs: dict[int, set[str]] = {at: set() for at in range(len(self.groups))}
-        for pruning_group in self.shared:
-            for _, at in pruning_group.scored(self._collected):
-                needs[at] |= {n for n in needs_of(pruning_group.score) if n not in GRADIENTS}
-        saliencies: dict[PruningGroup, dict[int, Tensor]] = {c: {} for c in self.shared}
-        groups = self._sequence(lambda at: sorted(needs[at])).record() if any(needs.values()) else ()
-        for _, recorded in groups:  # statistics are freed group by group; saliencies are kept
-            for pruning_group in self.shared:
-                for spec, at in pruning_group.members:
-                    name = self.groups[at]["tensor_fqn"]
-                    statistics = self._statistics(name, recorded.get(name))
-                    if name in recorded and statistics and not statistics.missing(needs_of(pruning_group.score)):
-                        saliencies[pruning_group][at] = pruning_group.value_of(spec, self._dense(at), statistics)
+        needs: dict[str, set[str]] = {name: set() for name in self.groups}
+        for pruning in self.shared:
+            for name in pruning.scored(self.recorder.of):
+                needs[name] |= {n for n in needs_of(pruning.score) if n not in GRADIENTS}
+        saliencies: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in self.shared}
+        layer_groups = self._sequence(lambda name: sorted(needs[name])).record() if any(needs.values()) else ()
+        for _, recorded in layer_groups:  # statistics are freed group by group; saliencies are kept
+            for pruning in self.shared:
+                for name in pruning.specs.keys() & recorded.keys():
+                    statistics = self._statistics(name, recorded[name])
+                    if statistics and not statistics.missing(needs_of(pruning.score)):
+                        saliencies[pruning][name] = pruning.value_of(name, self._dense(name), statistics)
 
-        def values(pruning_group: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
-            scored = pruning_group.values(self._dense, self._collected, saliencies[pruning_group])
-            return scored, pruning_group.norm_of(scored.values())
+        def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
+            scored = pruning.values(self._dense, self.recorder.of, saliencies[pruning])
+            return scored, pruning.norm_of(scored.values())
 
-        members = {at for c in self.shared for _, at in c.members}
-        masks = {at: torch.ones_like(self.sparsifier._live_mask(self.groups[at])) for at in members}
-        fill_masks(self.sparsifier, self.shared, values, masks)
-        return {self.groups[at]["tensor_fqn"]: mask for at, mask in masks.items()}
+        names = {name: None for pruning in self.shared for name in pruning.specs}
+        masks = {name: torch.ones_like(self.sparsifier.live_mask(self.groups[name])) for name in names}
+        _choose_by_stage(self.shared, self.groups, values, masks)
+        return masks
 
-    def _dense(self, at: int) -> Tensor:
-        return self.sparsifier._dense(self.groups[at])
+    def _dense(self, name: str) -> Tensor:
+        return masking.dense_weight(self.groups[name]["module"], self.groups[name]["tensor_name"])
+
+
+def _checked_pass(sparsifier: ScopeSparsifier) -> dict[str, Any] | None:
+    """Return the unfinished pass of a sparsifier, with masks on the devices of their weights.
+
+    Raises:
+        SparsityError: It was loaded from a state dict, and is not of these tensors.
+    """
+    saved, where = sparsifier.unfinished_pass, "one_shot: resume: the loaded pass in progress"
+    if saved is None:
+        return None
+    rows, masks, recovered = (saved.get(key) for key in ("rows", "masks", "recovered"))
+    if not isinstance(rows, Mapping) or not isinstance(masks, Mapping) or type(recovered) is not int:
+        raise SparsityError(f"{where} has no rows, masks and number of recovered blocks; load the state dict again")
+    groups, kinds = groups_by_name(sparsifier.groups), {f.name: f.type for f in fields(LayerRow)}
+    for name, row in rows.items():
+        if name not in groups or not isinstance(row, Mapping) or {k: type(v) for k, v in row.items()} != kinds:
+            raise SparsityError(f"{where} has a row that is not one of its layers: {name!r}: {row!r}")
+    live = {name: sparsifier.live_mask(groups[name]) for name in masks if name in groups}
+    for name, mask in masks.items():
+        if name not in live or not isinstance(mask, Tensor) or mask.shape != live[name].shape:
+            raise SparsityError(f"{where} has a mask that does not fit: {name!r}")
+    masks = {name: mask.to(live[name].device, torch.bool) for name, mask in masks.items()}
+    return {"rows": dict(rows), "masks": masks, "recovered": recovered}
 
 
 def _warn_of_unreached(targets: Sequence[Target]) -> None:
@@ -508,20 +527,20 @@ def _warn_of_unreached(targets: Sequence[Target]) -> None:
         warnings.warn(f"one_shot: no batch reached {unreached}; they are {how}, not compensated", stacklevel=4)
 
 
-def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) -> None:
-    """Choose the mask of a layer, unless it has one, and compute its compensated weight."""
+def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:
+    """Choose the mask of a layer, unless it has one, and compute its compensated weight; `groups` have the budgets."""
     start, statistics, solution = time.perf_counter(), layer.statistics, None
     if method is None or statistics is None or layer.gram is None:
-        layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
+        layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
     else:
         weight, gram = statistics.matrix(layer.weight), damped_gram(layer.gram.to(layer.weight.dtype), DAMP)
         if layer.mask is None and method in SOLVERS:
-            mask, solution = SOLVERS[method](weight, gram, matrix_scopes(sparsifier, layer, statistics))
+            mask, solution = SOLVERS[method](weight, gram, matrix_scopes(layer, groups, statistics))
             layer.mask = statistics.from_matrix(mask)
             if any(c.score is not None for c in layer.pruning_groups):
                 layer.unused_score = f"{method} chose the mask, without the score; compensate='least_squares' takes it"
         else:
-            layer.mask = _mask_by_score(sparsifier, layer) if layer.mask is None else layer.mask
+            layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
             solution = least_squares(weight, gram, statistics.matrix(layer.mask))
     if statistics is None or solution is None:
         layer.compensated = layer.weight * layer.mask
@@ -530,48 +549,45 @@ def prune_layer(sparsifier: BudgetSparsifier, layer: Layer, method: str | None) 
     layer.seconds = time.perf_counter() - start
 
 
-def fill_masks(
-    sparsifier: BudgetSparsifier, pruning_groups: Sequence[PruningGroup], values: Values, masks: Mapping[int, Tensor]
+def _choose_by_stage(
+    pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup], values: Values, masks: Masks
 ) -> None:
-    """Choose the masks of pruning_groups among values, earlier stages first; masks by the groups' indices."""
-    for pruning_group in sorted(pruning_groups, key=lambda c: c.stage):
-        scored, norm = values(pruning_group)
-        keep = pruning_group.budget(sparsifier.groups)
-        update_masks({pruning_group: pruning_group.request(masks, keep, scored, norm)})
+    """Choose the masks of pruning groups, {name: mask}, by values, earlier stages first."""
+    for pruning in sorted(pruning_groups, key=lambda pruning: pruning.stage):
+        scored, norm = values(pruning)
+        choose_masks({pruning: pruning.request(masks, pruning.budget(groups), scored, norm)})
 
 
-def _mask_by_score(sparsifier: BudgetSparsifier, layer: Layer) -> Tensor:
+def _mask_by_score(layer: Layer, groups: Mapping[str, TensorGroup]) -> Tensor:
     """Choose a mask by the layer's scores, or by magnitude if they need inputs and no batch reached it."""
-    target = layer.target
-    statistics = layer.statistics or target.blank()
+    statistics = layer.statistics or layer.target.blank()
 
-    def values(pruning_group: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
-        if any(n in INPUTS for n in statistics.missing(needs_of(pruning_group.score))):
-            return {spec.view.param: layer.weight for spec, _ in pruning_group.members}, 2
-        saliencies = pruning_group.values(lambda _: layer.weight, lambda _: statistics)
-        return saliencies, pruning_group.norm_of(saliencies.values())
+    def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
+        if any(n in INPUTS for n in statistics.missing(needs_of(pruning.score))):
+            return {spec.view.param: layer.weight for spec in pruning.specs.values()}, 2
+        saliencies = pruning.values(lambda _: layer.weight, lambda _: statistics)
+        return saliencies, pruning.norm_of(saliencies.values())
 
-    return _mask_of(sparsifier, layer, values)
+    return _mask_of(layer, groups, values)
 
 
-def _mask_of(sparsifier: BudgetSparsifier, layer: Layer, values: Values) -> Tensor:
+def _mask_of(layer: Layer, groups: Mapping[str, TensorGroup], values: Values) -> Tensor:
     mask = torch.ones_like(layer.weight, dtype=torch.bool)
-    fill_masks(sparsifier, layer.pruning_groups, values, {layer.index: mask})
+    _choose_by_stage(layer.pruning_groups, groups, values, {layer.target.name: mask})
     return mask
 
 
-def matrix_scopes(sparsifier: BudgetSparsifier, layer: Layer, statistics: Statistics) -> MatrixScopes:
+def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: Statistics) -> MatrixScopes:
     """Return the scopes of a layer's elements, as solvers take them."""
 
     def project(saliency: Tensor, norm: float | None) -> Tensor:
         values = statistics.from_matrix(saliency)
         return statistics.matrix(
-            _mask_of(sparsifier, layer, lambda c: ({spec.view.param: values for spec, _ in c.members}, norm))
+            _mask_of(layer, groups, lambda c: ({spec.view.param: values for spec in c.specs.values()}, norm))
         )
 
-    pruning_group = layer.pruning_groups[-1]
-    scope, (spec, _) = pruning_group.scope, pruning_group.members[0]
-    device = layer.weight.device
+    pruning = layer.pruning_groups[-1]
+    scope, spec, device = pruning.scope, pruning.specs[layer.target.name], layer.weight.device
 
     def labels() -> tuple[Tensor, Tensor]:
         blocks = labels_of(spec)  # -1 for elements that a view leaves out
@@ -583,7 +599,7 @@ def matrix_scopes(sparsifier: BudgetSparsifier, layer: Layer, statistics: Statis
         scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
         return statistics.matrix(scopes.to(device)), statistics.matrix(blocks.to(device))
 
-    keep = torch.as_tensor(pruning_group.budget(sparsifier.groups), dtype=torch.int64)
+    keep = torch.as_tensor(pruning.budget(groups), dtype=torch.int64)
     return MatrixScopes(
         name=layer.target.name,
         project=project,
@@ -594,7 +610,7 @@ def matrix_scopes(sparsifier: BudgetSparsifier, layer: Layer, statistics: Statis
     )
 
 
-def _finish(sparsifier: ScopeSparsifier, layer: Layer, note: str) -> LayerRow:
+def _finish(layer: Layer, live_mask: Tensor, note: str) -> LayerRow:
     """Write mask and weight of a layer, both of which are computed before either is changed, and report on it."""
     parameter, mask, weight = layer.target.parameter, layer.mask, layer.compensated
     assert mask is not None and weight is not None
@@ -610,6 +626,6 @@ def _finish(sparsifier: ScopeSparsifier, layer: Layer, note: str) -> LayerRow:
     if not bool(torch.isfinite(compensated).all()):
         raise SparsityError(f"one_shot: {layer.target.name}: the compensated weights are not finite")
     parameter.copy_(compensated)
-    sparsifier._live_mask(sparsifier.groups[layer.index]).copy_(mask)
+    live_mask.copy_(mask)
     density, name = float(mask.float().mean()), layer.target.name
     return LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)
