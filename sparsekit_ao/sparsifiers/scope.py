@@ -351,7 +351,7 @@ class BudgetSparsifier(MaskSparsifier):
             tensor = self._dense(group, model)
             tensors.append(tensor)
             key.append((*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
-        if self._grouped is None or self._grouped[0] != key:
+        if self._grouped is None or not is_same(self._grouped[0], key):
             self._grouped = copied(key), make_pruning_groups(groups, list(map(stages_of, groups)), tensors)
         return self._grouped[1]
 
