@@ -344,7 +344,7 @@ def test_a_stage_with_a_count_for_each_scope_is_loaded_again():
     assert torch.equal(made[0].mask("0.weight"), made[1].mask("0.weight"))
     made[1].step()
     made[1].update_mask(made[1].model[0], "weight", stages=copy.deepcopy(stages))
-    assert made[1].check() == 8
+    assert made[1].check() == 12
 
 
 def test_a_module_of_the_model_is_named_by_itself():
