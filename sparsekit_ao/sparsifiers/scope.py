@@ -6,6 +6,7 @@ At each update, budgets are read from the groups, and weights and masks are pass
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -320,9 +321,9 @@ class BudgetSparsifier(MaskSparsifier):
     ) -> None:
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
-        dense = list(map(self._dense, groups))
+        dense = cache(lambda at: self._dense(groups[at]))
         for g in pruning_groups:  # scores may raise, so those of this part precede its masks
-            values = g.values(dense.__getitem__, lambda i: self._statistics_of(groups[i]))
+            values = g.values(dense, lambda i: self._statistics_of(groups[i]))
             norm = g.norm_of(values.values())
             stages.setdefault(g.stage, {})[g] = g.request(masks, keeps[g], values, norm)
         for request in stages.get(0, {}).values():
