@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from .errors import SparsityError, is_number
@@ -76,7 +77,7 @@ def difference(schedule: Schedule, interval: int) -> Schedule:
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
     _check_schedules("difference: schedule", [schedule])
-    _check_positive("interval", interval)
+    check_positive("interval", interval)
     return partial(_difference, schedule, interval)
 
 
@@ -125,9 +126,9 @@ class UpdateInterval:
     until: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("update_every", self.update_every)
+        check_positive("update_every", self.update_every)
         if self.until is not None:
-            _check_positive("until", self.until)
+            check_positive("until", self.until)
 
     def is_due(self, step: int) -> bool:
         """Whether masks are updated in a step."""
@@ -140,7 +141,7 @@ def _constant(value: float, step: int) -> float:
 
 def _ramp(shape: Callable[..., float], start: float, end: float, steps: int, begin: int, **keys: int) -> Schedule:
     _check_numbers(start=start, end=end, begin=begin)
-    _check_positive("steps", steps)
+    check_positive("steps", steps)
     return partial(shape, start, end, steps, begin, **keys)
 
 
@@ -165,8 +166,9 @@ def _progress(step: int, steps: int) -> float:
     return min(max(step / steps, 0.0), 1.0)
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_positive(name: str, value: object) -> None:
+    """Raise unless a value is an int >= 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise SparsityError(f"{name} must be an int >= 1, got {value!r}")
 
 
@@ -230,7 +232,7 @@ class ScheduleSL(BaseScheduler):
             raise SparsityError(f"ScheduleSL needs a sparsifier, got {type(sparsifier).__name__}")
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
-        _check_positive("interval", interval)
+        check_positive("interval", interval)
         count = len(sparsifier.groups)
         schedules: list[Any] = [*schedule] if isinstance(schedule, (list, tuple)) else [schedule] * count
         _check_schedules("ScheduleSL: schedule", schedules)

@@ -3,6 +3,7 @@
 import io
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from growing import OPTIMIZERS, backward, equal, loss_of, masks, mlp, prepared, train, weights
@@ -342,6 +343,21 @@ def test_gradual_pruning_needs_an_update_to_prune_in():
         GMP(until=99)
     with pytest.raises(SparsityError, match="GMP: the target is made from sparsity_level, begin"):
         GMP(until=200, target=half)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"update_every": 0}, "GMP: update_every must be an int >= 1, got 0"),
+        ({"update_every": None}, "GMP: update_every must be an int >= 1, got None"),
+        ({"until": "1000"}, "GMP: until must be an int >= 1, got '1000'"),
+        ({"begin": "a"}, "GMP: begin must be an int, got 'a'"),
+    ],
+)
+def test_steps_of_gradual_pruning_are_whole_numbers(arguments, text):
+    with pytest.raises(SparsityError, match=text):
+        GMP(**{"until": 200, **arguments})
+    assert GMP(until=np.int64(200), update_every=np.int32(100), begin=np.int64(0)).settings.until == 200
 
 
 def test_the_level_comes_first_and_the_optimizer_second():
