@@ -116,10 +116,10 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 @dataclass(frozen=True)
 class UpdateInterval:
-    """In which steps, counted from 0, masks are updated: every `update_every`-th from the first on, below `until`.
+    """In which steps, counted from 1, masks are updated: multiples of `update_every`, the last one at `until`.
 
-    >>> [step for step in range(10) if UpdateInterval(3, until=8).is_due(step)]
-    [0, 3, 6]
+    >>> [step for step in range(1, 20) if UpdateInterval(3, until=9).is_due(step)]
+    [3, 6, 9]
     """
 
     update_every: int = 1
@@ -129,10 +129,19 @@ class UpdateInterval:
         check_positive("update_every", self.update_every)
         if self.until is not None:
             check_positive("until", self.until)
+            if self.until < self.update_every:
+                raise SparsityError(
+                    f"no update falls within until={self.until}, because update_every={self.update_every} is larger; "
+                    "give a smaller update_every or a larger until"
+                )
 
     def is_due(self, step: int) -> bool:
         """Whether masks are updated in a step."""
-        return step % self.update_every == 0 and (self.until is None or step < self.until)
+        return step % self.update_every == 0 and (self.until is None or step <= self.until)
+
+    def is_over(self, step: int) -> bool:
+        """Whether masks are never updated after a step."""
+        return self.until is not None and step >= self.until - self.until % self.update_every
 
 
 def _constant(value: float, step: int) -> float:

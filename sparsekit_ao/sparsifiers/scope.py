@@ -537,8 +537,9 @@ class ScopeSparsifier(BudgetSparsifier):
             tensors count whose blocks are inputs of their layer: a dropped unit causes its error there.
         stages: A list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
             a scope.
-        update_every: Masks are chosen in the first call of `step` and in every such call after it; no config key.
-        until: Calls of `step` from which on masks stay as they are; no config key.
+        update_every: Masks are chosen in the calls of `step` whose number, counted from 1, is a multiple of this; no
+            config key.
+        until: The last call of `step` that may choose masks; None for no end; no config key.
 
     Raises:
         SparsityError: sparsity_level and nnz together, a level outside [0, 1], a default of a wrong kind; whatever
@@ -592,7 +593,7 @@ class ScopeSparsifier(BudgetSparsifier):
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
-        if self.interval.is_due(self._steps):
+        if self.interval.is_due(self._steps + 1):
             super().step(use_path)
         else:
             self._need_prepared("step")
@@ -600,7 +601,7 @@ class ScopeSparsifier(BudgetSparsifier):
 
     @property
     def _is_frozen(self) -> bool:
-        return self.interval.until is not None and self._steps >= self.interval.until
+        return self.interval.is_over(self._steps)
 
     @torch.no_grad()
     def block_scores(self) -> list[tuple[tuple[str, ...], Tensor]]:
