@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from .errors import SparsityError, is_number
@@ -76,7 +77,7 @@ def difference(schedule: Schedule, interval: int) -> Schedule:
     [0.2381, 0.1855, 0.0077, 0.0011]
     """
     _check_schedules("difference: schedule", [schedule])
-    _check_positive("interval", interval)
+    check_positive("interval", interval)
     return partial(_difference, schedule, interval)
 
 
@@ -115,23 +116,32 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 @dataclass(frozen=True)
 class UpdateInterval:
-    """In which steps, counted from 0, masks are updated: every `update_every`-th from the first on, below `until`.
+    """In which steps, counted from 1, masks are updated: multiples of `update_every`, the last one at `until`.
 
-    >>> [step for step in range(10) if UpdateInterval(3, until=8).is_due(step)]
-    [0, 3, 6]
+    >>> [step for step in range(1, 20) if UpdateInterval(3, until=9).is_due(step)]
+    [3, 6, 9]
     """
 
     update_every: int = 1
     until: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("update_every", self.update_every)
+        check_positive("update_every", self.update_every)
         if self.until is not None:
-            _check_positive("until", self.until)
+            check_positive("until", self.until)
+            if self.until < self.update_every:
+                raise SparsityError(
+                    f"no update falls within until={self.until}, because update_every={self.update_every} is larger; "
+                    "give a smaller update_every or a larger until"
+                )
 
     def is_due(self, step: int) -> bool:
         """Whether masks are updated in a step."""
-        return step % self.update_every == 0 and (self.until is None or step < self.until)
+        return step % self.update_every == 0 and (self.until is None or step <= self.until)
+
+    def is_over(self, step: int) -> bool:
+        """Whether masks are never updated after a step."""
+        return self.until is not None and step >= self.until - self.until % self.update_every
 
 
 def _constant(value: float, step: int) -> float:
@@ -140,7 +150,7 @@ def _constant(value: float, step: int) -> float:
 
 def _ramp(shape: Callable[..., float], start: float, end: float, steps: int, begin: int, **keys: int) -> Schedule:
     _check_numbers(start=start, end=end, begin=begin)
-    _check_positive("steps", steps)
+    check_positive("steps", steps)
     return partial(shape, start, end, steps, begin, **keys)
 
 
@@ -165,8 +175,9 @@ def _progress(step: int, steps: int) -> float:
     return min(max(step / steps, 0.0), 1.0)
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_positive(name: str, value: object) -> None:
+    """Raise unless a value is an int >= 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise SparsityError(f"{name} must be an int >= 1, got {value!r}")
 
 
@@ -230,7 +241,7 @@ class ScheduleSL(BaseScheduler):
             raise SparsityError(f"ScheduleSL needs a sparsifier, got {type(sparsifier).__name__}")
         if not sparsifier.groups:
             raise SparsityError("ScheduleSL needs a prepared sparsifier; call sparsifier.prepare(model, config) first")
-        _check_positive("interval", interval)
+        check_positive("interval", interval)
         count = len(sparsifier.groups)
         schedules: list[Any] = [*schedule] if isinstance(schedule, (list, tuple)) else [schedule] * count
         _check_schedules("ScheduleSL: schedule", schedules)

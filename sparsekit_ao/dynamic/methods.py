@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ..errors import SparsityError, is_number
-from ..schedules import UpdateInterval, cosine, cubic
+from ..schedules import check_positive, cosine, cubic
 from .budgets import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
@@ -47,7 +48,7 @@ def RigL(
     >>> RigL(0.8, until=1000).settings.update_fraction(500)
     0.15
     """
-    UpdateInterval(until=until)  # which checks it
+    check_positive("until", until)
     chosen = {"update_fraction": cosine(0.3, 0.0, until), "until": until}
     return DynamicSparsifier(sparsity_level, optimizer, **{**chosen, **arguments})
 
@@ -88,6 +89,10 @@ def GMP(
             "GMP: the target is made from sparsity_level, begin and until; for another one use "
             "DynamicSparsifier(target=..., grow=None)"
         )
+    for name, value in (("until", until), ("update_every", update_every)):
+        check_positive(f"GMP: {name}", value)
+    if isinstance(begin, bool) or not isinstance(begin, Integral):
+        raise SparsityError(f"GMP: begin must be an int, got {begin!r}")
     last = until - until % update_every
     if last <= begin:
         raise SparsityError(

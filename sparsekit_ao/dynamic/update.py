@@ -24,7 +24,7 @@ from ..schedules import Schedule, constant, is_schedule
 from ..scores import keyed_generator
 from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.optimizer_state import original, reset_state, second_moments
+from ..sparsifiers.optimizer_state import dequantized, original, refuse_closed_state, reset_state, second_moments
 from .budgets import Budgets, exchange
 from .criteria import Rule, Slots, Tensors, parse_rule
 from .dynamic_mask import mask_of
@@ -412,6 +412,8 @@ def _apply(
     Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
     """
     optimizers, is_grad = capture.optimizers, settings.state_init == "grad"
+    for group in groups:
+        refuse_closed_state(optimizers, original(group), group["tensor_fqn"])
     moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) if is_grad else [] for g in groups]
     values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
     counts = {}
@@ -424,8 +426,8 @@ def _apply(
             here.copy_(torch.where(grown, local(value), here))
         reset_state(optimizers, weight, changed)
         for square in map(local, squares):
-            gradient = local(capture.gradients[group["tensor_fqn"]]).to(square.dtype)
-            square.copy_(torch.where(grown, gradient.square(), square))
+            gradient, values_now = local(capture.gradients[group["tensor_fqn"]]), dequantized(square)
+            square.copy_(torch.where(grown, gradient.to(values_now.dtype).square(), values_now))
         fill(mask_of(group).mask, new)
         count = torch.stack([local(t).count_nonzero() for t in (changed & new, changed, new)])
         counts[group["tensor_fqn"]] = sum_over_ranks(count, weight).tolist()

@@ -374,10 +374,14 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
     >>> masks["layer.weight"].dtype  # doctest: +SKIP
     torch.bool
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     masks = {}
-    with safe_open(Path(path) / MASKS, framework="pt") as file:
+    try:
+        opened = safe_open(Path(path) / MASKS, framework="pt")
+    except SafetensorError as e:
+        raise SparsityError(f"{MASKS} cannot be read, because it is damaged or no safetensors file: {e}") from e
+    with opened as file:
         text = (file.metadata() or {}).get("shapes")
         if text is None:
             raise SparsityError(f"{MASKS} was not written by save_pretrained: its metadata has no 'shapes'")

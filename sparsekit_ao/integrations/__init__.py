@@ -40,7 +40,7 @@ class StepCallback:
 
     def _step(self, step: int) -> None:
         """Step the sparsifier, if an update is due after this optimizer step (counted from 1), and the schedulers."""
-        if self._interval.is_due(step - 1):
+        if self._interval.is_due(step):
             self.sparsifier.step()
         for scheduler in self.schedulers:
             scheduler.step()

@@ -22,8 +22,8 @@ class SparsifierCallback(StepCallback, Callback):
     Args:
         sparsifier: Prepared on (a part of) the LightningModule before `fit`.
         schedulers: Such as `ScheduleSL`, of this sparsifier.
-        update_every: Masks are updated after the first step and every such step after it.
-        until: Steps after which masks stay as they are; None updates them until the end.
+        update_every: Masks are updated after the optimizer's steps whose number is a multiple of this.
+        until: The last step after which masks are updated; None for no end.
 
     Raises:
         SparsityError: When training begins, if the sparsifier was prepared on another model or not at all, or another

@@ -63,8 +63,8 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
     Args:
         sparsifier: Prepared on the trainer's model before the trainer is constructed.
         schedulers: Such as `ScheduleSL`, of this sparsifier.
-        update_every: Masks are updated after the first step and every such step after it.
-        until: Steps after which masks stay as they are; None updates them until the end.
+        update_every: Masks are updated after the optimizer's steps whose number is a multiple of this.
+        until: The last step after which masks are updated; None for no end.
 
     Raises:
         SparsityError: When training begins, if the sparsifier was prepared on another model, or the trainer clips

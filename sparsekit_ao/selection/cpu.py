@@ -360,7 +360,8 @@ class _LongPart:
         """One key from each stretch."""
         places = np.arange(0, self.size - stretch + 1, stretch)
         places += generator.integers(stretch, size=len(places))
-        return self.keys(np.unravel_index(places, self._values.shape))
+        shape = self._values.shape
+        return self.keys(np.unravel_index(places, shape) if shape else None)  # a single number has no indices
 
     def decide(self, low: int, high: int) -> None:
         """Keep keys above `high`, and collect those above `low` among the others."""

@@ -501,7 +501,8 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
     """What to say of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have."""
     if chosen_at is None:
         if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
-            return "step was never called, so every mask keeps everything and nothing is pruned; call step() first"
+            why = "step was never called, or no call was due (update_every)"
+            return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
         whole = [
             group["tensor_fqn"]
             for group, mask in zip(groups, masks, strict=True)

@@ -189,10 +189,15 @@ class PruningGroup:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether two values of a config key are the same, tensors by their elements."""
+    """Whether two values of a config key are the same; tensors, inside of lists and dicts too, by their elements."""
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return value is other or (isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other))
-    return value is other or bool(value == other)
+    try:
+        return value is other or bool(value == other)
+    except RuntimeError:  # "Boolean value of Tensor ...": the containers are alike but for tensors inside
+        if isinstance(value, Mapping):
+            return all(is_same(v, other[k]) for k, v in value.items())
+        return all(map(is_same, value, other))
 
 
 def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:

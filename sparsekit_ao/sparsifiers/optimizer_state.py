@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..distributed import local, placed_like, refuse_gathered
+from ..distributed import from_local, local, placed_like, refuse_gathered
 from ..errors import SparsityError, is_number
 from ..masking import find_mask
 from ..models.names import parameter_of
@@ -99,16 +99,35 @@ def check_state(optimizer: Optimizer, parameter: Tensor, name: str, *, momentum:
         )
     if squares and not any(k in options for k in _SQUARING):
         second_moments([optimizer], parameter, name)
+    refuse_closed_state([optimizer], parameter, name)
+
+
+def refuse_closed_state(optimizers: Sequence[Optimizer], parameter: Tensor, name: str) -> None:
+    """Raise where an optimizer keeps state of a parameter as codes that nothing else can read."""
+    for tensor in _state_of(optimizers, parameter):
+        try:
+            is_open = dequantized(local(tensor)).dtype not in (torch.uint8, torch.int8)
+        except (NotImplementedError, RuntimeError):
+            is_open = False
+        if not is_open:
+            raise SparsityError(
+                f"{name}: its optimizer keeps state as {type(local(tensor)).__name__} of {tensor.dtype}, which cannot "
+                "be set to zero for dropped weights. Use an optimizer of torch or torchao, or ScopeSparsifier."
+            )
 
 
 def momentum_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | None:
     """Return SGD's momentum buffer, or Adam's m / (sqrt(v) + eps), of the parameter's shape; None before a step."""
     for optimizer in optimizers:
-        state = optimizer.state.get(parameter, {})
-        if isinstance(state.get("exp_avg"), Tensor):
+        state = {
+            k: from_local(dequantized(local(t)), t)
+            for k, t in optimizer.state.get(parameter, {}).items()
+            if k in ("exp_avg", "exp_avg_sq", "momentum_buffer") and isinstance(t, Tensor)
+        }
+        if "exp_avg" in state:
             eps = (options_of(optimizer, parameter) or {}).get("eps", 1e-8)
             return state["exp_avg"] / (state["exp_avg_sq"].sqrt() + eps) if "exp_avg_sq" in state else state["exp_avg"]
-        if isinstance(state.get("momentum_buffer"), Tensor):
+        if "momentum_buffer" in state:
             return state["momentum_buffer"]
     return None
 
@@ -135,10 +154,22 @@ def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, changed: Ten
     >>> [round(float(m), 2) for m in optimizer.state[w]["exp_avg"]]
     [0.0, 0.1]
     """
-    for optimizer in optimizers:
-        for tensor in tree_leaves(_state_owner(optimizer).state.get(parameter, {})):
-            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
-                local(tensor).masked_fill_(local(placed_like(changed, tensor)).to(tensor.device), 0)
+    for tensor in _state_of(optimizers, parameter):
+        here = local(tensor)
+        values = dequantized(here).masked_fill_(local(placed_like(changed, tensor)).to(tensor.device), 0)
+        if values is not here:
+            here.copy_(values)  # quantized again
+
+
+def dequantized(state: Tensor) -> Tensor:
+    """Return a state tensor as it is, or the values of a quantized one, as torchao's optimizers keep them."""
+    return state.dequantize() if hasattr(state, "__tensor_flatten__") else state
+
+
+def _state_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> list[Tensor]:
+    """The state tensors of a parameter that are of its shape."""
+    leaves = tree_leaves([_state_owner(o).state.get(parameter, {}) for o in optimizers])
+    return [t for t in leaves if isinstance(t, Tensor) and t.shape == parameter.shape]
 
 
 def keeps_zeros(optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,20 @@ class ProximalSparsifier(BudgetSparsifier):
         super().step(use_path)
         if iteration == self.iteration:
             self._chosen_at = chosen_at
+
+    def update_mask(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not offered, since a proximal step changes weights: raises an error."""
+        raise SparsityError(
+            "update_mask: what a ProximalSparsifier keeps follows from the weights that a proximal step changes; call "
+            "step() after optimizer.step(), or choose masks alone by a ScopeSparsifier"
+        )
+
+    def calibrate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not offered, since blocks are measured in the optimizer's metric: raises an error."""
+        raise SparsityError(
+            "calibrate: a ProximalSparsifier reads no statistics, because it measures blocks in the optimizer's "
+            'metric; for scores by statistics use ScopeSparsifier(score="wanda")'
+        )
 
     def to_masks(self, sparsifier: BudgetSparsifier | None = None) -> BudgetSparsifier:
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.

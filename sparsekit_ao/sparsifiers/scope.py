@@ -353,7 +353,7 @@ class BudgetSparsifier(MaskSparsifier):
         tensors = {group["tensor_fqn"]: self._dense(group, model) for group in groups}
         keys = zip(groups, tensors.values(), strict=True)
         key = [(*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()) for group, tensor in keys]
-        if self._grouped is None or self._grouped[0] != key:
+        if self._grouped is None or not is_same(self._grouped[0], key):
             stages = {group["tensor_fqn"]: stages_of(group) for group in groups}
             self._grouped = copied(key), make_pruning_groups(stages, tensors)
         return self._grouped[1]
@@ -500,8 +500,9 @@ class ScopeSparsifier(BudgetSparsifier):
             tensors count whose blocks are inputs of their layer: a dropped unit causes its error there.
         stages: A list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
             a scope.
-        update_every: Masks are chosen in the first call of `step` and in every such call after it; no config key.
-        until: Calls of `step` from which on masks stay as they are; no config key.
+        update_every: Masks are chosen in the calls of `step` whose number, counted from 1, is a multiple of this; no
+            config key.
+        until: The last call of `step` that may choose masks; None for no end; no config key.
 
     Raises:
         SparsityError: sparsity_level and nnz together, a level outside [0, 1], a default of a wrong kind; whatever
@@ -555,7 +556,7 @@ class ScopeSparsifier(BudgetSparsifier):
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
-        if self.interval.is_due(self._steps):
+        if self.interval.is_due(self._steps + 1):
             super().step(use_path)
         else:
             self.require_prepared("step")
@@ -563,7 +564,7 @@ class ScopeSparsifier(BudgetSparsifier):
 
     @property
     def _is_frozen(self) -> bool:
-        return self.interval.until is not None and self._steps >= self.interval.until
+        return self.interval.is_over(self._steps)
 
     @torch.no_grad()
     def block_scores(self) -> list[tuple[tuple[str, ...], Tensor]]:

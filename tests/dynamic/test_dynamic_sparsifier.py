@@ -3,6 +3,7 @@
 import io
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from growing import OPTIMIZERS, backward, equal, loss_of, masks, mlp, prepared, train, weights
@@ -164,6 +165,60 @@ def first_step(state_init):
 def test_adam_makes_a_long_first_step_from_zero_and_none_from_the_gradient():
     assert first_step("zero") == pytest.approx(3.16, abs=0.01)
     assert first_step("grad") == pytest.approx(0.1, abs=0.001)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's, when it is compiled
+@pytest.mark.parametrize("kind", ["AdamW8bit", "Adam4bit", "AdamWFp8"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (RigL, {"until": 20}),
+        (SET, {}),
+        (GMP, {"until": 20}),
+        (SNFS, {"until": 4}),
+        (DynamicSparsifier, {"state_init": "grad"}),
+    ],
+)
+def test_quantized_state_of_torchaos_optimizers(kind, make, options):
+    optimizers = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    optimizer = getattr(optimizers, kind)(model.parameters(), lr=1e-2)
+    sparsifier = make(0.75, optimizer, update_every=2, **options)
+    sparsifier.prepare(model)
+    parameter, (x, y) = model[0].parametrizations.weight.original, torch.randn(2, 32, 64)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            before = optimizer.state[parameter]["exp_avg"].dequantize()
+            sparsifier.step()
+    assert sparsifier.check() and sparsifier.last_update.iteration == (4 if make is SNFS else 6)
+    dropped, state = sparsifier.mask("0.weight") == 0, optimizer.state[parameter]
+    after = state["exp_avg"].dequantize()
+    assert type(state["exp_avg"]).__name__.startswith("OptimState") and (parameter[dropped] == 0).all()
+    assert (after[dropped] == 0).all() and (after[~dropped] != 0).any()
+    kept = ~dropped & (after != 0)
+    torch.testing.assert_close(after[kept], before[kept], rtol=0.3, atol=float(before.abs().max()) / 4)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_state_that_only_the_optimizer_can_read_is_refused_before_anything_changes(late):
+    model, optimizer, sparsifier = prepared("momentum", update_every=1)
+    before = weights(model)
+    if late:
+        backward(model, optimizer, 0)
+        optimizer.step()
+        before = weights(model)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+    with pytest.raises(SparsityError, match=r"0.weight: its optimizer keeps state as Tensor of torch.uint8, which can"):
+        sparsifier.step() if late else sparsifier.attach(optimizer)
+    assert equal(weights(model), before)
+    sparsifier = ScopeSparsifier()  # as the error advises
+    sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    sparsifier.attach(optimizer)
 
 
 def test_second_moments_of_grown_weights_are_squared_gradients():
@@ -342,6 +397,21 @@ def test_gradual_pruning_needs_an_update_to_prune_in():
         GMP(until=99)
     with pytest.raises(SparsityError, match="GMP: the target is made from sparsity_level, begin"):
         GMP(until=200, target=half)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"update_every": 0}, "GMP: update_every must be an int >= 1, got 0"),
+        ({"update_every": None}, "GMP: update_every must be an int >= 1, got None"),
+        ({"until": "1000"}, "GMP: until must be an int >= 1, got '1000'"),
+        ({"begin": "a"}, "GMP: begin must be an int, got 'a'"),
+    ],
+)
+def test_steps_of_gradual_pruning_are_whole_numbers(arguments, text):
+    with pytest.raises(SparsityError, match=text):
+        GMP(**{"until": 200, **arguments})
+    assert GMP(until=np.int64(200), update_every=np.int32(100), begin=np.int64(0)).settings.until == 200
 
 
 def test_the_level_comes_first_and_the_optimizer_second():

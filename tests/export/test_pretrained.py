@@ -104,6 +104,10 @@ def test_damaged_files_of_masks_are_refused(tmp_path):
             export.load_masks(tmp_path)
     save({"shapes": '{"w": [4, 4]}'})
     assert export.load_masks(tmp_path)["w"].all()
+    file = tmp_path / "masks.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SparsityError, match="cannot be read, because it is damaged"):
+        export.load_masks(tmp_path)
 
 
 # Smaller models

@@ -29,16 +29,31 @@ def changes(sparsifier, step, count):
     ("options", "expected"),
     [
         ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ({"update_every": 3}, [0, 3, 6]),
+        ({"update_every": 3}, [2, 5]),
         ({"until": 2}, [0, 1]),
-        ({"update_every": 3, "until": 4}, [0, 3]),
+        ({"update_every": 3, "until": 7}, [2, 5]),
+        ({"update_every": 3, "until": 6}, [2, 5]),
+        ({"update_every": 3, "until": 5}, [2]),
     ],
 )
 def test_steps_that_update_masks(options, expected):
+    """Calls that are multiples of `update_every` (here counted from 0), the last at `until`: of every sparsifier."""
     torch.manual_seed(0)
     sparsifier = prepared(**options)
     assert changes(sparsifier, lambda _: sparsifier.step(), 8) == expected
+    assert sparsifier._is_frozen is ("until" in options)
     sparsifier.squash_mask()
+    settings = DynamicSparsifier(**{"update_every": 1, **options}).settings
+    assert [step - 1 for step in range(1, 9) if settings.is_due(step)] == expected
+
+
+def test_updates_that_would_never_come():
+    with pytest.raises(SparsityError, match="no update falls within until=5, because update_every=6 is larger; give a"):
+        ScopeSparsifier(update_every=6, until=5)
+    sparsifier = prepared(update_every=2)
+    sparsifier.step()
+    with pytest.warns(UserWarning, match=r"or no call was due \(update_every\), so every mask keeps everything"):
+        sparsifier.squash_mask()
 
 
 def test_the_count_is_saved_and_begins_anew_with_another_model():
@@ -48,12 +63,12 @@ def test_the_count_is_saved_and_begins_anew_with_another_model():
     resumed = prepared(update_every=4)
     resumed.load_state_dict(sparsifier.state_dict())
     for one in (resumed, sparsifier, copy.deepcopy(sparsifier)):
-        assert changes(one, lambda _, one=one: one.step(), 3) == [1]
+        assert changes(one, lambda _, one=one: one.step(), 5) == [0, 4]
     old = {k: v for k, v in sparsifier.state_dict().items() if k != "steps"}
     prepared().load_state_dict(old)
     sparsifier.squash_mask()
     sparsifier.prepare(linear_model(8, 8))
-    assert changes(sparsifier, lambda _: sparsifier.step(), 4) == [0]
+    assert changes(sparsifier, lambda _: sparsifier.step(), 5) == [3]
 
 
 def test_frozen_masks_are_squashed_without_a_warning():
@@ -83,8 +98,8 @@ def callback_of(library, *args, **options):
 def test_callbacks(library):
     torch.manual_seed(0)
     sparsifier = prepared()
-    callback, step = callback_of(library, sparsifier, update_every=3, until=5)
-    assert changes(sparsifier, step, 8) == [0, 3]
+    callback, step = callback_of(library, sparsifier, update_every=3, until=6)
+    assert changes(sparsifier, step, 10) == [2, 5]
     if library == "lightning":
         resumed, step = callback_of(library, sparsifier, update_every=3)
         resumed.load_state_dict(callback.state_dict())

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, reloaded
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
@@ -331,6 +331,20 @@ def test_a_state_of_a_counted_budget_is_loaded_where_a_level_was_given():
     level.load_state_dict(states[0])
     level.step()
     assert level.check() == 8
+
+
+def test_a_stage_with_a_count_for_each_scope_is_loaded_again():
+    stages = [{"scope_shape": (1, 8), "nnz": torch.full((4, 1), 6)}, {"scope_shape": (1, 4), "nnz": 2}]
+    made = []
+    for _ in range(2):
+        made.append(ScopeSparsifier(stages=stages))
+        made[-1].prepare(linear_model(8, 4))
+    made[0].step()
+    made[1].load_state_dict(reloaded(made[0].state_dict()))
+    assert torch.equal(made[0].mask("0.weight"), made[1].mask("0.weight"))
+    made[1].step()
+    made[1].update_mask(made[1].model[0], "weight", stages=copy.deepcopy(stages))
+    assert made[1].check() == 12
 
 
 def test_a_module_of_the_model_is_named_by_itself():

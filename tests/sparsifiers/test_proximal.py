@@ -401,12 +401,22 @@ def test_the_zeros_become_masks_that_move():
     assert int(moving.mask("0.weight").all(1).sum()) == 5
 
 
-def test_update_mask_applies_the_operator_to_one_tensor():
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda s: s.update_mask(s.model[0], "weight", nnz=3), "call step() after optimizer.step()"),
+        (lambda s: s.calibrate([torch.ones(2, 8)], needs=["input_square"]), "reads no statistics"),
+        (lambda s: s.calibrate(), "reads no statistics"),
+    ],
+)
+def test_what_a_proximal_sparsifier_cannot_honour_is_not_offered(call, text):
+    model = linear()
     sparsifier = ProximalSparsifier(nnz=5, conditioner=None)
     sparsifier.prepare(model)
-    sparsifier.update_mask(model[1], "weight", nnz=3)
-    assert model[0].weight.all() and int((model[1].weight != 0).sum()) == 3
+    before = model[0].weight.clone()
+    with refuses(text):
+        call(sparsifier)
+    assert torch.equal(model[0].weight, before)
 
 
 # mistakes

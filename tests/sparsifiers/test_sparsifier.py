@@ -225,6 +225,26 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
 
 
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("scale", [0.0, 9.0])
+def test_a_single_number_shares_a_budget(size, scale):
+    model = nn.Linear(size, size, bias=False)
+    model.scale = nn.Parameter(torch.tensor(scale))
+    sparsifier = ScopeSparsifier(0.5, scope_coupling="all")
+    sparsifier.prepare(model, [{"tensor_fqn": ["scale", "weight"]}])
+    sparsifier.step()
+    assert sparsifier.check() == 1 and bool(sparsifier.mask("scale")) == (scale > 0)
+
+
+def test_a_step_in_parts_computes_each_dense_weight_for_its_part_alone(monkeypatch):
+    sparsifier, computed, dense = ScopeSparsifier(), [], ScopeSparsifier._dense
+    sparsifier.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))))
+    monkeypatch.setattr("sparsekit_ao.sparsifiers.scope.AT_ONCE", 64)
+    monkeypatch.setattr(ScopeSparsifier, "_dense", lambda *args: computed.append(args) or dense(*args))
+    sparsifier.step()
+    assert len(computed) == 12  # once for the shape, once for the scores
+
+
 def test_prepare_traverses_the_model_as_often_for_many_layers_as_for_few(monkeypatch):
     traversals, real = [], nn.Module.named_modules
 
