@@ -363,7 +363,13 @@ def needs_of(score: object) -> tuple[str, ...]:
     return tuple(getattr(score, "needs", ()))
 
 
-def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics | None = None) -> Tensor:
+def saliency_of(
+    score: Score,
+    weight: Tensor,
+    name: str,
+    statistics: Statistics | None = None,
+    blocks: Callable[[], Tensor] | None = None,
+) -> Tensor:
     """Call a score for one weight and check what it returns.
 
     Args:
@@ -371,6 +377,8 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
             built in gets a copy of the weight, so that it may work in place.
         weight, name: The dense weight, whole, detached, and its `tensor_fqn`.
         statistics: Of this weight, if there are any.
+        blocks: Gives the block of each element, which the statistics have during the call of a score with
+            `uses_blocks`.
 
     Returns:
         A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
@@ -390,7 +398,13 @@ def saliency_of(score: Score, weight: Tensor, name: str, statistics: Statistics 
                 "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
             )
     argument = weight if isinstance(score, BuiltInScore) else weight.clone()
-    saliency = score(argument, statistics if hasattr(score, "needs") else name)
+    if statistics is not None and blocks is not None and getattr(score, "uses_blocks", False):
+        statistics.blocks = blocks().to(weight.device)
+    try:
+        saliency = score(argument, statistics if hasattr(score, "needs") else name)
+    finally:
+        if statistics is not None:
+            statistics.blocks = None
     if not isinstance(saliency, Tensor) or saliency.shape != weight.shape or saliency.dtype not in _FLOATS:
         what = f"{saliency.dtype} {tuple(saliency.shape)}" if isinstance(saliency, Tensor) else type(saliency).__name__
         raise SparsityError(

@@ -313,9 +313,7 @@ def _by_score(score: Score, slots: Slots) -> Tensor:
     saliencies = {}
     for spec, weight in slots.weights.items():
         statistics = slots.statistics[spec]
-        statistics.blocks = labels_of(spec).to(weight.device) if getattr(score, "uses_blocks", False) else None
-        saliencies[spec] = saliency_of(score, weight, statistics.name, statistics)
-        statistics.blocks = None
+        saliencies[spec] = saliency_of(score, weight, statistics.name, statistics, partial(labels_of, spec))
     return slots.scores(saliencies, None, signed=True)
 
 

@@ -8,6 +8,7 @@ every update, because schedulers write there.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -94,12 +95,10 @@ class PruningGroup:
         """What is scored of one tensor: its weight, or its saliency."""
         spec = self.specs[name]
         if self.score is not None:
-            uses_blocks = getattr(self.score, "uses_blocks", False)
-            statistics.blocks = labels_of(spec).to(weight.device) if uses_blocks else None
             # a score sees the whole weight; its saliency is sharded as the weight is
-            saliency = saliency_of(self.score, full_tensor(weight), statistics.name, statistics)
+            blocks = partial(labels_of, spec)
+            saliency = saliency_of(self.score, full_tensor(weight), statistics.name, statistics, blocks)
             weight = placed_like(saliency, weight)  # from here on what is scored
-            statistics.blocks = None
         if self.member_scores != "mean":
             return weight
         # times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean

@@ -548,9 +548,10 @@ class ScopeSparsifier(BudgetSparsifier):
         until: int | None = None,
         **unknown: Any,
     ) -> None:
-        structure = {**locals(), **unknown}
+        structure = {**locals()}
         for name in ("self", "sparsity_level", "nnz", "update_every", "until", "unknown", "__class__"):
             structure.pop(name)
+        structure |= unknown
         self.interval, self._steps = UpdateInterval(update_every, until), 0
         super().__init__(sparsity_level, nnz=nnz, **structure)
 

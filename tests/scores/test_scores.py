@@ -159,6 +159,20 @@ def test_counts_are_exact_with_every_score(score, structure):
     calibrated(score, model, **structure).check()
 
 
+def test_the_blocks_of_a_score_that_fails_are_forgotten():
+    class Failing(scores.obs_block):
+        def _saliency(self, weight, statistics):
+            assert statistics.blocks.shape == (4, 8)
+            raise RuntimeError("no score")
+
+    sparsifier = ScopeSparsifier(0.5, block_shape=(1, 2), score=Failing())
+    sparsifier.prepare(nn.Sequential(nn.Linear(8, 4)))
+    sparsifier.calibrate([torch.randn(32, 8)])
+    with pytest.raises(RuntimeError, match="no score"):
+        sparsifier.step()
+    assert sparsifier.statistics["0.weight"].blocks is None
+
+
 def test_a_score_of_blocks_knows_them_under_views_and_axes():
     """obs_block on heads: the mask is that of the joint saliencies, computed here by hand."""
     torch.manual_seed(2)

@@ -334,6 +334,7 @@ def test_a_score_that_returns_something_else(score, text):
     [
         (lambda: ScopeSparsifier(sparsity=0.5), "no argument 'sparsity'. Did you mean 'sparsity_level'? It takes"),
         (lambda: DynamicSparsifier(0.5, block_size=(1, 4)), "no argument 'block_size'. Did you mean 'block_shape'?"),
+        (lambda: ScopeSparsifier(__class__=3), "ScopeSparsifier has no argument '__class__'. It takes"),
         (lambda: RigL(0.5, until=9, scop="i"), "DynamicSparsifier has no argument 'scop'. Did you mean 'scope'?"),
     ],
 )
