@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..distributed import fill, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError, refuse_meta_masks
 from ..masking import find_mask, select
+from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
 from ..sparsifiers.optimizer_state import (
@@ -29,7 +30,7 @@ from ..sparsifiers.optimizer_state import (
     unwrap_optimizers,
 )
 from ..sparsifiers.scope import BudgetSparsifier
-from ..sparsifiers.stages import checked_pattern
+from ..sparsifiers.stages import checked_pattern, without_pattern
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import ORDER, GradientCapture
@@ -40,7 +41,7 @@ from .update import NewValues, UpdateStatistics, make_settings, run_update, zero
 _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Mapping}
 
 
-class DynamicSparsifier(BudgetSparsifier):
+class DynamicSparsifier(Calibrated, BudgetSparsifier):
     """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors); which, changes at updates.
 
     The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
@@ -171,7 +172,9 @@ class DynamicSparsifier(BudgetSparsifier):
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         group = super()._complete(entry, place)
-        is_fixed = self._resolve(entry, place).get("sparsity_level") is not None or group.get("nnz") is not None
+        is_fixed = (
+            without_pattern(entry, place, self.keys).get("sparsity_level") is not None or group.get("nnz") is not None
+        )
         return {**group, "fixed": is_fixed}
 
     def _check_fit(self, group: TensorGroup) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, is_number
+from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, groups_by_name
 from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
@@ -23,7 +24,7 @@ from .gradients import ORDER, DecayHooks
 
 
 @final
-class StraightThrough(BudgetSparsifier):
+class StraightThrough(Calibrated, BudgetSparsifier):
     """Drop `sparsity_level` of the blocks in every scope forward (0.5 by default), and train the dropped weights too.
 
     Args:

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model, is_number, refuse_meta_masks
-from ..models.names import module_in_copy
-from ..torch_ao import BaseSparsifier
-from . import checkpoint, usage
-from .checkpoint import check_saved
+from ..errors import SparsityError, checked_model, refuse_meta_masks
+from .checkpoint import Checkpointed, check_saved
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
+from .usage import Trainable
 
 _ADAPTERS = (
     "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
@@ -36,7 +33,7 @@ _REPLACED = (
 )
 
 
-class MaskSparsifier(BaseSparsifier):
+class MaskSparsifier(Trainable, Checkpointed):
     """Abstract base class: a `torch_ao.BaseSparsifier` that can be called, copied, saved and resumed safely.
 
     A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does, or all
@@ -51,40 +48,27 @@ class MaskSparsifier(BaseSparsifier):
     ...         self.mask(group["tensor_fqn"]).fill_(True)
     """
 
-    #: config keys that need no default
-    optional_keys: tuple[str, ...] = ()
     #: masks are of the weight's dtype, as those of `FakeSparsity` (`mask.mean()` works), or bool where this is True
     bool_masks = False
     #: the parametrization that `prepare` registers; None registers nothing
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
 
-    __deepcopy__ = checkpoint.deepcopy
-    __getstate__ = checkpoint.getstate
-    __setstate__ = checkpoint.setstate
-    state_dict = checkpoint.state_dict
-    load_state_dict = checkpoint.load_state_dict
-    _pickled = checkpoint.pickled_state
-
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
-        self._state: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._state = defaultdict(dict)
         self._phase = "new"
-        self._chosen_at: list[Any] | None = None  # the levels of the last update of all masks
+        self._chosen_at = None  # the levels of the last update of all masks
         self._warned = False  # of adapters on masked layers, or layers that were replaced
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
         self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
         self._skip_unfit = False
         super().__init__(defaults=defaults)
-        self.model: nn.Module | None = None
-        self.config: list[TensorGroup] | None = None  # type: ignore[assignment]
+        self.model = None
+        self.config = None
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """The keys that an entry gives for one tensor, completed with the defaults."""
         return {**copied(self.defaults), **entry}
-
-    def _extra_state(self) -> dict[str, Any]:
-        """What `state_dict` and pickles contain besides masks and groups."""
-        return {}
 
     def _after_prepare(self) -> None:
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
@@ -100,25 +84,12 @@ class MaskSparsifier(BaseSparsifier):
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
         """Called in `prepare` after all checks: write what follows from the budgets of all groups into them."""
 
-    def _structure(self, group: TensorGroup) -> str:
-        """What a group says besides its level, stage by stage; a saved state must say the same."""
-        return f"sparse_block_shape={tuple(group.get('sparse_block_shape', ()))}"
-
-    def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
-        """{tensor_fqn: level} of tensors whose level only a scheduler changes."""
-        return {g["tensor_fqn"]: g["sparsity_level"] for g in groups if is_number(g.get("sparsity_level"))}
-
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
         self._check_groups(self.groups)
         for group in self.groups:
             self.live_mask(group)
             self.update_mask(**group)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys that a config entry may have besides those that name its tensors."""
-        return tuple(dict.fromkeys((*self.defaults, *self.optional_keys)))
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
         """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
@@ -215,27 +186,6 @@ class MaskSparsifier(BaseSparsifier):
         if not self.config:
             raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         return self.config, exclude, None
-
-    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
-
-        Raises:
-            SparsityError: An optimizer has state of another model, such as one saved before `prepare`.
-        """
-        usage.refuse_misaligned_state(optimizer, self.model)
-
-    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Read the gradients as they are now; does nothing where masks depend on weights alone."""
-
-    @property
-    def uses_gradients(self) -> bool:
-        """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
-        return False
-
-    @property
-    def _is_frozen(self) -> bool:
-        """Whether `step` will never change masks again."""
-        return False
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew; does nothing while `enable_mask_update` is False."""
@@ -345,22 +295,6 @@ class MaskSparsifier(BaseSparsifier):
     def _end(self) -> None:  # called when the own model has been squashed
         self._phase = "squashed"
 
-    @property
-    def state(self) -> dict[str, dict[str, Any]]:
-        """{tensor_fqn: {"mask": the live mask}}; the mask follows `.to()` and is the module's own buffer."""
-        self._sync_state()
-        return self._state
-
-    @state.setter
-    def state(self, value: dict[str, dict[str, Any]]) -> None:
-        self._state = value
-
-    def mask(self, tensor_fqn: str) -> Tensor:
-        """The live mask of a tensor, by its name."""
-        if tensor_fqn not in self.state:
-            raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
-        return self._state[tensor_fqn]["mask"]
-
     def report(self) -> Report:
         """What every mask keeps now, as rows of numbers; see `report.Report`."""
         self.require_prepared("report")
@@ -387,39 +321,6 @@ class MaskSparsifier(BaseSparsifier):
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return masking.WeightMask(torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype))
 
-    def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        """The mask of a group's tensor in the model or in a copy of it.
-
-        Raises:
-            SparsityError: It was removed.
-        """
-        weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
-        if weight_mask is None:
-            other = "" if model is None or model is self.model else " in the given model, or that is no deep copy"
-            raise SparsityError(
-                f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
-                "again, call prepare on a model without masks."
-            )
-        return weight_mask.mask
-
-    def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
-        """The group's module, or the one of that name in a copy of the model."""
-        if model is None or model is self.model:
-            return group["module"]
-        try:
-            return module_in_copy(checked_model(model, group["tensor_fqn"]), group["module_fqn"])
-        except AttributeError as e:
-            raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
-
-    def move_to(self, model: nn.Module) -> None:
-        """Continue on a model that has the masked modules under other names, as after adapters were merged."""
-        names, rules = {m: name for name, m in model.named_modules()}, {}
-        for group in self.groups:
-            before, prefix = group["tensor_fqn"], names.get(group["module"], group["module_fqn"])
-            group |= {"module_fqn": prefix, "tensor_fqn": f"{prefix}.{group['tensor_name']}".removeprefix(".")}
-            rules[group["tensor_fqn"]] = self._resolved.rules.get(before, "")
-        self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, rules=rules)
-
     def _moved_layers(self) -> tuple[list[str], list[str]]:
         """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
         assert self.model is not None
@@ -438,40 +339,6 @@ class MaskSparsifier(BaseSparsifier):
         inside, present = {m for b in bases if isinstance(b, nn.Module) for m in b.modules()}, set(modules)
         adapted = [f"{g['tensor_fqn']}: {_ADAPTERS}" for g in moved if g["module"] in inside]
         return adapted, [f"{g['tensor_fqn']}: {_REPLACED}" for g in moved if g["module"] not in present]
-
-    def _sync_state(self) -> None:
-        distributed.reshard(self.model)
-        for group in self.groups:
-            module = group.get("module")
-            live = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
-            if live is not None:
-                self._state[group["tensor_fqn"]]["mask"] = live.mask
-
-    def _check_prepared(self, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
-        """The `tensor_fqn` of a tensor that `update_mask` is called for; raises if it was not prepared."""
-        self.require_prepared("update_mask")
-        if masking.find_mask(module, tensor_name) is None:
-            raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-        return str(group.get("tensor_fqn", tensor_name))
-
-    def _refuse_unknown(self, keys: Iterable[str], known: Iterable[str]) -> None:
-        for key in sorted(set(keys) - set(known)):
-            raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(self.keys))}")
-
-    def require_prepared(self, what: str) -> None:
-        """Raise unless a model is prepared; `what` is the call that needs one."""
-        if what == "step" and parametrize._cache_enabled:
-            raise SparsityError("step: inside materialized() weights are not masked anew; call it after that context")
-        if self._phase == "prepared":
-            if distributed.has_process_group():
-                distributed.reshard(self.model)
-            return
-        why = {
-            "new": "no model has been prepared; call prepare(model, config) first",
-            "squashed": "the masks were squashed already; call prepare(model, config) to start again",
-            "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
-        }
-        raise SparsityError(f"{what}: {why[self._phase]}")
 
 
 def _kept_params(

@@ -1,134 +1,233 @@
 """Copies, pickles and state dicts of sparsifiers: plain dicts, which are checked before anything is changed.
 
-The functions that take a sparsifier are its methods (see `MaskSparsifier`): a copy has its own model, a pickle none
-until `prepare`.
+A copy has its own model, a pickle none until `prepare`.
 """
 
 import copy
 import numbers
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from .. import distributed
-from ..errors import SparsityError
-from ..masking import shape_of
-from .config import TensorGroup, copied
+from .. import distributed, masking
+from ..errors import SparsityError, checked_model, is_number
+from ..models.names import module_in_copy
+from ..torch_ao import BaseSparsifier
+from .config import ResolvedConfig, TensorGroup, copied
 
-MaskSparsifier = Any  # of `base`, which imports this module
-# A scheduler's wrapper around the bound method holds the old instance; pruning groups are made again when needed.
-_NOT_COPIED = ("step", "_grouped")
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 
 
-def deepcopy(self: MaskSparsifier, memo: dict[int, Any]) -> MaskSparsifier:
-    """A copy with a copy of the model."""
-    new = self.__class__.__new__(self.__class__)
-    memo[id(self)] = new
-    self._sync_state()
-    for key, value in self.__dict__.items():
-        if key not in _NOT_COPIED:
-            new.__dict__[key] = copy.deepcopy(value, memo)
-    new._sync_state()
-    return new
+class Checkpointed(BaseSparsifier):
+    """The state of a sparsifier, and how it is copied, saved, loaded, and carried over to another model."""
 
+    #: attributes that copies and pickles do not have; a scheduler's wrapper around `step` holds the old instance
+    not_copied: tuple[str, ...] = ("step",)
+    #: config keys that need no default
+    optional_keys: tuple[str, ...] = ()
+    model: nn.Module | None
+    config: list[TensorGroup] | None  # type: ignore[assignment]
+    _state: dict[str, dict[str, Any]]
+    _phase: str
+    _chosen_at: list[Any] | None
+    _resolved: ResolvedConfig
+    _resumes: bool
+    _check_groups: Callable[[Sequence[TensorGroup]], None]
 
-def getstate(self: MaskSparsifier) -> dict[str, Any]:
-    """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
-    self._sync_state()
-    kept = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "model")}
-    kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
-    kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
-    kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
-    kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
-    return {**kept, "model": None}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with a copy of the model."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        self._sync_state()
+        for key, value in self.__dict__.items():
+            if key not in self.not_copied:
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._sync_state()
+        return new
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
+        self._sync_state()
+        kept = {k: v for k, v in self.__dict__.items() if k not in (*self.not_copied, "model")}
+        kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
+        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
+        kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
+        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
+        return {**kept, "model": None}
 
-def setstate(self: MaskSparsifier, state: dict[str, Any]) -> None:
-    """What pickle calls instead of `BaseSparsifier`'s method, which expects other entries."""
-    self.__dict__.update(state)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What pickle calls instead of `BaseSparsifier`'s method, which expects other entries."""
+        self.__dict__.update(state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
 
-def state_dict(self: MaskSparsifier) -> dict[str, Any]:
-    """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
+        Functions in the config (a score or a view) are left out; loading keeps the live ones. Statistics, if there are
+        any, and counts of steps are included.
+        """
+        self._sync_state()
+        return {
+            "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
+            "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
+            "enable_mask_update": self.enable_mask_update,
+            **self._extra_state(),
+        }
 
-    Functions in the config (a score or a view) are left out; loading keeps the live ones. Statistics, if there are
-    any, and counts of steps are included.
-    """
-    self._sync_state()
-    return {
-        "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
-        "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
-        "enable_mask_update": self.enable_mask_update,
-        **self._extra_state(),
-    }
+    def _pickled(self) -> dict[str, Any]:
+        """The state dict that an unpickled sparsifier loads once it is attached."""
+        state = {"state": self._state, "groups": self.groups, "enable_mask_update": self.enable_mask_update}
+        return {**state, **self._extra_state()}
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
 
-def pickled_state(self: MaskSparsifier) -> dict[str, Any]:
-    """The state dict that an unpickled sparsifier loads once it is attached."""
-    state = {"state": self._state, "groups": self.groups, "enable_mask_update": self.enable_mask_update}
-    return {**state, **self._extra_state()}
+        Args:
+            state_dict: From `state_dict`; torch.ao's own are read too.
+            strict: The tensors must be the same ones; else only those in both are loaded.
 
+        Raises:
+            SparsityError: Not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
 
-def load_state_dict(self: MaskSparsifier, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-    """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
+        Warns:
+            UserWarning: levels differ. Those of the state are taken, and schedulers may change them.
+        """
+        self.require_prepared("load_state_dict")
+        masks, saved = check_saved(state_dict, self.groups, strict)
+        try:
+            groups = [_merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
+            self._check_groups(groups)
+        except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
+            raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
+        self._check_replaced(groups)
+        live = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
+        for old, new in zip(self.groups, groups, strict=True):
+            old.clear()
+            old.update(new)
+        with torch.no_grad():
+            for fqn, mask in live.items():
+                if fqn in masks:
+                    distributed.fill(mask, masks[fqn])
+                    saved_state = copied_state(state_dict["state"][fqn])
+                    self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
+        self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
 
-    Args:
-        state_dict: From `state_dict`; torch.ao's own are read too.
-        strict: The tensors must be the same ones; else only those in both are loaded.
-
-    Raises:
-        SparsityError: Not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
-
-    Warns:
-        UserWarning: levels differ. Those of the state are taken, and schedulers may change them.
-    """
-    self.require_prepared("load_state_dict")
-    masks, saved = check_saved(state_dict, self.groups, strict)
-    try:
-        groups = [_merged_group(g, saved.get(g["tensor_fqn"]), self.keys, self.optional_keys) for g in self.groups]
-        self._check_groups(groups)
-    except (TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as e:
-        raise SparsityError(f"load_state_dict: the saved groups are not valid: {e}") from e
-    _check_replaced(self, groups)
-    live = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
-    for old, new in zip(self.groups, groups, strict=True):
-        old.clear()
-        old.update(new)
-    with torch.no_grad():
-        for fqn, mask in live.items():
-            if fqn in masks:
-                distributed.fill(mask, masks[fqn])
-                saved_state = copied_state(state_dict["state"][fqn])
-                self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
-    self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
-
-
-def _check_replaced(self: MaskSparsifier, groups: Sequence[TensorGroup]) -> None:
-    """Raise where loaded groups have another structure than the live ones; warn where they have other levels."""
-    for live, new in zip(self.groups, groups, strict=True):
-        before, after = self._structure(live), self._structure(new)
-        if before != after:
-            raise SparsityError(
-                f"load_state_dict: {live['tensor_fqn']}: the state was saved with {after}, and this sparsifier "
-                f"was prepared with {before}. Prepare with the structure of the state; for another structure "
-                "load the model's weights alone, and call step() to choose new masks."
+    def _check_replaced(self, groups: Sequence[TensorGroup]) -> None:
+        """Raise where loaded groups have another structure than the live ones; warn where they have other levels."""
+        for live, new in zip(self.groups, groups, strict=True):
+            before, after = self._structure(live), self._structure(new)
+            if before != after:
+                raise SparsityError(
+                    f"load_state_dict: {live['tensor_fqn']}: the state was saved with {after}, and this sparsifier "
+                    f"was prepared with {before}. Prepare with the structure of the state; for another structure "
+                    "load the model's weights alone, and call step() to choose new masks."
+                )
+        if self._resumes or "step" in self.__dict__:  # a pickle of its own, or a scheduler that determines the levels
+            return
+        levels, new_levels = self._levels(self.groups), self._levels(groups)
+        changed = [name for name in levels if levels[name] != new_levels[name]]
+        if changed:
+            name, others = changed[0], f" (and {len(changed) - 1} more)" if changed[1:] else ""
+            warnings.warn(
+                f"load_state_dict: {name}{others} was prepared at sparsity_level {levels[name]:.4g}, and continues at "
+                f"{new_levels[name]:.4g}, the level of the state. To continue at the new one, set "
+                f"group['sparsity_level'] = {levels[name]:.4g} in sparsifier.groups after loading, and call step()",
+                stacklevel=4,
             )
-    if self._resumes or "step" in self.__dict__:  # a pickle of its own, or a scheduler that determines the levels
-        return
-    before, after = self._levels(self.groups), self._levels(groups)
-    changed = [name for name in before if before[name] != after[name]]
-    if changed:
-        name, others = changed[0], f" (and {len(changed) - 1} more)" if changed[1:] else ""
-        warnings.warn(
-            f"load_state_dict: {name}{others} was prepared at sparsity_level {before[name]:.4g}, and continues at "
-            f"{after[name]:.4g}, the level of the state. To continue at the new one, set group['sparsity_level'] = "
-            f"{before[name]:.4g} in sparsifier.groups after loading, and call step()",
-            stacklevel=4,
-        )
+
+    def _extra_state(self) -> dict[str, Any]:
+        """What `state_dict` and pickles contain besides masks and groups."""
+        return {}
+
+    def _structure(self, group: TensorGroup) -> str:
+        """What a group says besides its level, stage by stage; a saved state must say the same."""
+        return f"sparse_block_shape={tuple(group.get('sparse_block_shape', ()))}"
+
+    def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
+        """{tensor_fqn: level} of tensors whose level only a scheduler changes."""
+        return {g["tensor_fqn"]: g["sparsity_level"] for g in groups if is_number(g.get("sparsity_level"))}
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """{tensor_fqn: {"mask": the live mask}}; the mask follows `.to()` and is the module's own buffer."""
+        self._sync_state()
+        return self._state
+
+    @state.setter
+    def state(self, value: dict[str, dict[str, Any]]) -> None:
+        self._state = value
+
+    def mask(self, tensor_fqn: str) -> Tensor:
+        """The live mask of a tensor, by its name."""
+        if tensor_fqn not in self.state:
+            raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
+        return self._state[tensor_fqn]["mask"]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that a config entry may have besides those that name its tensors."""
+        return tuple(dict.fromkeys((*self.defaults, *self.optional_keys)))
+
+    def require_prepared(self, what: str) -> None:
+        """Raise unless a model is prepared; `what` is the call that needs one."""
+        if what == "step" and parametrize._cache_enabled:
+            raise SparsityError("step: inside materialized() weights are not masked anew; call it after that context")
+        if self._phase == "prepared":
+            if distributed.has_process_group():
+                distributed.reshard(self.model)
+            return
+        why = {
+            "new": "no model has been prepared; call prepare(model, config) first",
+            "squashed": "the masks were squashed already; call prepare(model, config) to start again",
+            "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
+        }
+        raise SparsityError(f"{what}: {why[self._phase]}")
+
+    def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        """The mask of a group's tensor in the model or in a copy of it.
+
+        Raises:
+            SparsityError: It was removed.
+        """
+        weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
+        if weight_mask is None:
+            other = "" if model is None or model is self.model else " in the given model, or that is no deep copy"
+            raise SparsityError(
+                f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
+                "again, call prepare on a model without masks."
+            )
+        return weight_mask.mask
+
+    def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
+        """The group's module, or the one of that name in a copy of the model."""
+        if model is None or model is self.model:
+            return group["module"]
+        try:
+            return module_in_copy(checked_model(model, group["tensor_fqn"]), group["module_fqn"])
+        except AttributeError as e:
+            raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
+
+    def move_to(self, model: nn.Module) -> None:
+        """Continue on a model that has the masked modules under other names, as after adapters were merged."""
+        names, rules = {m: name for name, m in model.named_modules()}, {}
+        for group in self.groups:
+            before, prefix = group["tensor_fqn"], names.get(group["module"], group["module_fqn"])
+            group |= {"module_fqn": prefix, "tensor_fqn": f"{prefix}.{group['tensor_name']}".removeprefix(".")}
+            rules[group["tensor_fqn"]] = self._resolved.rules.get(before, "")
+        self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, rules=rules)
+
+    def _sync_state(self) -> None:
+        distributed.reshard(self.model)
+        for group in self.groups:
+            module = group.get("module")
+            live = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
+            if live is not None:
+                self._state[group["tensor_fqn"]]["mask"] = live.mask
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +322,7 @@ def saved_pass(state_dict: object) -> dict[str, Any] | None:
 
 
 def _shape_of(group: TensorGroup) -> tuple[int, ...]:
-    return shape_of(group["module"], group["tensor_name"])
+    return masking.shape_of(group["module"], group["tensor_name"])
 
 
 def _merged_group(

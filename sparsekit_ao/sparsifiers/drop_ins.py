@@ -6,7 +6,7 @@ each block. The mask keeps the union. Both are scopes like those of `ScopeSparsi
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..structure import BlockSpec, Budget, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
 from .config import ConfigContext, TensorGroup
-from .stages import checked_tile
+from .usage import refuse_unknown_keys
 
 
 class WeightNormSparsifier(MaskSparsifier):
@@ -55,7 +55,7 @@ class WeightNormSparsifier(MaskSparsifier):
         norm: Callable[[Tensor], Tensor] | int | None = None,
     ) -> None:
         name = "WeightNormSparsifier"
-        shape = checked_tile(sparse_block_shape, f"{name}: ")
+        shape = _checked_tile(sparse_block_shape, f"{name}: ")
         self._zeros_follow_shape, self._has_warned = zeros_per_block is None, False
         zeros = math.prod(shape) if zeros_per_block is None else zeros_per_block
         super().__init__({"sparsity_level": sparsity_level, "sparse_block_shape": shape, "zeros_per_block": zeros})
@@ -75,8 +75,8 @@ class WeightNormSparsifier(MaskSparsifier):
     ) -> None:
         """Choose the mask of one tensor anew, in place; arguments as the group has them."""
         group = {k: v for k, v in locals().items() if k not in ("self", "kwargs")}
-        self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
-        group["tensor_fqn"] = self._check_prepared(module, tensor_name, kwargs)
+        refuse_unknown_keys(kwargs, ("module_fqn", "tensor_fqn"), self.keys)
+        group["tensor_fqn"] = _prepared_name(self, module, tensor_name, kwargs)
         self._check_fit(group)
         with torch.no_grad():
             self._fill([group])
@@ -125,7 +125,7 @@ class WeightNormSparsifier(MaskSparsifier):
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         if "sparse_block_shape" in entry:
-            entry = {**entry, "sparse_block_shape": checked_tile(entry["sparse_block_shape"], place.where)}
+            entry = {**entry, "sparse_block_shape": _checked_tile(entry["sparse_block_shape"], place.where)}
             if self._zeros_follow_shape:
                 entry.setdefault("zeros_per_block", None)
         group = super()._complete(entry, place)
@@ -136,7 +136,7 @@ class WeightNormSparsifier(MaskSparsifier):
     def _check_fit(self, group: TensorGroup) -> None:
         shape, level, zeros = (group[k] for k in ("sparse_block_shape", "sparsity_level", "zeros_per_block"))
         where = f"{group['tensor_fqn']}: "
-        size = math.prod(checked_tile(shape, where))
+        size = math.prod(_checked_tile(shape, where))
         if not is_number(level) or math.isnan(level):
             raise SparsityError(f"{where}sparsity level must be a number in [0, 1], got {level!r}")
         if isinstance(zeros, bool) or not isinstance(zeros, int) or not 0 <= zeros <= size:
@@ -145,6 +145,26 @@ class WeightNormSparsifier(MaskSparsifier):
         if not 0 <= level <= 1 and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{where}sparsity level {level} is outside [0, 1]; it acts as {level > 1:d}", stacklevel=2)
+
+
+def _prepared_name(sparsifier: MaskSparsifier, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
+    """Return the `tensor_fqn` of a tensor that `update_mask` is called for.
+
+    Raises:
+        SparsityError: It was not prepared.
+    """
+    sparsifier.require_prepared("update_mask")
+    if masking.find_mask(module, tensor_name) is None:
+        raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
+    return str(group.get("tensor_fqn", tensor_name))
+
+
+def _checked_tile(shape: object, where: str) -> tuple[int, int]:
+    """A `sparse_block_shape` as a tuple; raises unless it is two positive ints."""
+    ok = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) == 2
+    if not ok or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):  # type: ignore[attr-defined]
+        raise SparsityError(f"{where}sparse_block_shape must be two positive ints (rows, columns), got {shape!r}")
+    return tuple(shape)  # type: ignore[arg-type, return-value]
 
 
 def _matrix_shape(shape: Sequence[int]) -> Shape:
@@ -210,8 +230,8 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any
     ) -> None:
         """Fill the mask of one tensor, in place."""
-        self._refuse_unknown(kwargs, ("module_fqn", "tensor_fqn"))
-        fqn = self._check_prepared(module, tensor_name, kwargs)
+        refuse_unknown_keys(kwargs, ("module_fqn", "tensor_fqn"), self.keys)
+        fqn = _prepared_name(self, module, tensor_name, kwargs)
         group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
         self._check_fit(group)
         mask = self.live_mask(group)

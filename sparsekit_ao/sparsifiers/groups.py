@@ -39,7 +39,7 @@ from ..structure import (
 from ..structure.tiles import row_major
 from ..structure.windows import Norm, fill_mask, kept_flags, kept_grid, to_scopes
 from .config import TensorGroup
-from .stages import Stage
+from .stages import Stage, stage_budgets
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,14 +197,6 @@ def is_same(value: Any, other: Any) -> bool:
         if isinstance(value, Mapping):
             return all(is_same(v, other[k]) for k, v in value.items())
         return all(map(is_same, value, other))
-
-
-def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
-    """Return each stage's own budget as (key, number); None where the stage follows its group."""
-    stages = group.get("stages")
-    if stages is None:
-        return [None]
-    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
 
 
 def total_of(budget: Budget) -> int:

@@ -21,8 +21,8 @@ from ..schedules import is_schedule
 from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
 from .checkpoint import saved_count, saved_names
-from .config import ConfigContext, TensorGroup
-from .groups import PruningGroup, counts_in_scopes, groups_by_name, stage_budgets
+from .config import ConfigContext, TensorGroup, copied
+from .groups import PruningGroup, counts_in_scopes, groups_by_name
 from .optimizer_state import (
     Conditioner,
     Diagonal,
@@ -33,7 +33,7 @@ from .optimizer_state import (
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
-from .stages import GROUP_KEYS, checked_pattern, refuse_two_budgets
+from .stages import GROUP_KEYS, checked_pattern, merged, refuse_two_budgets, stage_budgets
 
 Strength = float | Callable[[int], float]
 
@@ -155,13 +155,6 @@ class ProximalSparsifier(BudgetSparsifier):
             "step() after optimizer.step(), or choose masks alone by a ScopeSparsifier"
         )
 
-    def calibrate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not offered, since blocks are measured in the optimizer's metric: raises an error."""
-        raise SparsityError(
-            "calibrate: a ProximalSparsifier reads no statistics, because it measures blocks in the optimizer's "
-            'metric; for scores by statistics use ScopeSparsifier(score="wanda")'
-        )
-
     def to_masks(self, sparsifier: BudgetSparsifier | None = None) -> BudgetSparsifier:
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
 
@@ -236,7 +229,8 @@ class ProximalSparsifier(BudgetSparsifier):
         counts.restore(self._stepped())
         return {**super().__getstate__(), "_counts": counts}
 
-    def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+    def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
+        defaults = copied(self.defaults)
         pattern = checked_pattern(entry.get("pattern"), place.where)
         has_budget = bool(refuse_two_budgets(entry, place.where)) or getattr(pattern, "budget_key", None) is not None
         if entry.get("strength") is not None:
@@ -244,7 +238,7 @@ class ProximalSparsifier(BudgetSparsifier):
             defaults = {k: v for k, v in defaults.items() if k != "nnz"}
         elif has_budget:
             defaults = {k: v for k, v in defaults.items() if k != "strength"}
-        group = super()._over(defaults, entry, place)
+        group = merged(defaults, entry, place, self.keys)
         has_budget = has_budget or any(budget is not None for budget in stage_budgets(group))
         if group.get("strength") is not None:
             if has_budget:

@@ -5,24 +5,24 @@ At each update, budgets are read from the groups, and weights and masks are pass
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..calibration import NEEDS, Recorder, Recording, Statistics
+from ..calibration import Statistics
 from ..errors import SparsityError, refuse_meta_masks
 from ..models.names import connected
 from ..models.progress import progress_bar
-from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..schedules import UpdateInterval
-from ..scores import Score, needs_of
+from ..scores import Score
 from ..selection import Request
 from ..structure import checked_level
 from .base import MaskSparsifier
+from .calibrated import Calibrated
 from .checkpoint import copied_state, saved_count, saved_pass
 from .config import ConfigContext, TensorGroup, copied, hint_of_key
 from .groups import (
@@ -35,7 +35,6 @@ from .groups import (
     make_pruning_groups,
     numel_of_groups,
     refuse_unfit,
-    stage_budgets,
 )
 from .report import Row, check_masks, make_row
 from .stages import (
@@ -44,10 +43,13 @@ from .stages import (
     SHAPES,
     checked_pattern,
     joined,
+    merged,
     refuse_two_budgets,
-    refuse_two_notations,
+    stage_budgets,
     stages_of,
+    without_pattern,
 )
+from .usage import refuse_unknown_keys
 
 AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
 
@@ -78,6 +80,7 @@ class BudgetSparsifier(MaskSparsifier):
         "member_scores": "sum",
     }
     optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
+    not_copied = (*MaskSparsifier.not_copied, "_grouped")  # pruning groups are made again when needed
     bool_masks = True
     _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
 
@@ -106,7 +109,6 @@ class BudgetSparsifier(MaskSparsifier):
             **joined({**shapes, **self.structure_defaults}, arguments, "defaults: "),
             **({} if nnz is None else {"nnz": nnz}),
         }
-        self._recorder = Recorder(None, {})
         super().__init__(defaults)
         stages_of({**defaults, "tensor_fqn": "defaults"})
         checked_level(defaults["sparsity_level"], "defaults: ")
@@ -139,13 +141,13 @@ class BudgetSparsifier(MaskSparsifier):
     def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
         """The group with other values; those that it has already are no change."""
         changes = {k: v for k, v in values.items() if k not in group or not is_same(v, group[k])}
-        self._refuse_unknown(changes, self.keys)
+        refuse_unknown_keys(changes, self.keys, self.keys)
         if not changes:
             return group
         names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
-        changed = self._over({k: v for k, v in group.items() if k in self.keys}, changes, place)
-        if self._resolve(changes, place).get("nnz") is not None:  # a level that differs would replace it
+        changed = merged({k: v for k, v in group.items() if k in self.keys}, changes, place, self.keys)
+        if without_pattern(changes, place, self.keys).get("nnz") is not None:  # a level that differs would replace it
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
@@ -216,51 +218,7 @@ class BudgetSparsifier(MaskSparsifier):
         return ""
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        return self._over(copied(self.defaults), entry, place)
-
-    def _over(self, defaults: dict[str, Any], entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """An entry's keys over default ones, patterns resolved; its level replaces a default `nnz`."""
-        pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
-        refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
-        entry = self._resolve(entry, place)
-        budgets = refuse_two_budgets(entry, place.where)  # now with the keys that the pattern gave
-        if not {*SHAPES, *AXES, "stages"}.isdisjoint(entry):  # the entry's structure replaces the default one
-            defaults = {**defaults, "pattern": None}
-            defaults.pop("stages", None)
-        pattern = defaults.get("pattern") if pattern is None else pattern
-        group = joined(self._resolve(defaults, place), entry, place.where)
-        if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
-            raise SparsityError(
-                f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
-                f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, "
-                "or give a sparsity_level without a pattern"
-            )
-        if budgets == ["sparsity_level"]:
-            group.pop("nnz", None)
-        if budgets and None not in stage_budgets(group):
-            raise SparsityError(
-                f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a "
-                "stage"
-            )
-        return group
-
-    def _resolve(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """The keys of an entry with its pattern, if it has one, resolved to config keys for one tensor."""
-        where = f"{place.tensor_fqn}: "
-        pattern = checked_pattern(entry.get("pattern"), where)
-        entry = {**entry}
-        entry.pop("pattern", None)
-        if pattern is None:
-            return entry
-        refuse_two_notations(["pattern", *entry], where)
-        keys = {**pattern.resolve(place.module, place.tensor_name, place.tensor, where), **entry}
-        for key in keys:
-            if key not in self.keys:
-                raise SparsityError(
-                    f"{where}{pattern} needs the key {key!r}, which {type(self).__name__} does not take; it takes "
-                    f"{', '.join(sorted(self.keys))}"
-                )
-        return keys
+        return merged(copied(self.defaults), entry, place, self.keys)
 
     def _check_fit(self, group: TensorGroup) -> None:
         """Raise where blocks, scopes or its own budget do not fit one tensor; couplings are not looked at."""
@@ -318,9 +276,9 @@ class BudgetSparsifier(MaskSparsifier):
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
         names = {name for pruning in pruning_groups for name in pruning.specs}
-        dense, recorder = {name: self._dense(groups[name]) for name in names}, self.recorder
+        dense, statistics = {name: self._dense(groups[name]) for name in names}, self._statistics()
         for pruning in pruning_groups:  # scores may raise, so those of this part precede its masks
-            values = pruning.values(dense.__getitem__, recorder.of)
+            values = pruning.values(dense.__getitem__, statistics)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
@@ -330,15 +288,9 @@ class BudgetSparsifier(MaskSparsifier):
         for stage in sorted(stages):
             choose_masks(stages[stage])
 
-    def _needs(self) -> dict[str, tuple[str, ...]]:
-        """{tensor_fqn: the statistics that scores read of it}."""
-        needs_of_tensors: dict[str, tuple[str, ...]] = {}
-        recorder = self.recorder
-        for pruning in self.pruning_groups():
-            needs = needs_of(pruning.score)
-            for name in pruning.scored(recorder.of) if needs else ():
-                needs_of_tensors[name] = tuple(dict.fromkeys((*needs_of_tensors.get(name, ()), *needs)))
-        return needs_of_tensors
+    def _statistics(self) -> Callable[[str], Statistics]:
+        """What scores get to read, by name of a tensor; here its name alone."""
+        return lambda name: Statistics(name=name, shape=(), adapter=None)
 
     def pruning_groups(
         self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
@@ -373,102 +325,8 @@ class BudgetSparsifier(MaskSparsifier):
             masks[group["tensor_fqn"]] = mask, live is not None
         return masks
 
-    # calibration
 
-    def calibrate(
-        self,
-        batches: Iterable[Any] | None = None,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        *,
-        token_mask: TokenMask = None,
-        needs: Sequence[str] = (),
-        progress: bool = True,
-    ) -> Recording | None:
-        """Record the statistics that scores need while the model runs; they add to those recorded before.
-
-        The sums do not depend on how tokens are split into batches, up to float32 rounding. Over ranks each one runs
-        its own batches, and all statistics are summed at the end.
-
-        Args:
-            batches: Each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
-                positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`).
-                There `c.token_mask` may be set before each forward pass.
-            forward: Called instead, `(model, batch) -> output`; scores of gradients need the loss from it.
-            token_mask: Which tokens count: a key of the batches, or a function of a batch. None takes the
-                `attention_mask` of batches that have one, and False counts all tokens. A mask applies to layers that
-                read [batch, tokens, inputs]; convolutions, and layers that read something else (a pooled token, say),
-                count every position.
-            needs: More statistics for every tensor, some of `calibration.NEEDS`.
-            progress: Show a progress bar on a terminal.
-
-        Raises:
-            SparsityError: No score needs statistics, no batches, layers whose inputs cannot be recorded, inputs, losses
-                or gradients that are not finite. Hooks are removed and no statistics are kept then.
-
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-        >>> from sparsekit_ao import ScopeSparsifier
-        >>> sparsifier = ScopeSparsifier(0.5, score="wanda")
-        >>> sparsifier.prepare(model)
-        >>> sparsifier.calibrate([torch.ones(3, 4)])
-        >>> with sparsifier.calibrate() as c:
-        ...     output = model(torch.ones(2, 4))
-        >>> sparsifier.statistics["0.weight"].tokens
-        5
-        """
-        self.require_prepared("calibrate")
-        assert self.model is not None
-        for need in needs:
-            if need not in NEEDS:
-                raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")
-        of_scores, names = self._needs(), [g["tensor_fqn"] for g in self.groups]
-        wanted = {name: (*of_scores.get(name, ()), *needs) for name in names if needs or of_scores.get(name)}
-        if not wanted:
-            raise SparsityError(
-                "calibrate: no score of this sparsifier needs statistics; give one that does (score='wanda'), or name "
-                "them in needs="
-            )
-        if batches is not None:
-            self.recorder.run(batches, wanted, forward, token_mask, progress)
-            return None
-        if forward is not None or token_mask is not None:
-            raise SparsityError("calibrate: forward and token_mask need batches; in a context set c.token_mask instead")
-        return self.recorder.recording(wanted)
-
-    @property
-    def recorder(self) -> Recorder:
-        """The statistics of the sparsified tensors, and what records them."""
-        tensors = {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in self.groups}
-        if self._recorder.tensors != tensors:
-            self._recorder = Recorder(self.model, tensors, self._recorder.collected)
-        return self._recorder
-
-    @property
-    def statistics(self) -> Mapping[str, Statistics]:
-        """{tensor_fqn: what was recorded for it}."""
-        recorder = self.recorder
-        return {name: recorder.of(name) for name in recorder.tensors if name in recorder.collected}
-
-    def forget_statistics(self) -> None:
-        """Free all statistics; the next calibration starts anew."""
-        self._recorder.collected.clear()
-
-    def _after_prepare(self) -> None:
-        self._recorder = Recorder(None, {}, self._recorder.collected if self._resumes else {})
-
-    def _extra_state(self) -> dict[str, Any]:
-        statistics = self._recorder.saved()
-        return {"statistics": statistics} if statistics else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
-        self.require_prepared("load_state_dict")
-        saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
-        loaded = self.recorder.loaded(saved)
-        super().load_state_dict(state_dict, strict)
-        self._recorder.collected = loaded
-
-
-class ScopeSparsifier(BudgetSparsifier):
+class ScopeSparsifier(Calibrated, BudgetSparsifier):
     """Drop `sparsity_level` of the blocks in every scope (0.5 by default), exactly.
 
     Every argument is a default that a config entry may override.

@@ -1,11 +1,11 @@
 """The keys of a group that specify blocks and scopes, checked without any tensor.
 
 Shapes (`view`, `block_shape`, `scope_shape`) or an axis pattern (`axes`, `unit`, `scope`, `sizes`) specify a structure.
-`BudgetSparsifier._resolve` turns a `pattern` into one of these, or `stages`. `PruningGroup.budget` reads the budgets.
+`without_pattern` turns a `pattern` into one of these, or `stages`. `PruningGroup.budget` reads the budgets.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..patterns import Pattern, parse
 from ..scores import Score, parse_score
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
-from .config import TensorGroup, hint_of_key
+from .config import ConfigContext, TensorGroup, hint_of_key
 
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
@@ -104,6 +104,65 @@ def joined(defaults: Mapping[str, Any], entry: Mapping[str, Any], where: str) ->
     return keys
 
 
+def merged(
+    defaults: Mapping[str, Any], entry: Mapping[str, Any], place: ConfigContext, known: Collection[str]
+) -> dict[str, Any]:
+    """Return an entry's keys over default ones, with patterns fitted to a tensor; its level replaces a default `nnz`.
+
+    Args:
+        defaults, entry: Config keys and their values.
+        place: The tensor.
+        known: The keys that the sparsifier takes.
+    """
+    pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
+    refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
+    entry, defaults = without_pattern(entry, place, known), dict(defaults)
+    budgets = refuse_two_budgets(entry, place.where)  # now with the keys that the pattern gave
+    if not {*SHAPES, *AXES, "stages"}.isdisjoint(entry):  # the entry's structure replaces the default one
+        defaults["pattern"] = None
+        defaults.pop("stages", None)
+    pattern = defaults.get("pattern") if pattern is None else pattern
+    group = joined(without_pattern(defaults, place, known), entry, place.where)
+    if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
+        raise SparsityError(
+            f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
+            f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, "
+            "or give a sparsity_level without a pattern"
+        )
+    if budgets == ["sparsity_level"]:
+        group.pop("nnz", None)
+    if budgets and None not in stage_budgets(group):
+        raise SparsityError(
+            f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a stage"
+        )
+    return group
+
+
+def without_pattern(entry: Mapping[str, Any], place: ConfigContext, known: Collection[str]) -> dict[str, Any]:
+    """Return the keys of an entry with its pattern, if it has one, as config keys for one tensor."""
+    where = f"{place.tensor_fqn}: "
+    pattern, entry = checked_pattern(entry.get("pattern"), where), {k: v for k, v in entry.items() if k != "pattern"}
+    if pattern is None:
+        return entry
+    refuse_two_notations(["pattern", *entry], where)
+    keys = {**pattern.resolve(place.module, place.tensor_name, place.tensor, where), **entry}
+    for key in keys:
+        if key not in known:
+            raise SparsityError(
+                f"{where}{pattern} needs the key {key!r}, which this sparsifier does not take; it takes "
+                f"{', '.join(sorted(known))}"
+            )
+    return keys
+
+
+def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
+    """Return each stage's own budget as (key, number); None where the stage follows its group."""
+    stages = group.get("stages")
+    if stages is None:
+        return [None]
+    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
+
+
 def refuse_two_notations(keys: Iterable[str], where: str) -> None:
     """Raise if keys specify blocks and scopes in two ways; stages may stand beside all but a pattern."""
     keys = set(keys)
@@ -164,11 +223,3 @@ def _stage(keys: Mapping[str, Any], where: str) -> Stage:
             )
         checked["view"] = (tuple(view[0]), tuple(view[1]), *view[2:])
     return Stage(**checked)
-
-
-def checked_tile(shape: object, where: str) -> tuple[int, int]:
-    """A `sparse_block_shape` as a tuple; raises unless it is two positive ints."""
-    ok = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) == 2
-    if not ok or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):  # type: ignore[attr-defined]
-        raise SparsityError(f"{where}sparse_block_shape must be two positive ints (rows, columns), got {shape!r}")
-    return tuple(shape)  # type: ignore[arg-type, return-value]

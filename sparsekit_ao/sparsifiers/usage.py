@@ -1,9 +1,10 @@
-"""Errors and warnings about calls in an order, or on a model, in which they have no effect."""
+"""What trainers call, and errors about calls in an order, or on a model, in which they have no effect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import SparsityError
 from .config import TensorGroup
@@ -13,6 +14,33 @@ _OF_PARAMETER = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
     *("sum", "prev", "step_size", "ax"),
 )
+
+
+class Trainable:
+    """What trainers call, here of a sparsifier whose masks depend on weights alone."""
+
+    model: nn.Module | None
+
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
+
+        Raises:
+            SparsityError: An optimizer has state of another model, such as one saved before `prepare`.
+        """
+        refuse_misaligned_state(optimizer, self.model)
+
+    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Read the gradients as they are now; does nothing where masks depend on weights alone."""
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
+        return False
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether `step` will never change masks again."""
+        return False
 
 
 def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: str) -> None:
@@ -46,3 +74,9 @@ def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
                         "were masked, and so in another order. Load it into an optimizer made before prepare "
                         "(parameters stay the same objects), or begin without it."
                     )
+
+
+def refuse_unknown_keys(given: Iterable[str], known: Iterable[str], config_keys: Sequence[str]) -> None:
+    """Raise if `update_mask` is called with keys that are not known; the error lists the config keys."""
+    for key in sorted(set(given) - set(known)):
+        raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(config_keys))}")

@@ -488,7 +488,7 @@ def test_patterns_with_a_count_a_level_or_stages():
     sparsifier.prepare(mlp(), None)
     assert sparsifier.defaults["sparsity_level"] == 0.5 and sparsifier.mask("0.weight").any(1).float().mean() == 0.5
     with pytest.raises(
-        SparsityError, match=r"0.weight: patterns.v_n_m\(2, 2, 4\) needs the key 'stages', which Dynamic"
+        SparsityError, match=r"0.weight: patterns.v_n_m\(2, 2, 4\) needs the key 'stages', which this sparsifier"
     ):
         DynamicSparsifier(pattern=patterns.v_n_m(2, 2, 4)).prepare(mlp(), None)
 
