@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -276,6 +277,7 @@ def verified(
             f"the compacted model {comparison}. Look for a missing member, a wrong axis, an attribute that holds a "
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
         )
+    notes += _fused_notes(reference, small, tolerance)
     not_in_config, dense_flops = None, reference.flops
     if with_config and has_config(model):
         if tolerance >= 1:  # outputs may change, but not by the config
@@ -310,6 +312,20 @@ def verified(
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
+
+
+def _fused_notes(reference: Reference, small: nn.Module, tolerance: float) -> list[str]:
+    """What differs where torch fuses attention, as inference does: an encoder then gives zeros at padded positions."""
+    with warnings.catch_warnings(action="ignore"):  # of nested tensors, which the encoder makes
+        fused = reference.with_fused_attention() if tolerance < 1 else None
+        text = "" if fused is None else compared(fused, small, tolerance)
+    if not (isinstance(text, str) and text):
+        return []
+    return [
+        "in eval mode without gradients torch fuses an nn.TransformerEncoder, which then gives zeros at padded "
+        f"positions. With fewer heads it is not fused, so the smaller model {text}. Let nothing read padded "
+        "positions, or keep the heads (exclude them, or prune other kinds)"
+    ]
 
 
 def _causes(model: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float) -> list[str]:

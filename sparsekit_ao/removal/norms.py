@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..models.names import owner_of
 from .remove import Removal, kept_elements
-from .sizes import Change
+from .sizes import Change, apply_changes
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 CONFIG_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
@@ -36,62 +36,88 @@ def fold_norms(
         and isinstance(smaller, nn.GroupNorm)
         and dense.num_channels * smaller.num_groups != smaller.num_channels * dense.num_groups
     ]
-    kept: dict[str, Tensor] = {}  # {name of a weight: bool, which of its values are kept}
+    kept: dict[nn.Parameter, Tensor] = {}  # {weight of the model: bool, which of its values are kept}
     for removal in removals:
         for member in () if removal.is_empty else removal.coupling.members:
             module, name = owner_of(model, member.fqn)
-            if name == "weight" and getattr(module, name).ndim == 1 and _takes_statistics(module):
-                keep = kept_elements(member, removal, tuple(getattr(module, name).shape))
-                kept[member.fqn] = kept[member.fqn] & keep if member.fqn in kept else keep
+            weight = getattr(module, name)
+            if name == "weight" and weight.ndim == 1 and _norms_of(model, weight):
+                keep = kept_elements(member, removal, tuple(weight.shape))
+                kept[weight] = kept[weight] & keep if weight in kept else keep
     unrounded: _Exact = {}
-    changes = [change for fqn, keep in kept.items() for change in _fold(model, small, fqn, keep, notes, unrounded)]
+    changes = [
+        change
+        for weight, keep in kept.items()
+        for change in _fold(_norms_of(model, weight), small, keep, notes, unrounded)
+    ]
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)
     return changes, notes, unrounded
 
 
-def _fold(
-    model: nn.Module, small: nn.Module, fqn: str, keep: Tensor, notes: list[str], unrounded: _Exact
-) -> list[Change]:
-    """Return the change of the eps of an RMSNorm (of another norm none), and append to the notes what is not exact.
+def _norms_of(model: nn.Module, weight: Tensor) -> dict[str, nn.Module]:
+    """The norms that have this weight, by name; several if it is tied."""
+    modules = ((name, module) for name, module in model.named_modules() if _takes_statistics(module))
+    return {name: module for name, module in modules if getattr(module, "weight", None) is weight}
 
-    Whether it is an RMSNorm is tested on random values, since its class may have any name. A weight may also be stored
-    as its difference from one.
+
+def _fold(
+    norms: dict[str, nn.Module], small: nn.Module, keep: Tensor, notes: list[str], unrounded: _Exact
+) -> list[Change]:
+    """Return the changes of the eps of the RMSNorms of one weight, and append to the notes what is not exact.
+
+    Whether they are RMSNorms is tested on random values, since a class may have any name. A weight may also be stored
+    as its difference from one. If one of the norms cannot be folded, none is.
     """
-    (dense, _), (smaller, _) = owner_of(model, fqn), owner_of(small, fqn)
-    weight, name = smaller._parameters["weight"], type(dense).__name__
-    assert weight is not None
-    if isinstance(dense, nn.LayerNorm):
-        notes.append(f"{fqn}: a LayerNorm over a pruned axis has statistics of fewer values")
-        return []
-    eps_name = next(name for name in EPS_NAMES if name in vars(dense))
-    was = getattr(dense, eps_name)
+    smaller = {name: small.get_submodule(name) for name in norms}
+    weight: nn.Parameter = next(iter(smaller.values()))._parameters["weight"]  # type: ignore[assignment]
     ratio = keep.numel() / int(keep.sum())
     like = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
-    try:
-        wanted = _outputs(copy.deepcopy(dense).to(like.dtype), like, keep, whole=True)[..., keep.to(weight.device)]
-    except Exception as e:
-        notes.append(f"{fqn}: a {name} could not be tested, so it was not folded ({e})")
-        return []
+    wanted, changes = dict[str, Tensor](), list[Change]()
+    for name, dense in norms.items():
+        if isinstance(dense, nn.LayerNorm):
+            notes.append(f"{name}.weight: a LayerNorm over a pruned axis has statistics of fewer values")
+            return []
+        try:
+            outputs = _outputs(copy.deepcopy(dense).to(like.dtype), like, keep, whole=True)
+        except Exception as e:
+            notes.append(f"{name}.weight: a {type(dense).__name__} could not be tested, so it was not folded ({e})")
+            return []
+        wanted[name] = outputs[..., keep.to(weight.device)]
+        eps_name = next(name for name in EPS_NAMES if name in vars(dense))
+        was = getattr(dense, eps_name)
+        eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
+        changes.append(Change(path=f"{name}.{eps_name}".lstrip("."), was=was, now=eps))
     for shift in (0.0, 1.0):
         scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
-        trial = copy.deepcopy(smaller).to(like.dtype)
-        trial.weight = nn.Parameter(scaled.to(like.dtype), weight.requires_grad)
-        setattr(trial, eps_name, eps)
-        try:
-            output = _outputs(trial, like, keep, whole=False)
-        except Exception:  # its size is stored elsewhere, too
-            continue
-        if torch.allclose(wanted.double(), output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6):
+        wrong = [
+            name
+            for (name, norm), change in zip(smaller.items(), changes, strict=True)
+            if not _is_folded(norm, change, scaled.to(like.dtype), keep, wanted[name])
+        ]
+        if not wrong:
             weight.data.copy_(scaled)
-            setattr(smaller, eps_name, eps)
+            apply_changes(small, changes)
             if weight.dtype in (torch.float16, torch.bfloat16):
-                notes.append(f"{fqn}: its folded weight is rounded to {weight.dtype}")
+                notes.append(f"{next(iter(norms))}.weight: its folded weight is rounded to {weight.dtype}")
                 unrounded[weight] = scaled
-            return [Change(path=f"{fqn.removesuffix('weight')}{eps_name}", was=was, now=eps)]
-    notes.append(f"{fqn}: a {name} over a pruned axis has statistics of fewer values")
+            return changes
+    notes.append(
+        f"{wrong[0]}.weight: a {type(norms[wrong[0]]).__name__} over a pruned axis has statistics of fewer values"
+    )
     return []
+
+
+def _is_folded(norm: nn.Module, change: Change, weight: Tensor, keep: Tensor, wanted: Tensor) -> bool:
+    """Whether a smaller norm with this weight and the changed eps gives what the larger one does."""
+    trial = copy.deepcopy(norm).to(weight.dtype)
+    trial.weight = nn.Parameter(weight, requires_grad=False)
+    setattr(trial, change.path.rpartition(".")[2], change.now)
+    try:
+        output = _outputs(trial, weight, keep, whole=False)
+    except Exception:  # its size is stored elsewhere, too
+        return False
+    return torch.allclose(wanted.double(), output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6)
 
 
 def _change_config(model: nn.Module, small: nn.Module, changes: Sequence[Change], notes: list[str]) -> list[Change]:

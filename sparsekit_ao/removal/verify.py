@@ -56,14 +56,14 @@ class Reference:
         SparsityError: It does not run, or returns no tensor, only zeros, or a nan.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.example_inputs, self._model, self.dtype = inputs, model, _run_dtype(model)
+    def __init__(self, model: nn.Module, inputs: Any, *, fused: bool = False) -> None:
+        self.example_inputs, self._model, self.dtype, self._fused = inputs, model, _run_dtype(model), fused
         self._inputs = arguments(inputs)
         self.unrounded: Mapping[str, Tensor] = {}
         self._exact: Outputs | None = None  # of a float64 copy
         self._compared: tuple[Outputs, float | None] = [], None  # the last outputs that were compared in float64
         try:
-            output, self.flops, self.uncounted = _run(model, self._inputs, self.dtype)
+            output, self.flops, self.uncounted = _run(model, self._inputs, self.dtype, fused=fused)
         except Exception as e:
             raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
@@ -87,7 +87,7 @@ class Reference:
         not copied, and its FLOPs are not counted.
         """
         values = None if discarded else self.unrounded
-        output, flops, _ = _run(small, self._inputs, self.dtype, values, discarded)
+        output, flops, _ = _run(small, self._inputs, self.dtype, values, discarded, self._fused)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
         if not tolerance < difference < float("inf"):
@@ -152,6 +152,18 @@ class Reference:
             reference.unrounded = self.unrounded
         return reference
 
+    def with_fused_attention(self) -> "Reference | None":
+        """A reference that lets torch fuse its attention, as in eval mode without gradients; None if it would not."""
+        is_fused = torch.backends.mha.get_fastpath_enabled()
+        if not is_fused or not any(isinstance(module, nn.MultiheadAttention) for module in self._model.modules()):
+            return None
+        try:
+            reference = Reference(self._model, self.example_inputs, fused=True)
+        except SparsityError:
+            return None
+        reference.unrounded = self.unrounded
+        return reference
+
     def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
         """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""
 
@@ -174,8 +186,10 @@ class Reference:
         """The difference of float64 copies; None if rounding does not explain what float32 found."""
         try:
             if self._exact is None:
-                self._exact = list(tensors_in("output", _run(self._model, self._inputs, torch.float64)[0]))
-            run = _run(small, self._inputs, torch.float64, self.unrounded)[0]
+                self._exact = list(
+                    tensors_in("output", _run(self._model, self._inputs, torch.float64, fused=self._fused)[0])
+                )
+            run = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused)[0]
         except Exception:  # a device or a model without float64: then float32 decides
             return None
         exact, small_exact = self._exact, list(tensors_in("output", run))
@@ -223,11 +237,16 @@ def _run_dtype(model: nn.Module) -> torch.dtype | None:
 
 @torch.no_grad()
 def _run(
-    model: nn.Module, inputs: Arguments, dtype: torch.dtype | None, values: _Values = None, discarded: bool = False
+    model: nn.Module,
+    inputs: Arguments,
+    dtype: torch.dtype | None,
+    values: _Values = None,
+    discarded: bool = False,
+    fused: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
     """The output of one forward in eval mode, its FLOPs, and operators that may multiply matrices without a formula.
 
-    As another dtype if one is given, then with `values`.
+    As another dtype if one is given, then with `values`. FLOPs are not counted of discarded models and fused attention.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
@@ -255,7 +274,8 @@ def _run(
     count = Counter(display=False, custom_mapping=_flop_formulas())
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     # The counter knows no FLOPs of fused attention.
-    with seeded(tensors), unfused_attention(), contextlib.nullcontext() if discarded else count:
+    plain = contextlib.nullcontext()
+    with seeded(tensors), plain if fused else unfused_attention(), plain if discarded or fused else count:
         output = model(*args, **kwargs)
     return output, count.get_total_flops(), tuple(uncounted)
 

@@ -287,6 +287,25 @@ def test_a_norm_that_cannot_be_folded_is_reported_as_not_exact():
     )
 
 
+@pytest.mark.parametrize("names", ["norms.**.weight", "norms.0.weight", "norms.1.weight"])
+def test_norms_that_share_one_weight_are_all_folded_or_none(names):
+    def tied(second):
+        torch.manual_seed(0)
+        model = shaken(Decoder(RootMeanSquare))
+        model.norms[1] = second(8)
+        model.norms[1].weight = model.norms[0].weight
+        return pruned(model, [coupling])
+
+    coupling = Coupling({name: axes for name, axes in STREAM.items() if name != "norms.**.weight"} | {names: "u"})
+    model, tokens = tied(RootMeanSquare), torch.arange(6)[None]
+    with torch.no_grad():
+        model.embed.weight.mul_(1e-2)  # so that eps matters
+        small, report = compact(model, coupling, tokens)
+        assert [norm.variance_epsilon for norm in small.norms] == [2 * norm.variance_epsilon for norm in model.norms]
+        assert torch.allclose(small(tokens), model(tokens), rtol=1e-5, atol=1e-7) and not report.notes
+    assert "a LayerNorm over a pruned axis" in refusal(SparsityError, tied(nn.LayerNorm), coupling, tokens)
+
+
 def test_experts_that_the_router_would_still_choose_are_not_removed_silently():
     coupling = Coupling({"router.weight": "u i", "up": "u h i", "down": "u o h"}, name="experts")
     torch.manual_seed(0)

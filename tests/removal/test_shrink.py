@@ -642,6 +642,25 @@ def test_an_encoder_with_fewer_heads_takes_padding_masks():
     assert not cut_to(copy.deepcopy(model), report.manifest).use_nested_tensor
 
 
+@pytest.mark.parametrize(("is_read", "kinds"), [(True, ("heads",)), (True, ("mlp",)), (False, ("heads",))])
+def test_what_torchs_fused_encoder_gives_at_padded_positions_is_noted_where_it_is_read(is_read, kinds):
+    def run(m, x, padding):
+        states = m.encoder(x, src_key_padding_mask=padding)
+        return m.head(states.mean(1) if is_read else states.masked_fill(padding[..., None], 0).mean(1))
+
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+    model = Net(run, encoder=encoder, head=nn.Linear(16, 3)).eval()
+    inputs, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    is_fused = torch.backends.mha.get_fastpath_enabled()
+    _, report = shrink(model, (inputs, padding), kinds=kinds)
+    assert torch.backends.mha.get_fastpath_enabled() == is_fused
+    assert all(row.kept < row.of for row in report.couplings) and report.difference <= 1e-5
+    noted = is_read and kinds == ("heads",)
+    assert ("not exact: in eval mode without gradients torch fuses" in str(report)) == noted
+
+
 def test_inputs_of_equal_tokens_do_not_hide_a_wrong_removal():
     def run(m, x):
         q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(-2, -3) for f in (m.q, m.k, m.v))
