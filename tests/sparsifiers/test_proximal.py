@@ -404,9 +404,9 @@ def test_the_zeros_become_masks_that_move():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda s: s.update_mask(s.model[0], "weight", nnz=3), "call step() after optimizer.step()"),
-        (lambda s: s.calibrate([torch.ones(2, 8)], needs=["input_square"]), "reads no statistics"),
-        (lambda s: s.calibrate(), "reads no statistics"),
+        (lambda s: s.update_mask(s.model[0], "weight", nnz=3), "a proximal step changes weights; call step()"),
+        (lambda s: s.calibrate([torch.ones(2, 8)], needs=["input_square"]), "proximal steps read no statistics"),
+        (lambda s: s.calibrate(), "proximal steps read no statistics"),
     ],
 )
 def test_what_a_proximal_sparsifier_cannot_honour_is_not_offered(call, text):
