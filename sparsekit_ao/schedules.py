@@ -131,8 +131,7 @@ class UpdateInterval:
             check_positive("until", self.until)
             if self.until < self.update_every:
                 raise SparsityError(
-                    f"no update falls within until={self.until}, because update_every={self.update_every} is larger; "
-                    "give a smaller update_every or a larger until"
+                    f"until={self.until} allows no update, since update_every={self.update_every}; give a larger until"
                 )
 
     def is_due(self, step: int) -> bool:

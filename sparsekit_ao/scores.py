@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Score = Callable[[Tensor, Any], Tensor]
+Blocks = Callable[[], Tensor]  # gives the block of each element of a weight
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AT_ONCE = 1 << 24  # elements of inverses of blocks that are stored at once
 
@@ -364,11 +365,7 @@ def needs_of(score: object) -> tuple[str, ...]:
 
 
 def saliency_of(
-    score: Score,
-    weight: Tensor,
-    name: str,
-    statistics: Statistics | None = None,
-    blocks: Callable[[], Tensor] | None = None,
+    score: Score, weight: Tensor, name: str, statistics: Statistics | None = None, blocks: Blocks | None = None
 ) -> Tensor:
     """Call a score for one weight and check what it returns.
 
@@ -377,8 +374,7 @@ def saliency_of(
             built in gets a copy of the weight, so that it may work in place.
         weight, name: The dense weight, whole, detached, and its `tensor_fqn`.
         statistics: Of this weight, if there are any.
-        blocks: Gives the block of each element, which the statistics have during the call of a score with
-            `uses_blocks`.
+        blocks: Gives the block of each element, which a score with `uses_blocks` finds in the statistics.
 
     Returns:
         A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies

@@ -178,30 +178,26 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         return {**group, "fixed": is_fixed}
 
     def _check_fit(self, group: TensorGroup) -> None:
-        self._refuse_parametrized(group)
         super()._check_fit(group)
-
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        if self._phase != "prepared":
-            for group in groups:
-                self._refuse_parametrized(group)
-            if self._capture.optimizers:
-                self._check_optimizers(self._capture.optimizers, groups)
-            if self._resumes:
-                refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
-            else:
-                self.settings.check_budgets(self._budgets(groups))
-        super()._check_groups(groups)
-
-    def _refuse_parametrized(self, group: TensorGroup) -> None:
-        """Raise where a weight is computed by anything but a mask that is taken over from a copy of the model."""
         place = group["module"], group["tensor_name"]
-        mask = find_mask(*place) if self._resumes else None
-        if parametrize.is_parametrized(*place) and (mask is None or len(place[0].parametrizations[place[1]]) > 1):
+        mask = find_mask(*place) if self._resumes else None  # of a copy of the model, which is taken over
+        is_computed = self._phase != "prepared" and parametrize.is_parametrized(*place)
+        if is_computed and (mask is None or len(place[0].parametrizations[place[1]]) > 1):
             raise SparsityError(
                 f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient of its "
                 "own to grow by. Remove that one first, or leave the tensor out."
             )
+
+    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
+        super()._check_groups(groups)
+        if self._phase == "prepared":
+            return
+        if self._capture.optimizers:
+            self._check_optimizers(self._capture.optimizers, groups)
+        if self._resumes:
+            refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
+        else:
+            self.settings.check_budgets(self._budgets(groups))
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
         """Spread the overall budget over the groups, and draw the masks to start with."""

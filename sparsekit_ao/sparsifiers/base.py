@@ -74,7 +74,11 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
 
     def _check_fit(self, group: TensorGroup) -> None:
-        """Raise where a group does not fit its tensor, whatever the other groups are; nothing is changed."""
+        """Raise where one group does not fit its tensor; nothing is changed."""
+
+    def _check_alone(self, group: TensorGroup) -> None:
+        """As `_check_fit`, with what else a tensor can be refused for whatever the other groups are (`skip_unfit`)."""
+        self._check_fit(group)
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         """Raise where groups do not fit, alone or together; nothing is changed."""
@@ -105,6 +109,7 @@ class MaskSparsifier(Trainable, Checkpointed):
     ) -> None:
         """Register a mask that keeps everything on every tensor that the config names, in place.
 
+        Copies that follow the model, such as an average of its weights (EMA), are made after it.
         Over ranks: call it after `parallelize_module`, before `fully_shard`, DDP and before the optimizer is made.
 
         Args:
@@ -136,7 +141,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         is_default = config is None and not self._resumes
         config, exclude, saved = self._chosen(model, config, exclude)
         skip_unfit |= self._resumes and self._skip_unfit
-        check = self._check_fit if skip_unfit else None
+        check = self._check_alone if skip_unfit else None
         options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
         mask_class = self.mask_class if self._resumes else None
         resolved = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
@@ -146,8 +151,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         self._check_groups(groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
-        unmasked = [g for g in groups if masking.find_mask(g["module"], g["tensor_name"]) is None]
-        unmasked = [] if self.mask_class is None else unmasked
+        unmasked = [g for g in groups if self.mask_class and masking.find_mask(g["module"], g["tensor_name"]) is None]
         if unmasked and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise SparsityError(
                 "prepare: the model is wrapped in DistributedDataParallel, which would not see the gradients of "

@@ -96,9 +96,8 @@ class PruningGroup:
         spec = self.specs[name]
         if self.score is not None:
             # a score sees the whole weight; its saliency is sharded as the weight is
-            blocks = partial(labels_of, spec)
-            saliency = saliency_of(self.score, full_tensor(weight), statistics.name, statistics, blocks)
-            weight = placed_like(saliency, weight)  # from here on what is scored
+            whole, blocks = full_tensor(weight), partial(labels_of, spec)
+            weight = placed_like(saliency_of(self.score, whole, statistics.name, statistics, blocks), weight)
         if self.member_scores != "mean":
             return weight
         # times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean

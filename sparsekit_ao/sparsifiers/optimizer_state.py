@@ -119,11 +119,8 @@ def refuse_closed_state(optimizers: Sequence[Optimizer], parameter: Tensor, name
 def momentum_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> Tensor | None:
     """Return SGD's momentum buffer, or Adam's m / (sqrt(v) + eps), of the parameter's shape; None before a step."""
     for optimizer in optimizers:
-        state = {
-            k: from_local(dequantized(local(t)), t)
-            for k, t in optimizer.state.get(parameter, {}).items()
-            if k in ("exp_avg", "exp_avg_sq", "momentum_buffer") and isinstance(t, Tensor)
-        }
+        tensors = {k: t for k, t in optimizer.state.get(parameter, {}).items() if isinstance(t, Tensor)}
+        state = {k: from_local(dequantized(local(t)), t) for k, t in tensors.items()}
         if "exp_avg" in state:
             eps = (options_of(optimizer, parameter) or {}).get("eps", 1e-8)
             return state["exp_avg"] / (state["exp_avg_sq"].sqrt() + eps) if "exp_avg_sq" in state else state["exp_avg"]

@@ -150,10 +150,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def update_mask(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not offered, since a proximal step changes weights: raises an error."""
-        raise SparsityError(
-            "update_mask: what a ProximalSparsifier keeps follows from the weights that a proximal step changes; call "
-            "step() after optimizer.step(), or choose masks alone by a ScopeSparsifier"
-        )
+        raise SparsityError("update_mask: a proximal step changes weights; call step(), or use a ScopeSparsifier")
 
     def to_masks(self, sparsifier: BudgetSparsifier | None = None) -> BudgetSparsifier:
         """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
@@ -249,12 +246,25 @@ class ProximalSparsifier(BudgetSparsifier):
         return {k: v for k, v in group.items() if k != "strength"}
 
     def _check_fit(self, group: TensorGroup) -> None:
-        _refuse_unfit(group)
         super()._check_fit(group)
+        fqn, module, name = group["tensor_fqn"], group["module"], group["tensor_name"]
+        if parametrize.is_parametrized(module, name):
+            raise SparsityError(
+                f"{fqn}: a parametrization computes this weight, so it cannot be changed in place. Remove that one "
+                "first (squash_mask for a mask), or leave the tensor out."
+            )
+        if is_sharded(module._parameters[name]):
+            raise SparsityError(
+                f"{fqn}: it is sharded over ranks, and proximal steps need whole tensors. Use "
+                "DistributedDataParallel, or ScopeSparsifier, which works on sharded weights."
+            )
+        if group.get("strength") is not None and group["sparsity_level"] != 0:
+            raise SparsityError(
+                f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but this tensor has a strength, and "
+                "no budget. Give it a sparsity_level in place of the strength, or leave it out of the scheduler."
+            )
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        for group in groups:
-            _refuse_unfit(group)
         super()._check_groups(groups)
         named = groups_by_name(groups)
         for pruning in self.pruning_groups(groups):
@@ -397,26 +407,6 @@ def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> An
         return strength
     what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
     raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
-
-
-def _refuse_unfit(group: TensorGroup) -> None:
-    """Raise where a tensor cannot be changed in place, or its strength is none."""
-    fqn, module, name = group["tensor_fqn"], group["module"], group["tensor_name"]
-    if parametrize.is_parametrized(module, name):
-        raise SparsityError(
-            f"{fqn}: a parametrization computes this weight, so it cannot be changed in place. Remove that one "
-            "first (squash_mask for a mask), or leave the tensor out."
-        )
-    if is_sharded(module._parameters[name]):
-        raise SparsityError(
-            f"{fqn}: it is sharded over ranks, and proximal steps need whole tensors. Use "
-            "DistributedDataParallel, or ScopeSparsifier, which works on sharded weights."
-        )
-    if group.get("strength") is not None and group["sparsity_level"] != 0:
-        raise SparsityError(
-            f"{fqn}: sparsity_level was set to {group['sparsity_level']}, but this tensor has a strength, and "
-            "no budget. Give it a sparsity_level in place of the strength, or leave it out of the scheduler."
-        )
 
 
 def kept_counts(pruning: PruningGroup, masks: Mapping[str, Tensor]) -> Budget:

@@ -209,28 +209,26 @@ class BudgetSparsifier(MaskSparsifier):
         try:
             self.check()
         except SparsityError as e:
-            lines = str(e).split("\n  ")[1:]
-            more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
-            return (
-                f"{lines[0]}{more}. The masks were not chosen at these levels; they may have been loaded with the "
-                "model. Call step() to choose them anew, or set enable_mask_update = False to keep them"
-            )
+            first, *others = str(e).removeprefix("masks do not hold their budgets:\n  ").split("\n  ")
+            why = "The masks were not chosen at these levels; they may have been loaded with the model"
+            advice = "Call step() to choose them anew, or set enable_mask_update = False to keep them"
+            return f"{first}{f' (and {len(others)} more)' if others else ''}. {why}. {advice}"
         return ""
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         return merged(copied(self.defaults), entry, place, self.keys)
 
     def _check_fit(self, group: TensorGroup) -> None:
-        """Raise where blocks, scopes or its own budget do not fit one tensor; couplings are not looked at."""
         checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
+
+    def _check_alone(self, group: TensorGroup) -> None:
+        super()._check_alone(group)
         refuse_unfit(group, stages_of(group), self._dense(group))
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Raise where structures, couplings, levels or budgets do not fit."""
+        super()._check_groups(groups)
         for pruning in self.pruning_groups(groups):
             pruning.budget(groups_by_name(groups))
-        for group in groups:
-            checked_level(group["sparsity_level"], f"{group['tensor_fqn']}: ")
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
         """Write the level that a count amounts to: `level_of_nnz`. A scheduler that changes the level replaces it."""

@@ -1,6 +1,7 @@
 """A dynamic sparsifier from start to end: initial masks, optimizer state, resuming, copies, wrong arguments."""
 
 import io
+import re
 from functools import partial
 
 import numpy as np
@@ -412,6 +413,11 @@ def test_steps_of_gradual_pruning_are_whole_numbers(arguments, text):
     with pytest.raises(SparsityError, match=text):
         GMP(**{"until": 200, **arguments})
     assert GMP(until=np.int64(200), update_every=np.int32(100), begin=np.int64(0)).settings.until == 200
+
+
+def test_the_documentation_names_modules_that_exist():
+    named = set(re.findall(r"(?:from|rule of) `(\w+)`", DynamicSparsifier.__doc__))
+    assert named == {"inits", "criteria"} and all(hasattr(dynamic, name) for name in named)
 
 
 def test_the_level_comes_first_and_the_optimizer_second():

@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     ("selection/api.py", "low < 0 or high > members", "low < -1 or high > members", ["test_rule.py"]),
     ("sparsifiers/groups.py", "within_mask=self.stage > 0", "within_mask=self.stage > 1", ["test_fuzz.py"]),
-    ("sparsifiers/groups.py", "is_scheduled |= level", "is_scheduled = level", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "is_scheduled |= level !=", "is_scheduled = level !=", ["test_fuzz.py"]),
     ("sparsifiers/groups.py", "is None or is_scheduled else", "is None else", SPARSIFIERS),
     (
         "sparsifiers/scope.py",

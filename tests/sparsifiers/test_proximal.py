@@ -406,7 +406,7 @@ def test_what_a_proximal_sparsifier_cannot_honour_is_not_offered():
     sparsifier = ProximalSparsifier(nnz=5, conditioner=None)
     sparsifier.prepare(model)
     before = model[0].weight.clone()
-    with refuses("call step() after optimizer.step()"):
+    with refuses("a proximal step changes weights; call step()"):
         sparsifier.update_mask(model[0], "weight", nnz=3)
     assert torch.equal(model[0].weight, before)
     assert not hasattr(sparsifier, "calibrate") and not hasattr(sparsifier, "statistics")

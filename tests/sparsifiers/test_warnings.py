@@ -1,5 +1,6 @@
 """Calls that have no effect, or not the expected one, in the order or on the model on which they are made."""
 
+import contextlib
 import copy
 import warnings
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.utils.prune
 from stock import linear_model
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, one_shot, schedules
 from sparsekit_ao.torch_ao import LambdaSL
@@ -108,6 +110,25 @@ def test_a_copy_whose_masks_were_averaged():
         mean.copy_(0.9 * mean + 0.1 * value)
     with pytest.warns(UserWarning, match=r"masks of the given copy keep \d+ elements, those of the sparsifier 48: it"):
         sparsifier.squash_mask(model=average)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_is_made_after_prepare_and_copies_the_masks(use_buffers):
+    model, sparsifier = linear_model(8, 8, 4), ScopeSparsifier(0.5)
+    early = AveragedModel(model, use_buffers=use_buffers)
+    sparsifier.prepare(model)
+    with pytest.raises(SparsityError, match=r"that is no deep copy made after prepare \(so for an EMA\)"):
+        sparsifier.squash_mask(model=early.module)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    for _ in range(4):
+        sparsifier.model[0].parametrizations.weight.original.data.normal_()
+        sparsifier.step()
+        average.update_parameters(model)
+    copied = torch.equal(average.module[0].parametrizations.weight[0].mask, sparsifier.mask("0.weight"))
+    assert copied is not use_buffers
+    with pytest.warns(UserWarning, match="averaged its masks too") if use_buffers else contextlib.nullcontext():
+        sparsifier.squash_mask(model=average.module)
+    assert (int((average.module[0].weight == 0).sum()) == 32) is not use_buffers
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
