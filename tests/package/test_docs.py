@@ -74,47 +74,6 @@ def test_every_tutorial_has_the_output_of_its_cells(path):
     assert text.startswith("# ") and "Output:" in text
 
 
-def sentences(page):
-    """The sentences of a page, without code blocks, tables, headings and marks of lists; code in a line is one word."""
-    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
-    text = re.sub(r"^\s*(\||#|:|>>>|\.\.\.).*$|^\s*[-*] ", "", text, flags=re.MULTILINE)
-    text = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
-    for paragraph in re.split(r"\n\s*\n", text):
-        yield from re.split(r"(?<=[.:;?!])\s+(?=[A-Z])", " ".join(paragraph.split()))
-
-
-PAGES = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_generated" not in path.parts)]
-BANNED = re.compile(  # relative clauses without a head, and words that refer to nothing in the sentence
-    r"\b(those|that|these|what) of which\b|\bnobody can tell\b|"
-    r"\b(do|does|has|have) neither\b(?!.* nor )|\bas such\b|, none (is|has)\b",
-    flags=re.IGNORECASE,
-)
-
-
-def docstrings():
-    """{file of the package: its docstrings}."""
-    texts = {}
-    for path in (ROOT / "sparsekit_ao").rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        texts[path] = "\n\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
-    return texts
-
-
-@pytest.mark.parametrize(("kind", "most"), [("pages", 2), ("docstrings", 10)])  # some outputs of examples are long
-def test_sentences_are_short(kind, most):
-    texts = {path: path.read_text() for path in PAGES} if kind == "pages" else docstrings()
-    long = [(path.name, one) for path, text in texts.items() for one in sentences(text) if len(one.split()) > 30]
-    assert len(long) <= most, long
-
-
-def test_sentences_of_pages_and_docstrings_have_no_banned_construction():
-    readmes = (ROOT / "sparsekit_ao").rglob("README.md")
-    texts = docstrings() | {path: path.read_text() for path in (*PAGES, *readmes)}
-    assert not [(path.name, one) for path, text in texts.items() for one in sentences(text) if BANNED.search(one)]
-    assert BANNED.search("It takes every weight, or those of which a tenth is zero.")
-
-
 def test_dir_of_the_package_shows_its_public_names():
     assert set(dir(sparsekit_ao)) == {*sparsekit_ao.__all__, "__version__"}
 
