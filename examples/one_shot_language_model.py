@@ -120,7 +120,7 @@ def remove_units(
     """Without half of the MLP units, removed from both layers; the second layer makes up for them."""
     units = Coupling(
         {"blocks.*.up.weight": "u i", "blocks.*.up.bias": "u", "blocks.*.down.weight": "o u"},
-        scores="sum" if method == "magnitude" else "consumers",
+        member_scores="sum" if method == "magnitude" else "consumers",
     )
     sparsifier = ScopeSparsifier(score=UNIT_SCORES[method])
     sparsifier.prepare(model, units.entries(model, sparsity_level=0.5))

@@ -135,7 +135,7 @@ def shrink(
     element_score, members = SCORES[score]
     levels = {HEADS.name: {"nnz": 8}, MLP.name: {"sparsity_level": 0.5}}
     student, sparsifier = copy.deepcopy(dense), ScopeSparsifier(score=element_score)
-    chosen = [(dataclasses.replace(c, scores=members), levels[c.name]) for c in couplings]
+    chosen = [(dataclasses.replace(c, member_scores=members), levels[c.name]) for c in couplings]
     sparsifier.prepare(student, [entry for c, level in chosen for entry in c.entries(student, **level)])
     one_shot(sparsifier, calibration, compensate=compensation, token_mask="attention_mask")
     sparsifier.squash_mask()

@@ -20,7 +20,7 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ __all__ = [
     "wanda",
 ]
 
-Score = Callable[[Tensor, Any], Tensor]
+Score = Callable[..., Tensor]  # (weight, statistics or name) -> saliency; also (weight, statistics, blocks)
 Blocks = Callable[[], Tensor]  # gives the block of each element of a weight
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AT_ONCE = 1 << 24  # elements of inverses of blocks that are stored at once
@@ -65,7 +65,7 @@ class BuiltInScore:
 
     Attributes:
         needs: The statistics to collect, some of `calibration.NEEDS`.
-        uses_blocks: Whether `statistics.blocks` must hold each element's block.
+        uses_blocks: Whether it is called with the block of each element as a third argument.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -216,10 +216,11 @@ class obs_block(BuiltInScore):
     needs: ClassVar[tuple[str, ...]] = ("input_gram",)
     uses_blocks: ClassVar[bool] = True
 
-    def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
+    def __call__(self, weight: Tensor, statistics: Statistics, blocks: Tensor | None = None) -> Tensor:
+        """Return saliencies in the weight's shape; `blocks` is the block of each element, int64 in that shape."""
+        assert blocks is not None
         inverse = damped_inverse(statistics.input_gram, self.damp, statistics.name)
-        assert statistics.blocks is not None
-        rows, labels = statistics.matrix(weight.float()), statistics.matrix(statistics.blocks)
+        rows, labels = statistics.matrix(weight.float()), statistics.matrix(blocks)
         shares = [joint_saliency(w, c, block) for w, c, block in zip(rows, inverse, labels, strict=True)]
         return statistics.from_matrix(torch.stack(shares))
 
@@ -374,7 +375,8 @@ def saliency_of(
             built in gets a copy of the weight, so that it may work in place.
         weight, name: The dense weight, whole, detached, and its `tensor_fqn`.
         statistics: Of this weight, if there are any.
-        blocks: Gives the block of each element, which a score with `uses_blocks` finds in the statistics.
+        blocks: Gives the block of each element, int64 in the weight's shape, the third argument of a score with
+            `uses_blocks`.
 
     Returns:
         A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies
@@ -394,13 +396,8 @@ def saliency_of(
                 "was none: run sparsifier.calibrate(batches) before step, or give the layer another score"
             )
     argument = weight if isinstance(score, BuiltInScore) else weight.clone()
-    if statistics is not None and blocks is not None and getattr(score, "uses_blocks", False):
-        statistics.blocks = blocks().to(weight.device)
-    try:
-        saliency = score(argument, statistics if hasattr(score, "needs") else name)
-    finally:
-        if statistics is not None:
-            statistics.blocks = None
+    labels = (blocks().to(weight.device),) if blocks is not None and getattr(score, "uses_blocks", False) else ()
+    saliency = score(argument, statistics if hasattr(score, "needs") else name, *labels)
     if not isinstance(saliency, Tensor) or saliency.shape != weight.shape or saliency.dtype not in _FLOATS:
         what = f"{saliency.dtype} {tuple(saliency.shape)}" if isinstance(saliency, Tensor) else type(saliency).__name__
         raise SparsityError(

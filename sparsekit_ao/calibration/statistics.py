@@ -28,7 +28,6 @@ class Statistics:
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape.
         rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
-        blocks: The block of each element, int64 in the weight's shape, for scores with `uses_blocks`.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Statistics:
     passes: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     rows: list[Tensor] = field(default_factory=list)
-    blocks: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the adapter, which refers to the model; the recorder sets it again."""

@@ -50,7 +50,7 @@ class Coupling:
         unit: The one axis that is kept or dropped.
         scope: Axes within which the unit is chosen, an equal number in each. The query heads of every key head, say.
         sizes: {axis: length}, as far as the shapes leave them open.
-        scores: How the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as `member_scores` of
+        member_scores: How the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
         name: For errors and reports, with as many `*`s as the members or none. By default the first member.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`. They
@@ -75,7 +75,7 @@ class Coupling:
     unit: str = field(default="u", kw_only=True)
     scope: str = field(default="", kw_only=True)
     sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
-    scores: str = field(default="sum", kw_only=True)
+    member_scores: str = field(default="sum", kw_only=True)
     name: str = field(default="", kw_only=True)
     attrs: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     lists: Sequence[str] = field(default=(), kw_only=True)
@@ -95,8 +95,10 @@ class Coupling:
             raise SparsityError(f"{self._where}sizes must be a dict {{axis: length}}, got {self.sizes!r}")
         for key in ("members", "sizes", "attrs"):
             object.__setattr__(self, key, dict(getattr(self, key)))
-        if self.scores not in ("sum", "mean", "consumers"):
-            raise SparsityError(f"{self._where}scores must be 'sum', 'mean' or 'consumers', got {self.scores!r}")
+        if self.member_scores not in ("sum", "mean", "consumers"):
+            raise SparsityError(
+                f"{self._where}member_scores must be 'sum', 'mean' or 'consumers', got {self.member_scores!r}"
+            )
         if len(self.unit.split()) != 1 or self.unit in self.scope.split():
             raise SparsityError(f"{self._where}unit must be one axis that is not in scope, got {self.unit!r}")
         known = sorted({axis for item in self.members.items() for axis in self._axes_of(*item)})
@@ -117,7 +119,7 @@ class Coupling:
                 )
 
     def __hash__(self) -> int:
-        return hash((tuple(self.members.items()), self.unit, self.scope, self.scores, self.name, self.lists))
+        return hash((tuple(self.members.items()), self.unit, self.scope, self.member_scores, self.name, self.lists))
 
     @property
     def kind(self) -> str:
@@ -212,7 +214,7 @@ class Coupling:
             entries = []
             for name, rows in blocks.items():
                 shared: dict[str, Any] = {"block_coupling": name} if len(rows) > 1 else {}
-                shared |= {"member_scores": self.scores} if shared and self.scores != "sum" else {}
+                shared |= {"member_scores": self.member_scores} if shared and self.member_scores != "sum" else {}
                 entries += [{"tensor_fqn": fqn, **block, **shared, **keys} for fqn, block in rows]
             yield entries
 

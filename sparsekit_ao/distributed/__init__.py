@@ -14,4 +14,4 @@ from .fsdp import (
 )
 from .placement import has_process_group, is_sharded
 from .select import choose_sharded, common_mesh
-from .tensors import all_agree, fill, from_local, full_tensor, is_placed_like, local, placed_like, sum_over_ranks
+from .tensors import all_agree, copy_values, from_local, full_tensor, is_placed_like, local, placed_like, sum_over_ranks

@@ -22,7 +22,7 @@ from ..structure.rule import absent, key_bits, order_keys
 from ..structure.tiles import row_major
 from ..structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, to_scopes
 from .placement import GATHERED, LOCAL, box_of, cuts_of, has_process_group, is_part, is_sharded, method_of, window_of
-from .tensors import fill, full_tensor, local
+from .tensors import copy_values, full_tensor, local
 
 FEW = 32  # scopes up to which counts are summed even where the weights would be fewer bytes
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -85,7 +85,7 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
             masks, gathered = _gathered(request, request.scope.blocks())
             selection.fill_masks([replace(request, masks=masks, values=gathered)])
             for spec, mask in masks.items():
-                fill(request.masks[spec], mask)
+                copy_values(request.masks[spec], mask)
         else:
             bisected.append((request, methods_of))
     if bisected:
@@ -148,7 +148,7 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tupl
     for s in shards:
         fill_mask(s.windows, from_scopes(s.keys, s.layout)[s.inside], within_mask=s.within_mask)
     for mask, filled in copies:
-        fill(mask, filled)
+        copy_values(mask, filled)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -209,7 +209,7 @@ def _shard_of(
     if any(padding):
         padded = keys.new_full([a + n for a, n in zip(padding, keys.shape, strict=True)], absent(dtype))
         padded[inside] = keys
-    layout = ScopeWindows(members=(Window(shape=(1,) * keys.ndim, values=padded),), shape=tuple(shape))
+    layout = ScopeWindows(windows=(Window(shape=(1,) * keys.ndim, values=padded),), shape=tuple(shape))
     return _Shard(
         keys=to_scopes(padded, layout, absent(dtype)),
         scopes=scopes.reshape(-1),

@@ -37,7 +37,7 @@ def part_of(t: Any, like: Any) -> Tensor:
 
 
 @torch.no_grad()
-def fill(target: Tensor, values: Tensor) -> None:
+def copy_values(target: Tensor, values: Tensor) -> None:
     """Copy values of the same global shape into a tensor, in place, however each of them is sharded."""
     if not is_sharded(target):
         target.copy_(full_tensor(values))

@@ -112,7 +112,7 @@ class Slots:
                 f"{self.name}: a rule reads values that were not gathered; list them in its `needs` attribute"
             )
         windows = scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()})
-        mean = any(m.is_partial for w in windows for m in w.members) if as_mean is None else as_mean
+        mean = any(m.is_partial for w in windows for m in w.windows) if as_mean is None else as_mean
         chosen = None if signed else self.pruning.norm if norm is None else norm
         return torch.cat([scope_scores(w, chosen, mean) for w in windows], dim=1)
 
@@ -124,9 +124,9 @@ class Slots:
         """
         rows = []
         for window in scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()}):
-            if any(m.is_partial for m in window.members):
+            if any(m.is_partial for m in window.windows):
                 raise SparsityError(f"{self.name}: a criterion by function needs whole blocks; give 'mean' or 'max'")
-            elements = elements_of(window.members, len(window.shape), 0.0).abs()
+            elements = elements_of(window.windows, len(window.shape), 0.0).abs()
             grid = fn(elements if elements.dtype == torch.float64 else elements.float(), dim=-1)
             if not isinstance(grid, Tensor) or grid.shape != elements.shape[:-1]:
                 raise SparsityError(f"{self.name}: a criterion must reduce the last dimension, fn(magnitudes, dim=-1)")
@@ -146,14 +146,14 @@ class Slots:
     def rows_of(self, masks: Tensors) -> Tensor:
         """Return which slots some parameter-shaped masks keep; bool rows."""
         windows = scope_windows(self.pruning.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
-        return torch.cat([to_scopes(kept_grid(w.members, len(w.shape)), w, False) for w in windows], dim=1)
+        return torch.cat([to_scopes(kept_grid(w.windows, len(w.shape)), w, False) for w in windows], dim=1)
 
     def masks_of(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
         """Return bool masks from bool rows, sharded as the weights; elements outside a view are as in `masks`."""
         scope, masks = self.pruning.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
         windows = scope_windows(scope, None, masks)
         for window, part in zip(windows, rows.split([math.prod(w.shape) for w in windows], dim=1), strict=True):
-            fill_mask(window.members, from_scopes(part, window))
+            fill_mask(window.windows, from_scopes(part, window))
         write_back(windows, scope, masks)
         return {spec: placed_like(mask, self.placed["weights"][spec]) for spec, mask in masks.items()}
 

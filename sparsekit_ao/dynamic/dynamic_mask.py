@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import fill, placed_like
+from ..distributed import copy_values, placed_like
 from ..errors import SparsityError
 from ..masking import WeightMask, find_mask, marked, select
 from ..sparsifiers.config import TensorGroup
@@ -87,7 +87,7 @@ class DynamicMask(WeightMask):
 
     def initialize(self, kept: Tensor) -> None:
         """Fill a mask that was made without values from `kept` (bool, True where kept)."""
-        fill(self.mask, kept)
+        copy_values(self.mask, kept)
         self.is_initialized = True
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from ..sparsifiers.optimizer_state import original
 from .budgets import Budgets
 from .criteria import Slots
 
-__all__ = ["INITS", "Init", "lottery_ticket", "parse_init", "random", "resume"]
+__all__ = ["INITS", "Init", "lottery_ticket", "parse_init", "random_blocks", "resume"]
 
 _DENSITIES: dict[str, Densities] = {
     "uniform": densities.uniform,
@@ -46,16 +46,16 @@ class Init:
     first_dense: bool = False
 
 
-def random(distribution: str | Densities = "uniform", *, first_dense: bool = False) -> Init:
+def random_blocks(distribution: str | Densities = "uniform", *, first_dense: bool = False) -> Init:
     """Random blocks, exact counts; `first_dense` leaves the first tensor dense.
 
     `distribution` is "uniform", "er", "erk" or a function such as `densities.power`.
     """
     if isinstance(distribution, str) and distribution not in _DENSITIES:
         names = ", ".join(_DENSITIES)
-        raise SparsityError(f"random: distribution must be one of {names}, or a function, got {distribution!r}")
+        raise SparsityError(f"random_blocks: distribution must be one of {names}, or a function, got {distribution!r}")
     function = _DENSITIES[distribution] if isinstance(distribution, str) else distribution
-    return Init(name="random", densities=function, first_dense=first_dense)
+    return Init(name="random_blocks", densities=function, first_dense=first_dense)
 
 
 def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
@@ -77,7 +77,7 @@ def resume(masks: Mapping[str, Any] | None = None) -> Init:
 
 
 #: starts by name, for the argument `init` of `DynamicSparsifier`
-INITS = {"random": random(), **{name: random(name) for name in _DENSITIES}, "resume": resume()}
+INITS = {"random": random_blocks(), **{name: random_blocks(name) for name in _DENSITIES}, "resume": resume()}
 
 
 def parse_init(init: object) -> Init:
@@ -87,7 +87,7 @@ def parse_init(init: object) -> Init:
     if isinstance(init, str) and init in INITS:
         return INITS[init]
     if callable(init):
-        return random(init)
+        return random_blocks(init)
     raise SparsityError(
         f"init must be one of {', '.join(map(repr, INITS))}, an Init or a function of densities, got {init!r}"
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import fill, has_process_group, is_sharded, local, placed_like
+from ..distributed import copy_values, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError, refuse_meta_masks
 from ..masking import find_mask, select
 from ..sparsifiers.calibrated import Calibrated
@@ -239,7 +239,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         is_float = weight.device.type == "cpu" and not is_sharded(weight)
         mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
         if kept is not None:
-            fill(mask, kept)
+            copy_values(mask, kept)
         return DynamicMask(mask, is_initialized=not weight.is_meta)
 
     def _after_prepare(self) -> None:

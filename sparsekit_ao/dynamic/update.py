@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..calibration import Statistics
 from ..densities import allocate, shares
-from ..distributed import fill, full_tensor, local, placed_like, sum_over_ranks
+from ..distributed import copy_values, full_tensor, local, placed_like, sum_over_ranks
 from ..errors import SparsityError, is_number
 from ..masking import select
 from ..schedules import Schedule, constant, is_schedule
@@ -428,7 +428,7 @@ def _apply(
         for square in map(local, squares):
             gradient, values_now = local(capture.gradients[group["tensor_fqn"]]), dequantized(square)
             square.copy_(torch.where(grown, gradient.to(values_now.dtype).square(), values_now))
-        fill(mask_of(group).mask, new)
+        copy_values(mask_of(group).mask, new)
         count = torch.stack([local(t).count_nonzero() for t in (changed & new, changed, new)])
         counts[group["tensor_fqn"]] = sum_over_ranks(count, weight).tolist()
     return counts

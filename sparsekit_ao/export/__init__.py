@@ -4,12 +4,12 @@ from ..masking import dense_state_dict
 from .pretrained import load_masks, load_pretrained, merge_lora, save_decilm, save_pretrained
 from .quantization import quantize
 from .two_four import load_2_4, pack_2_4, to_2_4
-from .weights import Conversion, LayerReport, LayerRow, check, report
+from .weights import Conversion, ExportRow, LayerReport, check, report
 
 __all__ = [
     "Conversion",
+    "ExportRow",
     "LayerReport",
-    "LayerRow",
     "check",
     "dense_state_dict",
     "load_2_4",

@@ -17,7 +17,7 @@ from ..errors import SparsityError
 from ..models.names import owner_of
 from ..models.running import Forward, call, check_batches, eval_mode, seeded, tensors_in
 from ..removal.verify import Outputs, output_difference
-from .weights import Conversion, Layer, checked_layers, layers_of, linear_refusals, two_four_refusals
+from .weights import Conversion, WeightToExport, checked_layers, layers_of, linear_refusals, two_four_refusals
 
 
 def quantize(
@@ -106,14 +106,14 @@ def _check_order(model: nn.Module, config: Any) -> None:
         )
 
 
-def _sparse_kernel_refusals(layer: Layer) -> list[str]:
+def _sparse_kernel_refusals(layer: WeightToExport) -> list[str]:
     refusals = linear_refusals(layer, (torch.bfloat16,)) or two_four_refusals(layer)
     device = layer.weight.device.type
     return refusals + ([] if device == "cuda" else [f"needs a weight on CUDA for sparse kernels, got one on {device}"])
 
 
 def _outputs(
-    model: nn.Module, batches: Sequence[Any], forward: Forward | None, layers: Sequence[Layer]
+    model: nn.Module, batches: Sequence[Any], forward: Forward | None, layers: Sequence[WeightToExport]
 ) -> tuple[list[Outputs], set[str]]:
     """The tensors that a model returns for copies of each batch in eval mode, and the names of the layers called."""
     outputs, called = list[Outputs](), set[str]()
@@ -146,7 +146,7 @@ def _is_quantized(tensor: Tensor) -> bool:
     return hasattr(tensor, "dequantize") and type(tensor) not in (Tensor, nn.Parameter)
 
 
-def _checked_tensors(layers: Sequence[Layer], required: set[str], converted: nn.Module) -> dict[str, Any]:
+def _checked_tensors(layers: Sequence[WeightToExport], required: set[str], converted: nn.Module) -> dict[str, Any]:
     """The quantized weights by name: all required ones, with their zeros. Those packed as 2:4 were 2:4 before."""
     quantized = {}
     for layer in layers:

@@ -11,7 +11,7 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 from .. import masking
 from ..errors import SparsityError
-from .weights import Conversion, Layer, checked_layers, layers_of, memory_of, pack_refusals, same_bits
+from .weights import Conversion, WeightToExport, checked_layers, layers_of, memory_of, pack_refusals, same_bits
 
 DEVICE = "cuda"  # on which torch has 2:4 kernels
 
@@ -146,7 +146,7 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
         warnings.warn(f"load_2_4: {name} stays dense: {left[name]}", stacklevel=2)
 
 
-def _cuda_refusals(layer: Layer) -> list[str]:
+def _cuda_refusals(layer: WeightToExport) -> list[str]:
     device = layer.weight.device.type
     return pack_refusals(layer) if device == DEVICE else [f"needs a weight on CUDA, got one on {device}"]
 

@@ -31,7 +31,7 @@ _SHOWN = 10  # lines of an error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
+class WeightToExport:
     """One weight of a model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerRow:
+class ExportRow:
     """One weight.
 
     Attributes:
@@ -101,7 +101,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerReport(Table[LayerRow]):
+class LayerReport(Table[ExportRow]):
     """A row for each weight of the model; `str()` of it is a table, and `plot.plot_layers` draws it.
 
     >>> report = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)))
@@ -109,7 +109,7 @@ class LayerReport(Table[LayerRow]):
     ['0.weight', '1.weight']
     """
 
-    rows: tuple[LayerRow, ...]
+    rows: tuple[ExportRow, ...]
     bars = ("density",)
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
@@ -181,7 +181,7 @@ def report(model: nn.Module) -> LayerReport:
     [('0.weight', 0.5, ('2:4',), True), ('1.weight', 1.0, (), False)]
     """
     rows = [
-        LayerRow(
+        ExportRow(
             tensor=layer.fqn,
             kind=_kind(layer.module),
             shape=tuple(kept.shape),
@@ -196,7 +196,7 @@ def report(model: nn.Module) -> LayerReport:
     return LayerReport(rows=tuple(rows))
 
 
-def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -> list[Layer]:
+def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -> list[WeightToExport]:
     """Return the layers of a masked or squashed model, if a function of `export` takes the weights of all of them.
 
     Args:
@@ -221,9 +221,9 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
     return checked_layers(model, target, REFUSALS[target], tensors)[0]
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
+def layers_of(model: nn.Module) -> list[WeightToExport]:
     """Return every parameter of two or more dimensions, and every masked one, in order; a shared one once."""
-    layers: dict[Hashable, Layer] = {}
+    layers: dict[Hashable, WeightToExport] = {}
     for path, module in checked_model(model, "export").named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList) or ".parametrizations." in f".{path}.":
             continue
@@ -241,7 +241,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 )
             masked = any(isinstance(p, FakeSparsity) for p in _parametrizations(module, name))
             if masked or used_weight(module, name).ndim > 1:
-                layer = Layer(path=path, module=module, tensor_name=name, masked=masked, names=())
+                layer = WeightToExport(path=path, module=module, tensor_name=name, masked=masked, names=())
                 key = memory_of(parameter) or id(parameter)
                 first = layers.setdefault(key, layer)
                 layers[key] = replace(first, names=(*first.names, fqn))
@@ -263,8 +263,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def checked_layers(
-    model: nn.Module, target: str, refusals: Callable[[Layer], list[str]], tensors: Sequence[str] | None
-) -> tuple[list[Layer], dict[str, str]]:
+    model: nn.Module, target: str, refusals: Callable[[WeightToExport], list[str]], tensors: Sequence[str] | None
+) -> tuple[list[WeightToExport], dict[str, str]]:
     """Return the layers to convert, and {tensor: why} of the others; `refusals` returns why a layer is not taken.
 
     `target` is the first word of error messages; `tensors` are as for `check`.
@@ -304,7 +304,7 @@ def _parametrizations(module: nn.Module, name: str) -> list[nn.Module]:
     return list(module.parametrizations[name]) if parametrize.is_parametrized(module, name) else []  # type: ignore
 
 
-def linear_refusals(layer: Layer, dtypes: Iterable[torch.dtype] = FLOATS) -> list[str]:
+def linear_refusals(layer: WeightToExport, dtypes: Iterable[torch.dtype] = FLOATS) -> list[str]:
     """Return why a layer is not the Linear of finite weights of its own that can be replaced by another tensor."""
     module, weight, kind = layer.module, layer.weight, _kind(layer.module)
     if not isinstance(module, nn.Linear) or layer.tensor_name != "weight":
@@ -324,7 +324,7 @@ def linear_refusals(layer: Layer, dtypes: Iterable[torch.dtype] = FLOATS) -> lis
     return refusals
 
 
-def two_four_refusals(layer: Layer) -> list[str]:
+def two_four_refusals(layer: WeightToExport) -> list[str]:
     """Return why a matrix is not 2:4 along its second dimension."""
     kept = layer.kept
     if kept.shape[1] % 4:
@@ -340,7 +340,7 @@ def two_four_refusals(layer: Layer) -> list[str]:
     return [f"{text}; it is 2:4 along dimension 0" if is_turned else text]
 
 
-def pack_refusals(layer: Layer) -> list[str]:
+def pack_refusals(layer: WeightToExport) -> list[str]:
     """Return why `pack_2_4` does not take a layer."""
     refusals = linear_refusals(layer, MULTIPLES)
     if not isinstance(layer.module, nn.Linear) or layer.weight.dtype not in MULTIPLES:
@@ -350,7 +350,7 @@ def pack_refusals(layer: Layer) -> list[str]:
     return refusals + two_four_refusals(layer)
 
 
-REFUSALS: Mapping[str, Callable[[Layer], list[str]]] = {"pack_2_4": pack_refusals, "quantize": linear_refusals}
+REFUSALS: Mapping[str, Callable[[WeightToExport], list[str]]] = {"pack_2_4": pack_refusals, "quantize": linear_refusals}
 
 
 def _first_index(wrong: Tensor) -> tuple[int, ...] | None:
@@ -370,7 +370,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
+def _patterns_of(layer: WeightToExport, kept: Tensor) -> list[str]:
     """Rows, columns and the strictest n:m (along the inputs) that a weight satisfies; else the largest blocks."""
     if _density(kept) >= DENSE:  # an empty one, too
         return []
@@ -380,7 +380,7 @@ def _patterns_of(layer: Layer, kept: Tensor) -> list[str]:
     return names or [next(blocks, "unstructured")]
 
 
-def _satisfies(layer: Layer, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:
+def _satisfies(layer: WeightToExport, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:
     """Whether the scopes of a pattern keep at most so many values; without a number, its blocks all values or none."""
     try:
         shapes = pattern.resolve(layer.module, layer.tensor_name, kept)

@@ -27,7 +27,9 @@ __all__ = ["SparsifierCallback"]
 STATE = "masked_state.safetensors"  # dense weights and masks, beside the plain weights of a checkpoint
 
 
-def save_pretrained(self: Any, save_directory: str | Path, *args: Any, state_dict: Any = None, **options: Any) -> None:
+def save_plain_weights(
+    self: Any, save_directory: str | Path, *args: Any, state_dict: Any = None, **options: Any
+) -> None:
     """A model's method while it is trained: saves plain weights, and dense ones and masks in a file of their own."""
     state = self.state_dict() if state_dict is None else state_dict
     plain = _plain(state)
@@ -101,7 +103,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         """Let the model save plain weights from now on."""
         self._model = kwargs.get("model")
         if isinstance(self._model, PreTrainedModel):
-            self._model.save_pretrained = types.MethodType(save_pretrained, self._model)  # type: ignore[method-assign]
+            self._model.save_pretrained = types.MethodType(save_plain_weights, self._model)  # type: ignore[method-assign]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the optimizer; when resuming, restore the state of the checkpoint."""

@@ -303,7 +303,7 @@ def _all_scored(
     if not couplings:
         return {}
     if any(need.startswith("input") for need in needs):
-        couplings = [replace(coupling, scores="consumers") for coupling in couplings]
+        couplings = [replace(coupling, member_scores="consumers") for coupling in couplings]
     is_built_in = not needs and not callable(score)  # so weights are only read, and need not be copied
     shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_built_in}
     copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]

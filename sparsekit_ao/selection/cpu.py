@@ -61,7 +61,7 @@ def run(requests: Sequence[Request]) -> None:
         elif all(s.is_plain for s in request.scopes) and request.windows[0].window.numel():
             _fill_plain(request)
         else:
-            reference.fill(request, block_scores, keep_rows)
+            reference.fill(request, _block_scores, keep_rows)
     if chunks:
         _on_threads(chunks)
     for request in requests:
@@ -96,7 +96,7 @@ def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates:
     np.copyto(_ints(out[part]), kept if allowed is None else kept & (allowed != 0))
 
 
-def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
+def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
     """As `windows.block_scores`, a part of the blocks at a time: the same bits, since no sum crosses a part."""
     first = members[0]
     if len(members) > 1 or first.window.numel() <= SCORES:
@@ -111,7 +111,7 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
 
 def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
     """Yield the chunks of a request of short scopes of single elements; a request of one chunk is filled here."""
-    (m,) = request.scopes[0].members
+    (m,) = request.scopes[0].windows
     assert m.values is not None
     keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)
     chunk = CHUNK
@@ -131,10 +131,10 @@ def _fill_plain(request: Request) -> None:
     scopes, members = request.scopes, request.windows
     is_joint = len(scopes) > 1
     if is_joint and (any(math.prod(s.scope_grid) != 1 for s in scopes) or len({m.window.dtype for m in members}) > 1):
-        reference.fill(request, block_scores, keep_rows)
+        reference.fill(request, _block_scores, keep_rows)
     elif any(math.prod(m.shape) != 1 or m.is_partial for m in members):
         if request.within_mask:
-            reference.fill(request, block_scores, keep_rows)
+            reference.fill(request, _block_scores, keep_rows)
         else:
             _fill_blocks(request)
     elif is_joint:
@@ -206,7 +206,7 @@ def _fill_blocks(request: Request) -> None:
     scopes, kept, values = [], {}, {}
     for s, m in zip(request.scopes, request.windows, strict=True):
         part = replace(m, under=m.mask) if request.masked else m
-        scores = block_scores((part,), request.norm, m.window.ndim, as_mean)
+        scores = _block_scores((part,), request.norm, m.window.ndim, as_mean)
         spec = BlockSpec(scores)
         scopes.append(ScopeSpec(spec, s.shape))
         kept[spec] = torch.empty_strided(scores.shape, scores.stride(), dtype=torch.bool, device="cpu")

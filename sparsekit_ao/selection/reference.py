@@ -37,15 +37,15 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
     as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
     scores = []
     for s in scopes:
-        members: Sequence[Window] = s.members
+        members: Sequence[Window] = s.windows
         if request.masked or request.within_mask:
             members = [replace(m, under=m.mask) for m in members]
         scores.append(to_scopes(score(members, request.norm, len(s.shape), as_mean), s, 0.0))
     candidates = real_slots(scopes)
     if request.within_mask:
-        candidates = torch.cat([to_scopes(kept_grid(s.members, len(s.shape)), s, False) for s in scopes], dim=1)
+        candidates = torch.cat([to_scopes(kept_grid(s.windows, len(s.shape)), s, False) for s in scopes], dim=1)
     chosen = select(torch.cat(scores, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
     rows = chosen.split([math.prod(s.shape) for s in scopes], dim=1)
     grids = [from_scopes(kept, s) for s, kept in zip(scopes, rows, strict=True)]
-    of_windows = [grid for s, grid in zip(scopes, grids, strict=True) for _ in s.members]
+    of_windows = [grid for s, grid in zip(scopes, grids, strict=True) for _ in s.windows]
     fill_mask(request.windows, of_windows, within_mask=request.within_mask)

@@ -49,7 +49,7 @@ class Request:
     @cached_property
     def windows(self) -> tuple[Window, ...]:
         """The windows of all members."""
-        return tuple(m for s in self.scopes for m in s.members)
+        return tuple(m for s in self.scopes for m in s.windows)
 
     @property
     def device(self) -> torch.device:

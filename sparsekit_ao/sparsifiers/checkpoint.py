@@ -112,7 +112,7 @@ class Checkpointed(BaseSparsifier):
         with torch.no_grad():
             for fqn, mask in live.items():
                 if fqn in masks:
-                    distributed.fill(mask, masks[fqn])
+                    distributed.copy_values(mask, masks[fqn])
                     saved_state = copied_state(state_dict["state"][fqn])
                     self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
         self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None

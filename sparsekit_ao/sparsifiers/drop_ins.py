@@ -236,7 +236,7 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         self._check_fit(group)
         mask = self.live_mask(group)
         rows, columns = (torch.arange(n, device=mask.device) for n in mask.shape)
-        distributed.fill(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
+        distributed.copy_values(mask, (rows[:, None] - columns).abs() * 2 < nearliness)
 
     def _check_fit(self, group: TensorGroup) -> None:
         shape = masking.shape_of(group["module"], group["tensor_name"])

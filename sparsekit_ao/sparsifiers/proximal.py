@@ -385,7 +385,7 @@ class ProximalSparsifier(BudgetSparsifier):
             windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
             metric = windows if is_plain else block_windows(block, {s.view.param: tensors[s] for s in specs})
             shrunk = [replace(m, mask=None if is_plain else h.values) for m, h in zip(windows, metric, strict=True)]
-            soft_threshold_windows([ScopeWindows(members=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
+            soft_threshold_windows([ScopeWindows(windows=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
             values_alone = [replace(m, mask=None) for m in windows]
             fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
             for spec, m in zip(specs, windows, strict=True):

@@ -260,11 +260,11 @@ def _broken_blocks(
 ) -> Iterator[str]:
     """Tensors with a block that is kept in part, though no earlier stage may have dropped the rest of it."""
     for scopes, scope_member in zip(scope_windows(pruning.scope, None, masks), pruning.scope.members(), strict=True):
-        agree = [True] * len(scopes.members)
+        agree = [True] * len(scopes.windows)
         if not earlier and len(agree) > 1:  # each of coupled members keeps every block of which another one keeps any
-            together = kept_grid(scopes.members, len(scopes.shape))
-            agree = [torch.equal(to_aligned(kept_flags(m), m.order, together.ndim), together) for m in scopes.members]
-        for member, spec, agrees in zip(scopes.members, scope_member.block.blocks(), agree, strict=True):
+            together = kept_grid(scopes.windows, len(scopes.shape))
+            agree = [torch.equal(to_aligned(kept_flags(m), m.order, together.ndim), together) for m in scopes.windows]
+        for member, spec, agrees in zip(scopes.windows, scope_member.block.blocks(), agree, strict=True):
             before = [c.specs[str(spec.name)] for c in earlier if spec.name in c.specs]
             if not agrees or not _are_whole(member, spec, before):
                 yield f"{spec.name}: some block is neither kept whole nor dropped whole, or its coupled one differs"

@@ -120,7 +120,7 @@ class SparseBlock(Thresholded):
 
     def _windows(self, values: Values = None) -> list[ScopeWindows]:
         """Scopes of one block each."""
-        return [ScopeWindows(members=block_windows(self, values), shape=(1,) * self.grid_ndim)]
+        return [ScopeWindows(windows=block_windows(self, values), shape=(1,) * self.grid_ndim)]
 
     def _elements(self, values: Values, fill: float) -> Tensor:
         """(*grid, elements of the block over all members), padded by `fill`."""

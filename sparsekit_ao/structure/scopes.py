@@ -303,7 +303,7 @@ def scope_windows(
         raise SparsityError(f"{scope._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
     windows = []
     for m in scope.members():
-        windows.append(ScopeWindows(members=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
+        windows.append(ScopeWindows(windows=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
     return windows
 
 
@@ -311,7 +311,7 @@ def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mappi
     """Copy filled windows of `scope_windows` to masks of other strides than their parameter's: those are copies."""
     if all(spec.view.is_aligned(mask) for spec, mask in masks.items()):
         return
-    for spec, window in zip(scope.blocks(), (m for w in windows for m in w.members), strict=True):
+    for spec, window in zip(scope.blocks(), (m for w in windows for m in w.windows), strict=True):
         spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
 
 

@@ -49,13 +49,13 @@ class Thresholded(ABC):
         """
         scopes, limits = self._live(), self._thresholds(thresholds)
         scored = scopes if values is None else self._windows(values)
-        as_mean = any(m.is_partial for s in scored for m in s.members)  # so that norms of all members can be compared
+        as_mean = any(m.is_partial for s in scored for m in s.windows)  # so that norms of all members can be compared
         drops = []
         for s in scored:
-            norms = block_scores(s.members, 2, len(s.shape), as_mean)
+            norms = block_scores(s.windows, 2, len(s.shape), as_mean)
             drops.append(norms < _per_block(limits, s, norms))
         for s, drop in zip(scopes, drops, strict=True):
-            masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in s.members]
+            masks = [replace(m, mask=torch.empty_like(m.window, dtype=torch.bool)) for m in s.windows]
             fill_mask(masks, ~drop)
             for m in masks:
                 m.window.masked_fill_(~m.mask, 0)  # type: ignore[operator]
@@ -102,12 +102,12 @@ class Thresholded(ABC):
             raise SparsityError(f"{self._where()}soft_threshold needs a number or a tensor, got {thresholds!r}")
         t, scopes = self._thresholds(thresholds), self._live()
         if conditioners is not None:  # passed in the place of masks
-            diagonals = (m.values for s in self._windows(conditioners) for m in s.members)
-            scopes = [replace(s, members=tuple(replace(m, mask=next(diagonals)) for m in s.members)) for s in scopes]
+            diagonals = (m.values for s in self._windows(conditioners) for m in s.windows)
+            scopes = [replace(s, windows=tuple(replace(m, mask=next(diagonals)) for m in s.windows)) for s in scopes]
         least = float(t.amin()) if isinstance(t, Tensor) and t.numel() else 0.0 if isinstance(t, Tensor) else float(t)
         if not least >= 0:
             raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
-        for m in (m for s in scopes for m in s.members):
+        for m in (m for s in scopes for m in s.windows):
             low = math.inf if m.mask is None or not m.mask.numel() else float(m.mask.amin().to(_dtype([m])) + eps)
             if not low > 0:
                 raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {low}")
@@ -149,7 +149,7 @@ def soft_threshold_windows(
         return
     results = []
     for s in scopes:
-        members, ndim = s.members, len(s.shape)
+        members, ndim = s.windows, len(s.shape)
         t = _block_thresholds(thresholds, s, scale).to(torch.float64)
         if len(scopes) == len(members) == 1 and _shrink_in_place(members[0], t, ndim):
             return
@@ -164,7 +164,7 @@ def soft_threshold_windows(
         for at in range(0, len(v), rows):
             part = slice(at, at + rows)
             if h is None:
-                shrunk[part] = shrink(v[part], t[part])
+                shrunk[part] = shrunk_blocks(v[part], t[part])
             else:
                 shrunk[part] = shrink_conditioned(v[part], h[part], t[part], eps=eps, max_iter=max_iter, atol=limit)
         results.append((members, shrunk, grid))
@@ -186,7 +186,7 @@ def _shrink_in_place(m: Window, t: Tensor, ndim: int) -> bool:
     return True
 
 
-def shrink(v: Tensor, t: Tensor) -> Tensor:
+def shrunk_blocks(v: Tensor, t: Tensor) -> Tensor:
     """`v max(0, 1 - t / ||v||)` for each block, a row of v; t >= 0 has no dimension, or is [blocks]."""
     if v.shape[1] == 1:
         return _shrink_single(v, _column(t))
@@ -303,7 +303,7 @@ def _column(numbers: Tensor) -> Tensor:
 
 def _block_thresholds(thresholds: Tensor | float, scopes: ScopeWindows, scale: bool) -> Tensor:
     """A threshold for each block of the aligned grid, or one without dimensions for all."""
-    members = scopes.members
+    members = scopes.windows
     like = torch.empty((), dtype=torch.float64, device=members[0].window.device)
     if isinstance(thresholds, Tensor) and thresholds.numel() > 1:
         t = _per_block(thresholds, scopes, like)

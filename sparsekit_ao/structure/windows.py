@@ -53,21 +53,21 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeWindows:
-    """Windows whose blocks at one aligned grid index are kept or dropped together (`members`), cut into scopes.
+    """Windows whose blocks at one aligned grid index are kept or dropped together (`windows`), cut into scopes.
 
     Attributes:
         shape: Blocks of a scope along each dimension of the aligned grid.
         order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
     """
 
-    members: tuple[Window, ...]
+    windows: tuple[Window, ...]
     shape: Shape
     order: Shape = ()
 
     @cached_property
     def grid(self) -> Shape:
         """The aligned block grid."""
-        return aligned_grid(self.members[0].grid, self.members[0].order, len(self.shape))
+        return aligned_grid(self.windows[0].grid, self.windows[0].order, len(self.shape))
 
     @cached_property
     def scope_grid(self) -> Shape:
@@ -78,7 +78,7 @@ class ScopeWindows:
     @property
     def is_plain(self) -> bool:
         """Whether the scopes cut the grid of one window evenly, in its own order."""
-        (first, *more), n = self.members, len(self.shape)
+        (first, *more), n = self.windows, len(self.shape)
         if more or first.order or self.order or n != len(first.shape):
             return False
         return not any(g % k for g, k in zip(first.grid, self.shape, strict=True))
@@ -108,7 +108,7 @@ def real_slots(scopes: Sequence[ScopeWindows], device: torch.device | None = Non
     """Which slots of the scopes' joined rows hold a block, by default on their device; None if no scope is partial."""
     if not any(g % n for s in scopes for g, n in zip(s.grid, s.shape, strict=True)):
         return None
-    device = scopes[0].members[0].window.device if device is None else device
+    device = scopes[0].windows[0].window.device if device is None else device
     return torch.cat([to_scopes(torch.ones(s.grid, dtype=torch.bool, device=device), s, False) for s in scopes], dim=1)
 
 
@@ -145,7 +145,7 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
 
 def scope_scores(scopes: ScopeWindows, norm: Norm = 2, as_mean: bool | None = None) -> Tensor:
     """Return block scores as rows [scopes, blocks of a scope]; slots beyond a partial scope hold 0."""
-    return to_scopes(block_scores(scopes.members, norm, len(scopes.shape), as_mean), scopes, 0.0)
+    return to_scopes(block_scores(scopes.windows, norm, len(scopes.shape), as_mean), scopes, 0.0)
 
 
 def scored(m: Window) -> Tensor:

@@ -139,7 +139,7 @@ def test_scores_of_a_unit_add_over_members_as_sums_or_as_means(scores, p, dtype)
     rows = [layer.gate.weight, layer.gate.bias[:, None], layer.up.weight, layer.down.weight.T]  # one a unit
     powers = [t.detach().double().abs().pow(p) for t in rows]
     score = sum(t.sum(1) if scores == "sum" else t.mean(1) for t in powers)
-    coupling = Coupling({"layers.*.gate.weight": "u i", "layers.*.gate.bias": "u"} | MLP, scores=scores)
+    coupling = Coupling({"layers.*.gate.weight": "u i", "layers.*.gate.bias": "u"} | MLP, member_scores=scores)
     kept = masks(model, coupling.entries(model, nnz=11, norm=p))["layers.0.gate.bias"]
     assert kept.nonzero()[:, 0].tolist() == sorted(score.topk(11).indices.tolist())
 
@@ -162,7 +162,11 @@ BAD = [  # (members, other arguments, message)
     ({"q": "u d"}, {"sizes": {"d": 0}}, "coupling 'q': sizes['d'] must be a positive int, got 0"),
     ({"q": "u d"}, {"sizes": [1]}, "coupling 'q': sizes must be a dict {axis: length}, got [1]"),
     ({"q": "u d"}, {"sizes": {"v": 3}}, "coupling 'q': unknown axis 'v' in sizes; the members' axes are d, u"),
-    ({"q": "u d"}, {"scores": "max"}, "coupling 'q': scores must be 'sum', 'mean' or 'consumers', got 'max'"),
+    (
+        {"q": "u d"},
+        {"member_scores": "max"},
+        "coupling 'q': member_scores must be 'sum', 'mean' or 'consumers', got 'max'",
+    ),
     ({"q": "u d"}, {"attrs": [1]}, "coupling 'q': attrs must be a dict {name of an attribute: axes} of strs, got [1]"),
     ({"q": "u d"}, {"attrs": {"n": 3}}, "attrs must be a dict {name of an attribute: axes} of strs, got {'n': 3}"),
     (
@@ -256,7 +260,7 @@ def test_member_scores_with_wrong_values_are_refused(keys, message):
 
 
 def test_coupled_members_must_agree_on_their_scores_and_dynamic_masks_have_none():
-    entries = Coupling({"weight": "u i", "bias": "u"}, scores="mean").entries(nn.Linear(2, 3), nnz=1)
+    entries = Coupling({"weight": "u i", "bias": "u"}, member_scores="mean").entries(nn.Linear(2, 3), nnz=1)
     with pytest.raises(CouplingError, match="members need the same member_scores, but weight gives 'mean' and bias"):
         ScopeSparsifier().prepare(nn.Linear(2, 3), [entries[0], {**entries[1], "member_scores": "sum"}])
     model = nn.Linear(2, 3)

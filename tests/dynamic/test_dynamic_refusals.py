@@ -135,7 +135,7 @@ def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks(
     ("make", "config"),
     [
         (lambda: DynamicSparsifier(0.85, scope_shape=(1, -1)), None),  # the small tensor alone keeps one in each row
-        (lambda: DynamicSparsifier(0.05, init=inits.random(first_dense=True)), None),
+        (lambda: DynamicSparsifier(0.05, init=inits.random_blocks(first_dense=True)), None),
         (
             lambda: DynamicSparsifier(0.5),
             [{"tensor_fqn": "*.weight", "block_coupling": "rows", "block_shape": (1, -1)}],

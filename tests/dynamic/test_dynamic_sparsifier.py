@@ -46,7 +46,7 @@ def test_lenet_starts_with_the_golden_counts():
 def test_uniform_and_first_dense():
     _, _, sparsifier = prepared(init="uniform")
     assert [r.sparsity for r in sparsifier.report()] == [0.75] * 3
-    _, _, sparsifier = prepared(init=inits.random("erk", first_dense=True), sparsity_level=0.5)
+    _, _, sparsifier = prepared(init=inits.random_blocks("erk", first_dense=True), sparsity_level=0.5)
     assert sparsifier.mask("0.weight").all()
     assert sum(int(m.sum()) for m in masks(sparsifier).values()) == 288
 
@@ -596,7 +596,7 @@ def test_a_rule_that_does_not_declare_what_it_needs():
             lambda: dynamic.criteria.magnitude("sum"),
             "magnitude: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None",
         ),
-        (lambda: inits.random("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
+        (lambda: inits.random_blocks("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
         (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
     ],
 )

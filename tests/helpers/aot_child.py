@@ -51,7 +51,7 @@ def fill(groups, keep=1, big=False, **how):
 
 def update(shape, dtype, block, scope, norm=2, within_mask=False, big=False, **layout):
     """The update of one tensor."""
-    scopes = ScopeWindows(members=(member(shape, block, dtype, **layout),), shape=scope)
+    scopes = ScopeWindows(windows=(member(shape, block, dtype, **layout),), shape=scope)
     return fill([scopes], norm=norm, within_mask=within_mask, big=big)
 
 
@@ -59,12 +59,12 @@ def hidden_units(dtype, big=False, within_mask=False):
     """Rows of gate and up, columns of down, coupled."""
     members = [member((11008, 4096), (1, 4096), dtype) for _ in range(2)]
     members.append(member((4096, 11008), (4096, 1), dtype, (1, 0)))
-    return fill([ScopeWindows(members=tuple(members), shape=(11008, 1))], big=big, within_mask=within_mask)
+    return fill([ScopeWindows(windows=tuple(members), shape=(11008, 1))], big=big, within_mask=within_mask)
 
 
 def rows(dtype, width, big=False, within_mask=False):
     """Selection among scores of either sign, with a budget for each row."""
-    scopes = ScopeWindows(members=(member((64, width), (1, 1), dtype),), shape=(1, width))
+    scopes = ScopeWindows(windows=(member((64, width), (1, 1), dtype),), shape=(1, width))
     return fill([scopes], empty((64,), torch.int64), big=big, norm=None, within_mask=within_mask)
 
 

@@ -91,7 +91,7 @@ def whole(tile, sizes):
 def as_scopes(values, mask, block, scope):
     block = whole(block, values.shape)
     grid = [-(-s // b) for s, b in zip(values.shape, block, strict=True)]
-    return ScopeWindows(members=(Window(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
+    return ScopeWindows(windows=(Window(shape=block, values=values, mask=mask),), shape=whole(scope, grid))
 
 
 def as_request(scopes, keep, norm=2, *, within_mask=False, masked=False):
@@ -99,13 +99,13 @@ def as_request(scopes, keep, norm=2, *, within_mask=False, masked=False):
     specs, masks, values = [], {}, {}
     for s in scopes:
         blocks = []
-        for m in s.members:
+        for m in s.windows:
             v = m.values
             placeholder = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
             spec = BlockSpec(placeholder, m.shape, edge="partial")
             blocks.append(spec)
             masks[spec], values[placeholder] = m.mask, v
-        orders = [m.order or None for m in s.members]
+        orders = [m.order or None for m in s.windows]
         block = BlockCoupling(blocks, orders) if len(blocks) > 1 or orders[0] else blocks[0]
         specs.append(ScopeSpec(block, s.shape, edge="partial"))
     orders = [s.order or None for s in scopes]

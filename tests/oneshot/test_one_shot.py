@@ -238,7 +238,7 @@ def test_unknown_arguments_are_explained(call, text):
 
 def units(model):
     members = {"blocks.*.up.weight": "u i", "blocks.*.up.bias": "u", "blocks.*.down.weight": "o u"}
-    coupling = Coupling(members, scores="consumers")
+    coupling = Coupling(members, member_scores="consumers")
     return coupling, list(coupling.entries(model, sparsity_level=0.5))
 
 

@@ -63,12 +63,12 @@ def blocks_of(values, block, order=(), mask=None, mask_dtype=torch.bool):
 
 def scopes(values, block, scope, **more):
     """Scopes over one tensor, with a mask of its own."""
-    return ScopeWindows(members=(blocks_of(values, block, **more),), shape=scope)
+    return ScopeWindows(windows=(blocks_of(values, block, **more),), shape=scope)
 
 
 def copied(groups):
     """The same scopes over copies of their masks."""
-    return [replace(g, members=tuple(replace(m, mask=m.mask.clone()) for m in g.members)) for g in groups]
+    return [replace(g, windows=tuple(replace(m, mask=m.mask.clone()) for m in g.windows)) for g in groups]
 
 
 def agree(groups, keep, path="fused", norm=2, **how):
@@ -78,9 +78,9 @@ def agree(groups, keep, path="fused", norm=2, **how):
     with on(path):
         scope_mask(found, keep, norm, **how, impl="triton")
     for a, b in zip(expected, found, strict=True):
-        for m, n in zip(a.members, b.members, strict=True):
+        for m, n in zip(a.windows, b.windows, strict=True):
             assert torch.equal(m.mask, n.mask)
-    return [n.mask for g in found for n in g.members]
+    return [n.mask for g in found for n in g.windows]
 
 
 # rows of scores
@@ -257,11 +257,11 @@ def test_any_strides(name, path):
     member = blocks_of(
         values, block, mask=torch.empty_strided(values.shape, values.stride(), dtype=torch.bool).fill_(0)
     )
-    agree([ScopeWindows(members=(member,), shape=scope)], keep, path)
+    agree([ScopeWindows(windows=(member,), shape=scope)], keep, path)
     if path != "fused":
         return
     other = blocks_of(values, block, mask=torch.zeros(values.shape, dtype=torch.bool))  # a mask with other strides
-    agree([ScopeWindows(members=(other,), shape=scope)], keep, path)
+    agree([ScopeWindows(windows=(other,), shape=scope)], keep, path)
 
 
 def test_elements_outside_the_window_stay_as_they_were():
@@ -270,7 +270,7 @@ def test_elements_outside_the_window_stay_as_they_were():
     for path in ("fused", "rows", "long", "narrowed"):
         with on(path):
             scope_mask(
-                [ScopeWindows(members=(member,), shape=(1, 4) if path == "fused" else (4, 16))], 2, impl="triton"
+                [ScopeWindows(windows=(member,), shape=(1, 4) if path == "fused" else (4, 16))], 2, impl="triton"
             )
         outside = torch.ones(8, 32, dtype=torch.bool)
         outside[2:6, 8:24] = False
@@ -286,13 +286,13 @@ def test_coupled_blocks(path):
     weights = [integers(shape, seed=k) for k, shape in enumerate(shapes)]
     members = tuple(blocks_of(*member) for member in zip(weights, blocks, orders, strict=True))
     for norm in (1, 2, math.inf):
-        masks = agree([ScopeWindows(members=members, shape=(6, 1))], 2, path, norm)
+        masks = agree([ScopeWindows(windows=members, shape=(6, 1))], 2, path, norm)
         assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 2
-    agree([ScopeWindows(members=members[:3], shape=(3, 1))], 2, path)
-    agree([ScopeWindows(members=members[:3], shape=(3, 1))], 1, path, within_mask=True)
+    agree([ScopeWindows(windows=members[:3], shape=(3, 1))], 2, path)
+    agree([ScopeWindows(windows=members[:3], shape=(3, 1))], 1, path, within_mask=True)
     gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
     members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
-    agree([ScopeWindows(members=members, shape=(8, 1))], 3, path)
+    agree([ScopeWindows(windows=members, shape=(8, 1))], 3, path)
 
 
 def test_coupled_blocks_may_differ_in_loops_and_dtype():
@@ -315,7 +315,7 @@ def test_scopes_that_share_one_budget(path):
     rows = [scopes(one, (1, 2), (1, 6)), scopes(one.clone(), (1, 1), (1, 12))]  # blocks of different sizes
     agree(rows, torch.tensor([[3], [0], [18], [7]]), path)
     agree([groups[0], scopes(two.float(), (1, 1), (8, 6))], 40, path)
-    turned = ScopeWindows(members=(blocks_of(integers((4, 12)), (1, 1)),), shape=(2, 3), order=(1, 0))
+    turned = ScopeWindows(windows=(blocks_of(integers((4, 12)), (1, 1)),), shape=(2, 3), order=(1, 0))
     agree([turned, scopes(integers((12, 4), seed=1), (1, 1), (3, 2))], torch.arange(8).reshape(4, 2) % 7, path)
 
 
@@ -330,7 +330,7 @@ def test_a_later_stage_chooses_among_what_is_kept(path):
         stages = ((1, 1), (1, 4), 2), ((1, 1), (8, 16), 30), ((2, 2), (4, 8), 9), ((1, 4), (1, 4), 2)
         for block, scope, keep in stages:
             member = Window(shape=block, values=values, mask=mask)
-            agree([ScopeWindows(members=(member,), shape=scope)], keep, path, within_mask=True)
+            agree([ScopeWindows(windows=(member,), shape=scope)], keep, path, within_mask=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -360,7 +360,7 @@ def test_norms_of_blocks_are_the_references_to_rounding(block, monkeypatch):
     for norm in (1, 2):
         with on("long"):
             scope_mask([scoped], 3, norm, impl="triton")
-        expected = block_scores(scoped.members, norm, 2).reshape(1, 12)
+        expected = block_scores(scoped.windows, norm, 2).reshape(1, 12)
         assert torch.allclose(seen[-1], expected, rtol=1e-5)
 
 
@@ -369,7 +369,7 @@ def test_norms_of_blocks_are_the_references_to_rounding(block, monkeypatch):
 
 def test_a_budget_tensor_is_read_at_each_update():
     values, mask = integers((6, 16)), torch.zeros(6, 16, dtype=torch.bool)
-    scoped = ScopeWindows(members=(Window(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
+    scoped = ScopeWindows(windows=(Window(shape=(1, 1), values=values, mask=mask),), shape=(1, 4))
     keep = torch.tensor(1)
     for number in (1, 3, 0, 4):
         keep.fill_(number)
@@ -389,7 +389,7 @@ def test_every_scope_may_have_a_budget_of_its_own(path):
 def test_nothing_to_choose():
     for shape in ((0, 8), (8, 0), (0, 0)):
         values, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-        scoped = ScopeWindows(members=(Window(shape=(1, 1), values=values, mask=mask),), shape=(1, max(shape[1], 1)))
+        scoped = ScopeWindows(windows=(Window(shape=(1, 1), values=values, mask=mask),), shape=(1, max(shape[1], 1)))
         scope_mask([scoped], 0, impl="triton")
         assert keep_mask(values, 0, impl="triton").shape == shape
 
@@ -407,10 +407,10 @@ def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
 def test_scopes_go_in_memory_order_unless_they_have_budgets():
     values = integers((32, 64)).t()
     member = blocks_of(values, (1, 1), mask=torch.zeros(32, 64, dtype=torch.bool).t())
-    ((part,),) = lowering.lower(as_request([ScopeWindows(members=(member,), shape=(1, 4))], 2)).parts
+    ((part,),) = lowering.lower(as_request([ScopeWindows(windows=(member,), shape=(1, 4))], 2)).parts
     assert part.scope == lowering.Nest((8, 64), (256, 1), (256, 1))
     assert part.in_memory_order().scope == lowering.Nest((64, 8), (1, 256), (1, 256))
-    agree([ScopeWindows(members=(member,), shape=(1, 4))], torch.arange(512).reshape(64, 8) % 5)
+    agree([ScopeWindows(windows=(member,), shape=(1, 4))], torch.arange(512).reshape(64, 8) % 5)
 
 
 # launches
@@ -429,7 +429,7 @@ def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypat
         monkeypatch.setattr(launches, name, fake)
     values = torch.empty(8192, 8192, device="meta")
     mask = torch.empty(8192, 8192, dtype=torch.bool, device="meta")
-    scoped = ScopeWindows(members=(Window(shape=block, values=values, mask=mask),), shape=scope)
+    scoped = ScopeWindows(windows=(Window(shape=block, values=values, mask=mask),), shape=scope)
     launches.launch(lowering.lower(as_request([scoped], 1)))
     assert len(seen) == count
 

@@ -27,9 +27,9 @@ def test_kept_blocks_are_counted_as_plain_loops_count_them(shape, block, tile, d
     scopes = as_scopes(mask, mask, block, tile)
     tiles = [[t.ravel() for t in rows.split(block[1], 1)] for rows in mask.bool().split(block[0], 0)]
     flags = torch.tensor([[bool(t.any()) for t in row] for row in tiles])
-    assert torch.equal(kept_flags(scopes.members[0]), flags) and torch.equal(kept_grid(scopes.members, 2), flags)
+    assert torch.equal(kept_flags(scopes.windows[0]), flags) and torch.equal(kept_grid(scopes.windows, 2), flags)
     whole = torch.tensor([[bool(t.all()) for t in row] for row in tiles])
-    assert torch.equal(kept_flags(scopes.members[0], every=True), whole)
+    assert torch.equal(kept_flags(scopes.windows[0], every=True), whole)
     counts = [int(f.sum()) for rows in flags.split(scopes.shape[0], 0) for f in rows.split(scopes.shape[1], 1)]
     assert to_scopes(flags, scopes, False).sum(1).tolist() == counts
 

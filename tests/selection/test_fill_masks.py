@@ -42,9 +42,9 @@ def agree(groups, keep, norm=2, **how):
     """Assert that the backend and the reference fill the same masks; returns those."""
     masks = []
     for impl in ("cpu", "reference"):
-        copies = [[replace(m, mask=m.mask.clone()) for m in g.members] for g in groups]
+        copies = [[replace(m, mask=m.mask.clone()) for m in g.windows] for g in groups]
         scope_mask(
-            [replace(g, members=tuple(c)) for g, c in zip(groups, copies, strict=True)], keep, norm, **how, impl=impl
+            [replace(g, windows=tuple(c)) for g, c in zip(groups, copies, strict=True)], keep, norm, **how, impl=impl
         )
         masks.append([m.mask for c in copies for m in c])
     assert all(map(torch.equal, *masks))
@@ -101,12 +101,12 @@ def test_masks_are_the_references(tiles, dtype, layout, norm, mode, mask_dtype, 
     scopes = as_scopes(values, mask, *tiles)
     keep = budget_of(budget, scopes)
     (found,) = agree([scopes], keep, norm, **({mode: True} if mode else {}))
-    (m,) = scopes.members
+    (m,) = scopes.windows
     if mode == "within_mask":
         assert not (found.bool() & (mask == 0)).any()
     elif scopes.is_plain and not m.is_partial:
         scored = values if mode == "" else torch.where(mask != 0, values, 0)
-        rows = scope_scores(replace(scopes, members=(replace(m, values=scored),)), norm)
+        rows = scope_scores(replace(scopes, windows=(replace(m, values=scored),)), norm)
         kept = sorted_selection(rows, torch.as_tensor(keep).expand(scopes.scope_grid).reshape(-1))
         fill_mask([m], from_scopes(kept, scopes))
         assert torch.equal(found, mask)
@@ -205,7 +205,7 @@ def test_one_budget_over_several_tensors(norm, mode, size, monkeypatch):
         for keep in (0, 1, count // 2, count):
             agree(groups, keep, norm, **how)
     rows = [
-        as_scopes(g.members[0].values, g.members[0].mask, (1, b), (1, -1))
+        as_scopes(g.windows[0].values, g.windows[0].mask, (1, b), (1, -1))
         for g, b in zip(three, (1, 2, 3), strict=True)
     ]
     agree(rows, torch.arange(20)[:, None] * 2, norm, **how)
@@ -223,7 +223,7 @@ def test_coupled_blocks(norm, mode):
         members.append(Window(shape=blocks[at], values=values, mask=mask, order=orders[at]))
     how = {mode: True} if mode else {}
     for scope, keep in (((6, 1), 2), ((3, 1), 1), ((3, 1), torch.tensor([[3], [2]])), ((4, 1), 2)):
-        masks = agree([ScopeWindows(members=tuple(members), shape=scope)], keep, norm, **how)
+        masks = agree([ScopeWindows(windows=tuple(members), shape=scope)], keep, norm, **how)
     if not mode:
         assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 4
 
@@ -324,7 +324,7 @@ def test_block_scores_do_not_depend_on_parts_or_layout(block, layout, dtype, nor
         members = (Window(shape=block, values=values, order=order),)
         whole = block_scores([replace(members[0], values=values.contiguous())], norm, ndim)
         assert torch.equal(block_scores(members, norm, ndim), whole)
-        assert torch.equal(cpu.block_scores(members, norm, ndim), whole)
+        assert torch.equal(cpu._block_scores(members, norm, ndim), whole)
         straight = block_scores([replace(members[0], order=())], norm, 2)
         assert torch.equal(whole, straight if not order else straight.t() if ndim == 2 else straight[None])
     scopes = as_scopes(values, values, block, (-1, -1))

@@ -54,7 +54,7 @@ def test_float64_norms_are_correctly_rounded():
         BlockSpec(values, (1, 2)).norms(),
         BlockSpec(values.clone().requires_grad_(), (1, 2)).norms(),
         block_scores([Window(shape=(1, 2), values=values)], 2, 2),
-        cpu.block_scores([Window(shape=(1, 2), values=values)], 2, 2),
+        cpu._block_scores([Window(shape=(1, 2), values=values)], 2, 2),
         windows._root((values[:, 0::2] ** 2 + values[:, 1::2] ** 2).requires_grad_()),
     ):
         assert all(is_nearest(root, square) for root, square in zip(norms.reshape(-1).tolist(), squares, strict=True))

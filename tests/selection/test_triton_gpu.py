@@ -70,12 +70,12 @@ def test_patterns_at_real_sizes(block, scope, keep, dtype):
     single = block == (1, 1)
     values = torch.randn(4096, 4096, generator=generator()) if single else integers((4096, 4096))
     member = blocks_of(values.to(dtype).cuda(), block)
-    agree([ScopeWindows(members=(member,), shape=scope)], keep)
+    agree([ScopeWindows(windows=(member,), shape=scope)], keep)
     if keep < 10:
         member.mask.fill_(True)  # the first stage's choice, so that a later one has something to choose among
-        scope_mask([ScopeWindows(members=(member,), shape=scope)], keep, impl="reference")
+        scope_mask([ScopeWindows(windows=(member,), shape=scope)], keep, impl="reference")
         assert bool(member.mask.any())
-        agree([ScopeWindows(members=(member,), shape=scope)], keep - 1, within_mask=True)
+        agree([ScopeWindows(windows=(member,), shape=scope)], keep - 1, within_mask=True)
 
 
 def test_ties_zeros_and_masked_weights_of_a_whole_tensor():
@@ -95,18 +95,18 @@ def test_a_repeated_update_is_the_same_whatever_its_workspace_held_before(kind, 
     for turn in range(40):
         dirt = [torch.randint(0, 1 << 31, (1 << 19,), device="cuda") for _ in range(3)]
         del dirt  # the caching allocator hands out the same memory again
-        scope_mask([ScopeWindows(members=(member,), shape=(2048, 2048))], 3_000_001, impl="triton")
+        scope_mask([ScopeWindows(windows=(member,), shape=(2048, 2048))], 3_000_001, impl="triton")
         assert torch.equal(member.mask, mask), turn
 
 
 def test_strides_and_couplings():
     conv = torch.randn(256, 128, 3, 3, generator=generator()).cuda().to(memory_format=torch.channels_last)
     mask = torch.zeros_like(conv, dtype=torch.bool)
-    agree([ScopeWindows(members=(Window(shape=(1, 1, 1, 1), values=conv, mask=mask),), shape=(1, 4, 1, 1))], 2)
-    agree([ScopeWindows(members=(Window(shape=(1, 1, 1, 1), values=conv, mask=mask),), shape=(256, 128, 3, 3))], 90000)
+    agree([ScopeWindows(windows=(Window(shape=(1, 1, 1, 1), values=conv, mask=mask),), shape=(1, 4, 1, 1))], 2)
+    agree([ScopeWindows(windows=(Window(shape=(1, 1, 1, 1), values=conv, mask=mask),), shape=(256, 128, 3, 3))], 90000)
     gate, down = integers((1024, 512)).cuda(), integers((512, 1024), seed=1).cuda()
     members = (blocks_of(gate, (1, 512)), blocks_of(down, (512, 1), (1, 0)))
-    agree([ScopeWindows(members=members, shape=(1024, 1))], 300)
+    agree([ScopeWindows(windows=members, shape=(1024, 1))], 300)
     agree([scopes(gate, (1, 1), (1024, 512)), scopes(down.t(), (1, 1), (1024, 512))], 400000)
 
 
@@ -118,13 +118,13 @@ def test_more_than_2_31_elements():
     values = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     mask = torch.zeros(rows, width, device="cuda", dtype=torch.bool)
     member = Window(shape=(1, 1), values=values, mask=mask)
-    scope_mask([ScopeWindows(members=(member,), shape=(1, 4))], 2, impl="triton")
+    scope_mask([ScopeWindows(windows=(member,), shape=(1, 4))], 2, impl="triton")
     expected = torch.zeros(8, width, device="cuda", dtype=torch.bool)
     tail = Window(shape=(1, 1), values=values[-8:], mask=expected)
-    scope_mask([ScopeWindows(members=(tail,), shape=(1, 4))], 2, impl="reference")
+    scope_mask([ScopeWindows(windows=(tail,), shape=(1, 4))], 2, impl="reference")
     assert torch.equal(mask[-8:], expected)
     keep = rows * width // 2 + 11
-    scope_mask([ScopeWindows(members=(member,), shape=(rows, width))], keep, impl="triton")
+    scope_mask([ScopeWindows(windows=(member,), shape=(rows, width))], keep, impl="triton")
     assert int(mask.sum(dtype=torch.int64)) == keep
     dropped = torch.stack([values[r].abs().masked_fill(mask[r], 0).max() for r in range(0, rows, 512)]).max()
     kept = torch.stack([values[r].abs().masked_fill(~mask[r], 9).min() for r in range(0, rows, 512)]).min()
@@ -149,7 +149,7 @@ def test_a_captured_update_follows_the_weights_and_the_budget():
         for request, shapes in zip(requests, patterns_of, strict=True):
             expected = scopes(values, *shapes)
             scope_mask([expected], int(request.keep), impl="reference")
-            assert torch.equal(request.windows[0].mask, expected.members[0].mask)
+            assert torch.equal(request.windows[0].mask, expected.windows[0].mask)
 
 
 @pytest.mark.usefixtures("_no_waiting")

@@ -9,7 +9,7 @@ import torch
 from grids import covering
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError
-from sparsekit_ao.structure.thresholds import shrink, shrink_conditioned
+from sparsekit_ao.structure.thresholds import shrink_conditioned, shrunk_blocks
 
 ELEMENTS = (1, 2, 3, 16, 100, 1025)
 CONDITIONS = (1.0, 1e3, 1e6, 1e9, 1e12, 1e16)
@@ -84,7 +84,7 @@ def test_blocks_of_a_million_elements():
     w = shrink_conditioned(v, h, t)
     assert float(((w.double() - wide).norm(dim=1) / wide.norm(dim=1)).max()) < 1e-6
     expected = v.double() * (1 - 300 / v.double().norm(dim=1, keepdim=True))
-    plain = shrink(v, torch.tensor(300.0))
+    plain = shrunk_blocks(v, torch.tensor(300.0))
     assert float(((plain.double() - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 1e-6
 
 

@@ -15,7 +15,7 @@ from triton import JITFunction, cdiv, next_power_of_2
 
 from . import long_rows
 from .long_rows import bracket_kernel, histogram_kernel, mark_kernel, narrow_kernel, sample_kernel, tie_kernel
-from .lowering import Nest, Part, Selection
+from .lowering import Nest, Operand, Selection
 from .short_rows import fill_kernel, fused_kernel, score_kernel
 
 INTERPRETED = not isinstance(fused_kernel, JITFunction)  # TRITON_INTERPRET=1: kernels run on CPU tensors, slowly
@@ -115,7 +115,7 @@ def launch(selection: Selection) -> None:
             torch.autograd.graph.increment_version(part.mask)
 
 
-def _fits_program(scope: Part | int, selection: Selection) -> bool:
+def _fits_program(scope: Operand | int, selection: Selection) -> bool:
     """Whether a program takes scopes of this tensor whole, or rows of so many scores."""
     most = FUSED // 2 if selection.masked or selection.within_mask else FUSED  # a mask that is read takes registers too
     width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.trips, scope.element.trips)
@@ -129,7 +129,7 @@ def _are_single(selection: Selection) -> bool:
     return len(parts) == len(selection.parts) and len({part.values.dtype for part in parts}) == 1
 
 
-def _select_whole(part: Part, selection: Selection) -> None:
+def _select_whole(part: Operand, selection: Selection) -> None:
     """Score, select and fill in one kernel."""
     if _kind(selection.keep) != "each":  # budgets go by the index of a scope
         part = part.in_memory_order()
@@ -170,7 +170,7 @@ def _select_stored(selection: Selection) -> None:
             arguments = (part, rows * width, width, own_scores, own_kept, row)
             score_kernel[(cdiv(rows * width, form.tile),)](*arguments, **ends, **_block_options(form))
     element = Nest((1,), (0,), (0,))
-    stored = Part(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), element)
+    stored = Operand(scores, kept, Nest((rows,), (row,), (row,)), Nest((row,), (1,), (1,)), element)
     among_stored = replace(selection, parts=((stored,),), masked=False)
     if _fits_program(row, among_stored):
         _select_whole(stored, among_stored)
@@ -183,7 +183,7 @@ def _select_stored(selection: Selection) -> None:
             fill_kernel[grid](part, rows * width, width, own_kept, row, **_block_options(form))
 
 
-def _block_form(part: Part, selection: Selection, size: int, single: bool = False) -> Form:
+def _block_form(part: Operand, selection: Selection, size: int, single: bool = False) -> Form:
     """What kernels over blocks are specialised on; `size` is the bytes of an element that they read or write."""
     inner = part.element.sizes[0]
     chunk = min(next_power_of_2(inner), CHUNK)
@@ -206,7 +206,7 @@ def _block_options(form: Form) -> dict[str, Any]:
     return {"FORM": form, "num_warps": _warps(form.tile * form.chunk, 512), "maxnreg": REGISTERS}
 
 
-def _select_long(parts: Sequence[Part], selection: Selection) -> None:
+def _select_long(parts: Sequence[Operand], selection: Selection) -> None:
     """Select in rows that no program takes whole, each of them over all parts."""
     rows, widths, keep = parts[0].scope.trips, [part.block.trips for part in parts], selection.keep
     narrow, kind = rows * sum(widths) >= NARROW, _kind(keep)
@@ -240,7 +240,7 @@ def _select_long(parts: Sequence[Part], selection: Selection) -> None:
         mark_kernel[grid](part, spans, state, records, counts, keep, **budget, FORM=form, **row_options)
 
 
-def _bracket(parts: Sequence[Part], forms: Sequence[Form], state: Tensor, keep: int | Tensor) -> None:
+def _bracket(parts: Sequence[Operand], forms: Sequence[Form], state: Tensor, keep: int | Tensor) -> None:
     """Bracket each row's k-th key by samples, of which each part gives its share."""
     rows, widths = len(state), [part.block.trips for part in parts]
     most = min(SAMPLES, next_power_of_2(sum(widths) // 4))
@@ -255,7 +255,7 @@ def _bracket(parts: Sequence[Part], forms: Sequence[Form], state: Tensor, keep: 
     bracket_kernel[(rows,)](samples, ends[-1], sum(widths), state, keep, **options)
 
 
-def _row_form(part: Part, selection: Selection, narrow: bool) -> Form:
+def _row_form(part: Operand, selection: Selection, narrow: bool) -> Form:
     """What kernels over long rows are specialised on."""
     scoring, values = _scoring(part, selection, single=True), part.values
     is_run = len(part.block.sizes) == 1 and part.block.values[0] == part.block.mask[0] == 1
@@ -266,7 +266,7 @@ def _row_form(part: Part, selection: Selection, narrow: bool) -> Form:
     return Form(**scoring, tile=TILE, vector=vector, runs=runs, row_warps=warps, narrow=narrow)
 
 
-def _scoring(part: Part, selection: Selection, *, single: bool) -> dict[str, Any]:
+def _scoring(part: Operand, selection: Selection, *, single: bool) -> dict[str, Any]:
     """What all forms hold: how blocks are scored, and whether offsets take 64 bits."""
     signed = selection.norm == "sum"
     size = 16 if single and part.values.dtype != torch.float32 else 32

@@ -5,7 +5,7 @@ that ties go by index. Where rows are very long, a sample brackets the k-th key.
 the bracket and counts the others; radix passes go over what was gathered. Where the sample missed, or a span
 has more keys inside than its buffer holds, they read the whole row: the result never depends on the sample.
 
-`part` is a `lowering.Part`, `FORM` a `launches.Form`, `spans` a `launches.Spans`.
+`part` is a `lowering.Operand`, `FORM` a `launches.Form`, `spans` a `launches.Spans`.
 """
 
 import triton

@@ -33,7 +33,7 @@ class Nest(NamedTuple):
         return prod(self.sizes)
 
 
-class Part(NamedTuple):
+class Operand(NamedTuple):
     """The blocks of one tensor that compete: values, mask, and the nests that address them; an argument of kernels."""
 
     values: Tensor
@@ -53,7 +53,7 @@ class Part(NamedTuple):
         loops = zip(*(e + b + s for e, b, s in zip(self.element, self.block, self.scope, strict=True)), strict=True)
         return _nest(reversed(list(loops))) in (Nest((self.values.numel(),), (1,), (1,)), _nest([]))
 
-    def in_memory_order(self) -> "Part":
+    def in_memory_order(self) -> "Operand":
         """The same scopes, numbered in the order of their addresses."""
         loops = sorted(zip(*self.scope, strict=True), key=lambda loop: -loop[1])
         return self._replace(scope=_nest(loops))
@@ -72,7 +72,7 @@ class Selection:
         refusals: Why kernels cannot take the request.
     """
 
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[Operand, ...], ...]
     keep: int | Tensor
     norm: str
     within_mask: bool
@@ -85,14 +85,14 @@ def lower(request: Request) -> Selection:
     parts, refusals = [], set()
     for scopes in request.scopes:
         coupled = []
-        for m in scopes.members:
+        for m in scopes.windows:
             assert m.values is not None and m.mask is not None
             strides = m.values.stride(), m.mask.stride()
             nests = _nests(scopes.shape, scopes.order, m.shape, m.order, tuple(m.values.shape), *strides)
             mask = m.mask.view(torch.uint8) if m.mask.dtype == torch.bool else m.mask
-            coupled.append(Part(m.values, mask, *nests))
+            coupled.append(Operand(m.values, mask, *nests))
             refusals.update(["a block at an edge is smaller than the others"] * m.is_partial)
-            if request.norm is None and (len(scopes.members) > 1 or prod(m.shape) > 1):
+            if request.norm is None and (len(scopes.windows) > 1 or prod(m.shape) > 1):
                 refusals.add("values are saliencies (norm=None), whose sums over blocks no kernel takes")
         if any(g % n for g, n in zip(scopes.grid, scopes.shape, strict=True)):
             refusals.add("a scope at an edge is smaller than the others")
@@ -125,7 +125,7 @@ def lower_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = N
     if candidates is not None:
         mask.copy_(candidates)
     scope, block = ((rows, scores.stride(0), width),), ((width, scores.stride(1), 1),)
-    part = Part(scores, mask, _nest(scope), _nest(block), _nest([]))
+    part = Operand(scores, mask, _nest(scope), _nest(block), _nest([]))
     names = ", ".join(str(d)[6:] for d in DTYPES)
     refusals = () if scores.dtype in DTYPES else (f"scores are {str(scores.dtype)[6:]}, kernels take {names}",)
     within = candidates is not None

@@ -90,7 +90,7 @@ def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def power(x, NORM: tl.constexpr):
+def raised(x, NORM: tl.constexpr):
     """The terms of a block's norm: squares, magnitudes, (for the maximum) ordered bits; x itself for a sum."""
     wide = x.to(tl.float32)
     if NORM == "inf":

@@ -1,6 +1,6 @@
 """Kernels over blocks: short scopes scored, selected and masked at once; else scores of blocks, masks from decisions.
 
-`part` is a `lowering.Part`, `FORM` a `launches.Form`.
+`part` is a `lowering.Operand`, `FORM` a `launches.Form`.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .ranking import (
     keep_sorted,
     offset_of,
     order_key,
-    power,
+    raised,
     reduced,
     root,
     unique_keys,
@@ -94,7 +94,7 @@ def select_tile(part, first, scopes, scope, valid, keep, FORM: tl.constexpr):
     elif FORM.single:
         keys = tl.reshape(order_key(x, FORM.signed), SLOTS)
     else:
-        powers = tl.reshape(power(x, NORM), [FORM.tile, FORM.padded, FORM.chunk])
+        powers = tl.reshape(raised(x, NORM), [FORM.tile, FORM.padded, FORM.chunk])
         keys = order_key(root(reduced(powers, NORM), NORM), False)
     if FORM.within_mask:
         some = tl.max(tl.reshape(kept.to(tl.int32), [FORM.tile, FORM.padded, FORM.chunk]), axis=2)
@@ -138,7 +138,7 @@ def score_kernel(part, blocks, width, scores, kept, row, FIRST: tl.constexpr, LA
     some = tl.full([FORM.tile, FORM.chunk], 0, tl.int32)
     for outer in tl.range(0, FORM.outer, loop_unroll_factor=FORM.unrolled):
         for begin in range(0, FORM.inner, FORM.chunk):
-            inner, exists = elements_of(begin, real, FORM)
+            inner, exists = element_indices(begin, real, FORM)
             at = offset_of(outer, part[4][0][1:], part[4][1][1:]) + inner * part[4][1][0]
             x = tl.load(values[:, None] + at[None, :], mask=exists, other=0.0)
             if FORM.masked:
@@ -146,7 +146,7 @@ def score_kernel(part, blocks, width, scores, kept, row, FIRST: tl.constexpr, LA
                 kept_before = tl.load(mask[:, None] + at[None, :], mask=exists, other=0) != 0
                 x = tl.where(kept_before, x, 0.0).to(x.dtype)
                 some = tl.maximum(some, kept_before.to(tl.int32))
-            powers = combine(powers, power(x, NORM), NORM)
+            powers = combine(powers, raised(x, NORM), NORM)
     total = reduced(powers, NORM)
     if not FIRST:
         before = tl.load(scores + out, mask=real, other=0.0)
@@ -169,7 +169,7 @@ def slots_of(blocks, width, row, FORM: tl.constexpr):
 
 
 @triton.jit
-def elements_of(begin, real, FORM: tl.constexpr):
+def element_indices(begin, real, FORM: tl.constexpr):
     """CHUNK elements of an innermost loop from `begin` on, and which exist in which block."""
     inner = begin + tl.arange(0, FORM.chunk)
     return inner, real[:, None] & (inner < FORM.inner)[None, :]
@@ -184,6 +184,6 @@ def fill_kernel(part, blocks, width, kept, row, FORM: tl.constexpr):
     mask = part[1] + offset_of(scope, part[2][0], part[2][2]) + offset_of(block, part[3][0], part[3][2])
     for outer in tl.range(0, FORM.outer, loop_unroll_factor=FORM.unrolled):
         for begin in range(0, FORM.inner, FORM.chunk):
-            inner, exists = elements_of(begin, real, FORM)
+            inner, exists = element_indices(begin, real, FORM)
             at = offset_of(outer, part[4][0][1:], part[4][2][1:]) + inner * part[4][2][0]
             write_mask(mask[:, None] + at[None, :], spread, exists, FORM.within_mask)
