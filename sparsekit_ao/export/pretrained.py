@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from ..errors import SparsityError
 from ..masking import dense_state_dict, find_mask, installed, remove_mask, select
 from ..models.names import owner_of, parameter_of
-from ..removal.compact import Compaction
+from ..removal.compaction import Compaction
 from ..removal.manifest import cut_to
 from ..removal.remove import Zeros
 from ..removal.sizes import Change, apply_changes, undone

@@ -1,10 +1,10 @@
 """Removal of units that a pruned model holds as zeros: smaller dense models with the same outputs, verified."""
 
-from .compact import Compaction, KeptUnits, Size, compact
+from .compaction import Compaction, KeptUnits, Size, compact
 from .layers import shrink_experts, shrink_layers
 from .manifest import cut_to
-from .removable import removable
-from .shrink import shrink
+from .shrinking import shrink
+from .trials import removable
 
 __all__ = [
     "Compaction",

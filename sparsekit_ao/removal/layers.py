@@ -18,7 +18,7 @@ from ..errors import SparsityError
 from ..models.running import Forward, call, check_batches, eval_mode, first_tensor
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
-from .compact import Compaction, verified
+from .compaction import Compaction, verified
 from .remove import Removal, Zeros, attention_by_type, check_multiple, config_of, rounded
 from .sizes import fitting_engines, has_config
 from .verify import Reference

@@ -17,8 +17,8 @@ from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.models import progress
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
-from sparsekit_ao.removal.removable import Trials
 from sparsekit_ao.removal.sizes import candidate_attrs
+from sparsekit_ao.removal.trials import Trials
 from sparsekit_ao.schedules import ScheduleSL
 
 HEAD = "self_attn.head_dim"

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import compact, cut_to, removable, shrink, shrink_layers, sizes, verify
-from sparsekit_ao.removal.removable import Trials
+from sparsekit_ao.removal.trials import Trials
 from sparsekit_ao.removal.verify import Computed, Reference, count_flops
 
 

@@ -1,5 +1,5 @@
 """Couplings found by one forward without values; README.md in this folder explains how."""
 
-from .discover import Discovery, FrozenAxis, discover
+from .search import Discovery, FrozenAxis, discover
 
 __all__ = ["Discovery", "FrozenAxis", "discover"]

@@ -20,7 +20,7 @@ from ..models.names import named_tensors
 from ..models.progress import progress_bar
 from ..sparsifiers.config import excluded_names
 from ..structure import sparsity_to_nnz
-from .compact import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
+from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for
 from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config

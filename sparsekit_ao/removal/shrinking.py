@@ -20,11 +20,11 @@ from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..structure import checked_level
-from .compact import Compaction, Known, check_comparable, check_names, size_of
+from .compaction import Compaction, Known, check_comparable, check_names, size_of
 from .levels import Cost, Rows, cost_function, counts_at_levels, counts_within, multiple_for
-from .removable import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
 from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config
+from .trials import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
 
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 

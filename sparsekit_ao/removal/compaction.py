@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..coupling import Coupling
-from ..coupling.discovery.trace import code_line
+from ..coupling.discovery.tracing import code_line
 from ..errors import SparsityError
 from ..masking.normalized import Normed, plain_copy, redo_weight_norms
 from ..tables import Table

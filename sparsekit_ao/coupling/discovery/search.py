@@ -20,7 +20,7 @@ from ..bound import match_names
 from ..coupling import Coupling
 from .factors import Axis, Factor, leaves
 from .operation import Label
-from .trace import NOT_UNDERSTOOD, Trace, trace
+from .tracing import NOT_UNDERSTOOD, Trace, trace
 
 _DIMENSIONS = "oihwxyzabc"  # names of dimensions without units, as of weights: out, in, height, width
 _SCOPES = "stpq"
