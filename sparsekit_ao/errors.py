@@ -7,11 +7,11 @@ import difflib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from collections.abc import Callable, Collection
+from typing import ParamSpec, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["CouplingError", "SparsityError"]
 
@@ -94,13 +94,3 @@ def checked_model(model: object, where: str) -> nn.Module:
         return model
     hint = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
     raise SparsityError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}{hint}")
-
-
-def refuse_meta_masks(where: str, groups: Sequence[Mapping[str, Any]], masks: Sequence[Tensor]) -> None:
-    """Raise if the mask of a group has no values, as its weight is on the meta device."""
-    for group, mask in zip(groups, masks, strict=True):
-        if mask.is_meta:
-            raise SparsityError(
-                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; give the weights "
-                "memory (to_empty) and initialize them first"
-            )

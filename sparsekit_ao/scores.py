@@ -16,7 +16,6 @@ tensor([[0, 1, 0, 1],
         [0, 1, 0, 1]], dtype=torch.int32)
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from .calibration import NEEDS, Statistics, damped_inverse
 from .errors import SparsityError
+from .models.running import keyed_generator
 
 __all__ = [
     "NAMES",
@@ -315,18 +315,6 @@ NAMES: dict[str, Score] = {
     score.__name__: score()
     for score in (magnitude, random, scale, lamp, wanda, ria, obd, obs, obs_block, taylor, fisher, movement)
 }
-
-
-def keyed_generator(*key: object) -> torch.Generator:
-    """A CPU generator that depends on the key alone: all ranks draw the same numbers, and so does a resumed run.
-
-    >>> a, b = keyed_generator(0, "fc.weight", 100), keyed_generator(0, "fc.weight", 100)
-    >>> bool(torch.rand((), generator=a) == torch.rand((), generator=b))
-    True
-    """
-    text = "\0".join(map(str, key)).encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-    return torch.Generator().manual_seed(number)
 
 
 def parse_score(value: object, where: str) -> Score | None:

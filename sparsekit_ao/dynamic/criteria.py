@@ -19,7 +19,8 @@ from .. import scores
 from ..calibration import Statistics
 from ..distributed import full_tensor, placed_like
 from ..errors import SparsityError
-from ..scores import BuiltInScore, Score, keyed_generator, needs_of, parse_score, saliency_of
+from ..models.running import keyed_generator
+from ..scores import BuiltInScore, Score, needs_of, parse_score, saliency_of
 from ..sparsifiers.groups import PruningGroup, labels_of
 from ..structure import BlockSpec, scope_windows, write_back
 from ..structure.windows import elements_of, fill_mask, from_scopes, kept_grid, real_slots, scope_scores, to_scopes

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import copy_values, has_process_group, is_sharded, local, placed_like
-from ..errors import SparsityError, refuse_meta_masks
+from ..errors import SparsityError
 from ..masking import find_mask, select
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
@@ -31,6 +31,7 @@ from ..sparsifiers.optimizer_state import (
 )
 from ..sparsifiers.scope import BudgetSparsifier
 from ..sparsifiers.stages import checked_pattern, without_pattern
+from ..sparsifiers.usage import refuse_meta_masks
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import ORDER, GradientCapture

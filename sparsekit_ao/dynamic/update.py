@@ -20,8 +20,8 @@ from ..densities import allocate, shares
 from ..distributed import copy_values, full_tensor, local, placed_like, sum_over_ranks
 from ..errors import SparsityError, is_number
 from ..masking import select
+from ..models.running import keyed_generator
 from ..schedules import Schedule, constant, is_schedule
-from ..scores import keyed_generator
 from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import dequantized, original, refuse_closed_state, reset_state, second_moments

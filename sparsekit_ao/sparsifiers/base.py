@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model, refuse_meta_masks
+from ..errors import SparsityError, checked_model
 from .checkpoint import Checkpointed, check_saved
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
-from .usage import Trainable
+from .usage import Trainable, refuse_meta_masks
 
 _ADAPTERS = (
     "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
@@ -197,7 +197,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         if self.enable_mask_update:
             refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
             if not self._warned:
-                adapted, replaced = self._moved_layers()
+                assert self.model is not None
+                adapted, replaced = _moved_layers(self.model, self.groups)
                 for text in (*adapted[:1], *replaced[:1]):
                     warnings.warn(f"step: {text}", stacklevel=3)
                 self._warned = bool(adapted or replaced)
@@ -246,7 +247,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         """
         self.require_prepared("squash_mask")
         assert self.model is not None
-        adapted, replaced = self._moved_layers()
+        adapted, replaced = _moved_layers(self.model, self.groups)
         if adapted:
             raise SparsityError(f"squash_mask: {adapted[0]}")
         for text in replaced[:1]:
@@ -325,24 +326,24 @@ class MaskSparsifier(Trainable, Checkpointed):
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return masking.WeightMask(torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype))
 
-    def _moved_layers(self) -> tuple[list[str], list[str]]:
-        """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
-        assert self.model is not None
-        moved = []
-        for group in self.groups:
-            try:
-                is_in_place = self.model.get_submodule(group["module_fqn"]) is group["module"]
-            except AttributeError:
-                is_in_place = False
-            if not is_in_place:
-                moved.append(group)
-        if not moved:
-            return [], []
-        modules = list(self.model.modules())
-        bases = [getattr(m, "base_layer", None) for m in modules]
-        inside, present = {m for b in bases if isinstance(b, nn.Module) for m in b.modules()}, set(modules)
-        adapted = [f"{g['tensor_fqn']}: {_ADAPTERS}" for g in moved if g["module"] in inside]
-        return adapted, [f"{g['tensor_fqn']}: {_REPLACED}" for g in moved if g["module"] not in present]
+
+def _moved_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> tuple[list[str], list[str]]:
+    """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
+    moved = []
+    for group in groups:
+        try:
+            is_in_place = model.get_submodule(group["module_fqn"]) is group["module"]
+        except AttributeError:
+            is_in_place = False
+        if not is_in_place:
+            moved.append(group)
+    if not moved:
+        return [], []
+    modules = list(model.modules())
+    bases = [getattr(m, "base_layer", None) for m in modules]
+    inside, present = {m for b in bases if isinstance(b, nn.Module) for m in b.modules()}, set(modules)
+    adapted = [f"{g['tensor_fqn']}: {_ADAPTERS}" for g in moved if g["module"] in inside]
+    return adapted, [f"{g['tensor_fqn']}: {_REPLACED}" for g in moved if g["module"] not in present]
 
 
 def _kept_params(

@@ -6,7 +6,7 @@ remembered as masks, for `squash_mask`, for checkpoints and for `to_masks`, whic
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -218,7 +218,7 @@ class ProximalSparsifier(BudgetSparsifier):
     def _stepped(self) -> list[str]:
         """Names of tensors that their optimizer has moved since the last step here."""
         is_prepared = self._phase == "prepared"
-        return self._counts.stepped(self._parameters(self.groups)) if is_prepared else self._counts.restored()
+        return self._counts.stepped(self._parameters()) if is_prepared else self._counts.restored()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user."""
@@ -323,7 +323,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
-        pruning_groups, weights = self.pruning_groups(), self._parameters(self.groups)
+        pruning_groups, weights = self.pruning_groups(), self._parameters()
         if self._counts.optimizers:  # else every call is a step
             stepped = set(self._counts.stepped(weights))
             if changed := self._counts.changed_by_others(weights):
@@ -337,8 +337,8 @@ class ProximalSparsifier(BudgetSparsifier):
             self._update_groups(pruning_groups, groups_by_name(self.groups))
             self.iteration += 1
 
-    def _parameters(self, groups: Iterable[TensorGroup]) -> dict[str, Tensor]:
-        return {g["tensor_fqn"]: self._parameter(g) for g in groups}
+    def _parameters(self) -> dict[str, Tensor]:
+        return {g["tensor_fqn"]: self._parameter(g) for g in self.groups}
 
     def _fill(
         self,
@@ -348,49 +348,16 @@ class ProximalSparsifier(BudgetSparsifier):
         keeps: Mapping[PruningGroup, Budget],
     ) -> None:
         for pruning in pruning_groups:
-            diagonals = {spec: self._diagonal(groups[name]) for name, spec in pruning.specs.items()}
-            known = {spec: d for spec, d in diagonals.items() if d is not None}
-            if len(known) == len(diagonals):  # else the optimizer has not moved some tensor yet
-                self._shrink(pruning, groups, known, keeps[pruning])
-            self._counts.use(self._parameters(groups[name] for name in pruning.specs))
-
-    def _shrink(
-        self,
-        pruning: PruningGroup,
-        groups: Mapping[str, TensorGroup],
-        diagonals: Mapping[BlockSpec, Diagonal],
-        keep: Budget,
-    ) -> None:
-        """Shrink the blocks of a pruning group in a metric, and fill its masks with what is then not zero."""
-        weights = {spec: self._parameter(groups[name]).detach() for name, spec in pruning.specs.items()}
-        masks = {spec: self.live_mask(groups[name]) for name, spec in pruning.specs.items()}
-        strength = groups[next(iter(pruning.specs))].get("strength")
-        common = next(iter(diagonals.values()))  # one number for all elements gives the plain operator
-        is_plain = isinstance(common, float) and all(isinstance(d, float) and d == common for d in diagonals.values())
-        tensors = {
-            spec: d if isinstance(d, Tensor) else weights[spec].new_full(weights[spec].shape, d, dtype=torch.float64)
-            for spec, d in (() if is_plain else diagonals.items())
-        }
-        if strength is not None:
-            value = strength(self.iteration) if callable(strength) else strength
-            value = checked_strength(value, f"{pruning.label}: ", is_value=True)
-            thresholds = {m.block: value / common if is_plain else value for m in pruning.scope.members()}
-        else:
-            values = {s.view.param: w if is_plain else w * tensors[s] for s, w in weights.items()}
-            thresholds = pruning.scope.keep_thresholds(keep, values)
-            if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
-                thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
-        for block, t in thresholds.items():
-            specs = block.blocks()
-            windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
-            metric = windows if is_plain else block_windows(block, {s.view.param: tensors[s] for s in specs})
-            shrunk = [replace(m, mask=None if is_plain else h.values) for m, h in zip(windows, metric, strict=True)]
-            soft_threshold_windows([ScopeWindows(windows=tuple(shrunk), shape=(1,) * block.grid_ndim)], t)
-            values_alone = [replace(m, mask=None) for m in windows]
-            fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
-            for spec, m in zip(specs, windows, strict=True):
-                spec.view.write_back(m.window, weights[spec])
-                spec.view.write_back(m.mask, masks[spec])  # type: ignore[arg-type]
+            metric = {name: self._diagonal(groups[name]) for name in pruning.specs}
+            known = {pruning.specs[name]: diagonal for name, diagonal in metric.items() if diagonal is not None}
+            weights = {name: self._parameter(groups[name]) for name in pruning.specs}
+            if len(known) == len(metric):  # else the optimizer has not moved some tensor yet
+                strength = groups[next(iter(pruning.specs))].get("strength")
+                if strength is not None:
+                    strength = strength(self.iteration) if callable(strength) else strength
+                    strength = checked_strength(strength, f"{pruning.label}: ", is_value=True)
+                _shrink(pruning, weights, masks, known, keeps[pruning], strength)
+            self._counts.use(weights)
 
     def _diagonal(self, group: TensorGroup) -> Diagonal | None:
         """The metric of a tensor; None where its optimizer changes nothing."""
@@ -399,6 +366,52 @@ class ProximalSparsifier(BudgetSparsifier):
         parameter, name = self._parameter(group), group["tensor_fqn"]
         optimizer = self._counts.optimizers[trainer_of(self._counts.optimizers, parameter, name)]
         return diagonal_of(optimizer, parameter, self.conditioner, name)
+
+
+def _shrink(
+    pruning: PruningGroup,
+    parameters: Mapping[str, Tensor],
+    all_masks: Mapping[str, Tensor],
+    diagonals: Mapping[BlockSpec, Diagonal],
+    keep: Budget,
+    strength: float | None,
+) -> None:
+    """Shrink the blocks of a pruning group in a metric, and fill its masks with what is then not zero.
+
+    Args:
+        pruning: The pruning group.
+        parameters, all_masks: {tensor name: tensor}, which are changed in place.
+        diagonals: The metric: a number for each tensor, or a tensor of its shape.
+        keep: The budget.
+        strength: Of the penalty, in place of a budget; or None.
+    """
+    weights = {spec: parameters[name].detach() for name, spec in pruning.specs.items()}
+    masks = {spec: all_masks[name] for name, spec in pruning.specs.items()}
+    common = next(iter(diagonals.values()))  # one number for all elements gives the plain operator
+    is_plain = isinstance(common, float) and all(isinstance(d, float) and d == common for d in diagonals.values())
+    tensors = {
+        spec: d if isinstance(d, Tensor) else weights[spec].new_full(weights[spec].shape, d, dtype=torch.float64)
+        for spec, d in (() if is_plain else diagonals.items())
+    }
+    thresholds: dict[Any, Any]
+    if strength is not None:
+        thresholds = {m.block: strength / common if is_plain else strength for m in pruning.scope.members()}
+    else:
+        values = {s.view.param: w if is_plain else w * tensors[s] for s, w in weights.items()}
+        thresholds = pruning.scope.keep_thresholds(keep, values)
+        if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
+            thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
+    for block, threshold in thresholds.items():
+        specs = block.blocks()
+        windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
+        metric = windows if is_plain else block_windows(block, {s.view.param: tensors[s] for s in specs})
+        shrunk = [replace(w, mask=None if is_plain else h.values) for w, h in zip(windows, metric, strict=True)]
+        soft_threshold_windows([ScopeWindows(windows=tuple(shrunk), shape=(1,) * block.grid_ndim)], threshold)
+        values_alone = [replace(w, mask=None) for w in windows]
+        fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
+        for spec, window in zip(specs, windows, strict=True):
+            spec.view.write_back(window.window, weights[spec])
+            spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
 
 
 def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import distributed, masking
 from ..calibration import Statistics
-from ..errors import SparsityError, refuse_meta_masks
+from ..errors import SparsityError
 from ..models.names import connected
 from ..models.progress import progress_bar
 from ..patterns import Pattern
@@ -49,7 +49,7 @@ from .stages import (
     stages_of,
     without_pattern,
 )
-from .usage import refuse_unknown_keys
+from .usage import refuse_meta_masks, refuse_unknown_keys
 
 AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
 
