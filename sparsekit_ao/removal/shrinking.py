@@ -125,8 +125,11 @@ def shrink(
     }
     next(phase)
     if uniform or (uniform is None and is_open):
-        described = in_config(model, discovery, example_inputs, multiples=multiples, normed=normed, **trial)
-        discovery = described if uniform or described.couplings else discovery
+        trial |= {"multiples": multiples, "normed": normed}
+        trial |= {} if cost_of is None else {"any_width": True, "ratio": 0.5}  # half of a number fits more often
+        described, widths = in_config(model, discovery, example_inputs, **trial)
+        if uniform := bool(uniform or described.couplings):
+            discovery, multiples = described, widths
     # Which layers are pruned, and how many units each keeps
     named = [c for c in discovery.couplings if kinds is None or {c.name, c.kind} & {*kinds}]
     levels = {c.name: _number(ratio, c.name, 0.0) if cost_of is None else level for c in named}
@@ -140,14 +143,14 @@ def shrink(
         if cost_of is None:
             counts = counts_at_levels(model, some, levels, multiples)
         else:  # squares of norms add up, and saliencies do
-            how: dict[str, Any] = {"power": 2 if score is None else 1, "multiples": multiples, "limits": limits}
-            counts = counts_within(model, some, scores, cost_of, saved, **how)
+            power = 2 if score is None else 1
+            counts = counts_within(model, some, scores, cost_of, saved, power=power, multiples=multiples, limits=limits)
         return Trials(model, _without_lowest(model, some, scores, counts, multiples), example_inputs, tolerance)
 
     # Their units of the lowest scores are made zero and removed
     next(phase)
     scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
-    removals, small, report, failing = _removed(list(layers), scored, pruned, normed)
+    removals, small, report, failing = _removed(list(layers), scored, pruned, normed, bool(uniform))
     next(phase, None)
     left_out += [*failing, *_unreached(removals, levels, multiples)]
     return small, _with_reasons(report, whole, small, discovery, left_out, tensor_parallel)
@@ -183,8 +186,9 @@ def _removed(
     scored: Callable[[list[Coupling]], tuple[Rows, Mapping[str, SparsityError]]],
     pruned: Callable[[list[Coupling], Rows], Trials],
     normed: Normed,
+    uniform: bool,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
-    """Prune and remove until what was pruned is what can be removed.
+    """Prune and remove until what was pruned is what can be removed, and with `uniform` what the config can hold.
 
     Returns (layer, removal) of each, the smaller model, its report, and (name, reason) of layers that are left out.
     """
@@ -207,6 +211,13 @@ def _removed(
             if failing:
                 continue
             removals, small, report = trials.removed(layers, normed)
+        if uniform and layers and report.not_in_config:
+            rest = [[other for other in layers if other is not coupling] for coupling in layers]
+            fitting = next((at for at, some in enumerate(rest) if not trials.misfit(some, normed)), 0)
+            why = f"the config cannot hold it together with others ({report.not_in_config}); uniform=False removes it"
+            left_out.append((layers[fitting].name, why))
+            layers = rest[fitting]
+            continue
         return [(layers[removal.source].name, removal) for removal in removals], small, report, left_out
 
 

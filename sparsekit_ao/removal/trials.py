@@ -237,9 +237,14 @@ class Trials:
         removals, model, reference = self._removals(couplings), self._masked, self.reference
         return removals, *verified(model, removals, reference, self._tolerance, with_config=True, normed=normed)
 
-    def misfit(self, couplings: Sequence[Coupling], normed: Normed) -> str:
-        """How a model constructed from the config of the one without zero units of these couplings differs from it."""
+    def misfit(self, couplings: Sequence[Coupling], normed: Normed, kept: int = 1) -> str:
+        """How a model constructed from the config of the one without zero units of these couplings differs from it.
+
+        Of each scope at least so many units are kept.
+        """
         removals = self._removals(couplings)
+        drops = [(r, ~r.keep) for r in removals]
+        removals = [replace(r, keep=r.keep | (drop & (drop.cumsum(-1) <= kept - r.kept))) for r, drop in drops]
         small, _, notes, _ = without_units(self._masked, removals, trial=self.reference)
         redo_weight_norms(small, normed)
         why = fit_config(self._masked, small, removals, self.reference, self._tolerance, discarded=True)[1]
@@ -327,26 +332,37 @@ def in_config(
     multiples: Mapping[str, int],
     tolerance: float,
     normed: Normed,
-) -> Discovery:
+    any_width: bool = False,
+) -> tuple[Discovery, dict[str, int]]:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
-    Those that fail are tried again together with others of as many units: one field may hold the size of both.
+    Those that fail are tried again together with others of as many units: one field may hold the size of both. Also
+    returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
     """
     trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
+    together = {coupling: [coupling] for coupling in discovery.couplings}
     failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
         equal = [coupling for coupling in failing if units[coupling] == number]
         if len(equal) > 1 and not trials.misfit(equal, normed):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
+            together |= dict.fromkeys(equal, equal)
+    widths = dict(multiples)
+    for coupling in (c for c in discovery.couplings if any_width and c not in failing):
+        whole, name = coupling.bind(model)[0].grid[-1], coupling.name
+        steps = [m for m in range(multiples[name], whole, multiples[name]) if whole % m == 0] or [multiples[name]]
+        fit = (m for m in steps if not trials.misfit(together[coupling], normed, (whole - 1) // m * m))
+        widths[name] = next(fit, whole)
     kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
-    return replace(
+    fitting = replace(
         discovery,
         couplings=tuple(discovery.couplings[at] for at in kept),
         counts=tuple(discovery.counts[at] for at in kept),
         left_out=(*discovery.left_out, *reasons),
     )
+    return fitting, widths
 
 
 def _kind(coupling: Coupling, together: int = 1) -> str:

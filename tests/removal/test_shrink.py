@@ -386,6 +386,18 @@ def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_l
     assert "fits: transformers" in texts and any("fits: vLLM" in text for text in texts)
 
 
+@pytest.mark.parametrize(("heads", "key_heads"), [(8, 4), (4, 4), (12, 12)])
+@pytest.mark.parametrize(("uniform", "cost"), [(None, "parameters"), (True, "flops")])
+def test_with_a_cost_only_widths_that_the_config_can_hold_are_chosen(heads, key_heads, uniform, cost):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=key_heads)
+    model = fill(transformers.LlamaForCausalLM(config)).eval()
+    small, report = shrink(model, {"input_ids": torch.arange(14).view(2, 7)}, 0.4, cost=cost, uniform=uniform)
+    assert report.not_in_config == "" and small.config.hidden_size % small.config.num_attention_heads == 0
+    assert small.config.hidden_size < 48 and getattr(report.after, cost) <= 0.6 * getattr(report.before, cost)
+
+
 def test_uniform_numbers_divide_over_ranks_and_the_report_says_where_they_do_not():
     model, inputs = hf_models.make("Llama")
     couplings = [Coupling(MLP)]
