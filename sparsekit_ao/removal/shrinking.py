@@ -392,7 +392,8 @@ def _chosen(
     for coupling in places:
         if coupling not in chosen:
             shared = next(place for place in places[coupling] if place in owners)
-            left_out.append((coupling.name, f"it divides {shared[0]}[{shared[1]}] as {owners[shared]!r} does"))
+            why = f"dimension {shared[1]} of {shared[0]} is pruned by {owners[shared]!r} already"
+            left_out.append((coupling.name, why))
     return [coupling for coupling in places if coupling in chosen], left_out
 
 

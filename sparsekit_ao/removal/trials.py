@@ -398,13 +398,19 @@ def by_name(numbers: Any, couplings: Iterable[Coupling]) -> Any:
 
 
 def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
-    """Give couplings different names: those of equal ones get the axes of their first member, or a number."""
-    for suffix in (lambda coupling, at: f" {next(iter(coupling.members.values()))}", lambda coupling, at: f" #{at}"):
-        counts = Counter(coupling.name for coupling in couplings)
-        couplings = [
-            replace(c, name=c.name + suffix(c, at)) if counts[c.name] > 1 else c for at, c in enumerate(couplings)
-        ]
-    return list(couplings)
+    """Give couplings different names: equal ones get the kind, or the axes of the first member, or a number."""
+    named = list(couplings)
+    for name, count in Counter(coupling.name for coupling in couplings).items():
+        alike = [at for at, coupling in enumerate(couplings) if coupling.name == name]
+        choices = (
+            [f"({couplings[at].kind})" for at in alike],
+            [next(iter(couplings[at].members.values())) for at in alike],
+            [f"#{at}" for at in alike],
+        )
+        suffixes = next(choice for choice in choices if len({*choice}) == count)
+        for at, suffix in zip(alike, suffixes, strict=True) if count > 1 else ():
+            named[at] = replace(couplings[at], name=f"{name} {suffix}")
+    return named
 
 
 def _merges(

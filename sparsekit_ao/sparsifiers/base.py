@@ -210,7 +210,8 @@ class MaskSparsifier(Trainable, Checkpointed):
     def materialized(self) -> Iterator[None]:
         """Compute every masked weight once for many forward passes, such as generation or evaluation.
 
-        Inside, `step` raises and the optimizer must not run, since weights are not masked anew.
+        Inside, `step` raises and the optimizer must not run, since weights are not masked anew. The cache is that of
+        `torch.nn.utils.parametrize.cached`, which the parametrizations of all models in the process share.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> sparsifier = ScopeSparsifier()

@@ -411,7 +411,7 @@ def _shrink(
         fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
         for spec, window in zip(specs, windows, strict=True):
             spec.view.write_back(window.window, weights[spec])
-            spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
+            spec.view.write_back(window.mask, masks[spec])
 
 
 def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import logging
 import threading
 
 import pytest
@@ -525,7 +526,7 @@ def test_scripted_modules_are_refused():
             discover(model, ROWS)
 
 
-def test_errors_name_the_place_and_the_remedy():
+def test_errors_name_the_place_and_the_remedy(caplog):
     with pytest.raises(SparsityError, match=r"needs a model \(an nn.Module\), got str"):
         discover("model", ROWS)
     with pytest.raises(SparsityError, match="^discover: weight has no shape yet; run one forward of the lazy module"):
@@ -537,6 +538,7 @@ def test_errors_name_the_place_and_the_remedy():
         discover(looks, ROWS)
     with pytest.raises(SparsityError, match="^discover: the forward failed in 0: RuntimeError: .*Check"):
         discover(nn.Sequential(nn.Linear(3, 4)), ROWS)
+    assert not caplog.text and not logging.getLogger("torch._subclasses.fake_tensor").filters
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12])

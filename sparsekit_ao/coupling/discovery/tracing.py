@@ -10,6 +10,7 @@ import copy
 import inspect
 import itertools
 import linecache
+import logging
 import math
 import os
 import traceback
@@ -235,12 +236,20 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_drop)  # torch logs a traceback of the operation that fails, before the error below says where
     try:
         return _traced(model, example_inputs, FakeTensorMode(allow_non_fake_inputs=True))
     except _ForwardError:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise
+    finally:
+        log.removeFilter(_drop)
     return _traced(model, example_inputs, None)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
 
 
 class _ForwardError(SparsityError):
