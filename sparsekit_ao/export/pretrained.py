@@ -5,7 +5,8 @@ import inspect
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree
 
 from ..errors import SparsityError
-from ..masking import dense_state_dict, find_mask, installed, remove_mask, select
-from ..models.names import owner_of, parameter_of
+from ..masking import dense_state_dict_of, find_mask, installed, remove_mask, select
+from ..models.names import is_of_transformers, owner_of, parameter_of
 from ..removal.compaction import Compaction
 from ..removal.manifest import cut_to
 from ..removal.remove import Zeros
@@ -34,8 +36,9 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it; it does not change.
 
     Of a masked or squashed one, masked values are written under their plain names, with `masks.safetensors` beside
-    them, one bit for each element. Where the config of a compacted one does not describe it, the dense model's config
-    and `manifest.json` are written, which `load_pretrained` reads.
+    them, one bit for each element. Values are computed file by file (`max_shard_size`, 5 GB by default). Where the
+    config of a compacted one does not describe it, the dense model's config and `manifest.json` are written, which
+    `load_pretrained` reads.
 
     Args:
         model: Of transformers, or with another `save_pretrained(path, state_dict=...)`.
@@ -82,10 +85,10 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
 
 
 def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     masks = {name: mask for name, _, _, mask in _masked_tensors([model], sparsifier, "save_pretrained")}
-    values = dense_state_dict(model)
+    values = dense_state_dict_of(model, _Masked.of if is_of_transformers(model, "PreTrainedModel") else select)
     for name, mask in masks.items():
         wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
         if len(wrong):
@@ -93,17 +96,19 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
                 f"save_pretrained: {name} is not zero at {wrong[0].tolist()}, which its mask drops ({len(wrong):,} "
                 "such values): it was changed after squash_mask, or the mask is another model's. Apply the mask first."
             )
+    if "max_shard_size" in inspect.signature(model.save_pretrained).parameters:
+        kwargs = {"max_shard_size": "5GB"} | kwargs
     model.save_pretrained(folder, state_dict=dict(values), **kwargs)
     shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
     bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
-    files = {*folder.glob("*.safetensors")} - {folder / MASKS}
-    written = [(name, tensor) for file in files for name, tensor in load_file(file).items() if name in masks]
-    if len(dict(written)) < len(masks) and hasattr(model, "from_pretrained"):  # some were renamed or split
-        written = [*type(model).from_pretrained(folder).state_dict().items()]
-    wrong = {name for name, tensor in written if name in masks and not same_bits(tensor, values[name])}
-    if wrong := wrong | (masks.keys() - {name for name, _ in written}):
-        raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {min(wrong)}")
+    read = set()
+    for name, tensor in _read_back(model, folder, masks.keys()):
+        if not same_bits(tensor, values[name].contiguous()):
+            raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {name}")
+        read.add(name)
+    if missing := masks.keys() - read:
+        raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {min(missing)}")
     return Conversion(
         target="save_pretrained",
         converted=tuple(masks),
@@ -111,6 +116,70 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
         after=(folder / MASKS).stat().st_size,
         notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros",),
     )
+
+
+class _Masked(Tensor):
+    """A masked weight, which is computed when its values are read, and takes no memory of its own until then.
+
+    transformers reads a shard after the other, and does no more with whole state dicts than to take views of tensors.
+    """
+
+    mask: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, mask: Tensor) -> Tensor:
+        if type(weight) is not Tensor:  # sharded or quantized
+            return select(weight, mask)
+        lazy = weight.as_subclass(cls)
+        lazy.mask = mask
+        return lazy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lazy: Any = next(iter(args), None)
+        others, kwargs = args[1:], kwargs or {}
+        name = func.__name__ if isinstance(lazy, cls) else ""
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("chunk", "detach", "squeeze"):
+                views = (func(tensor, *others, **kwargs) for tensor in (lazy.as_subclass(Tensor), lazy.mask))
+                return _pytree.tree_map(cls.of, *views)
+            if name in ("__get__", "data_ptr", "size", "untyped_storage"):  # `__get__` reads shape, device and dtype
+                found = func(lazy.as_subclass(Tensor), *others, **kwargs)
+                if not isinstance(found, Tensor):
+                    return found
+            plain = _pytree.tree_map_only(cls, lambda t: select(t.as_subclass(Tensor), t.mask), (args, kwargs))
+            return func(*plain[0], **plain[1])
+
+
+def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read tensors that were saved, one at a time; as `from_pretrained` loads them if some were renamed or split."""
+    from safetensors import safe_open
+
+    written = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            written += [(path, name) for name in set(file.keys()) & names if path.name != MASKS]
+    if len({name for _, name in written}) == len(names) or not hasattr(model, "from_pretrained"):
+        for path, name in written:
+            with safe_open(path, framework="pt") as file:
+                yield name, file.get_tensor(name)
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as offloaded:
+        on_disk = {"device_map": {"": "disk"}, "offload_folder": offloaded} if find_spec("accelerate") else {}
+        loaded = type(model).from_pretrained(folder, **on_disk)
+        for name in names:
+            yield name, _tensor(loaded, name)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer; read from disk if accelerate has offloaded it there."""
+    module, key = owner_of(model, name)
+    if not hasattr(module, "_hf_hook"):
+        return getattr(module, key).detach()
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        return getattr(module, key).detach()
 
 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
@@ -138,8 +207,9 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 f"save_pretrained: this cannot be loaded again, so {folder} is left as it was: {e}. A model that was "
                 "made smaller twice can be saved if its config describes it after the first time."
             ) from e
-        for key, tensor in model.state_dict().items():
-            if key not in loaded or not tensor.detach().cpu().equal(loaded[key].to(tensor.dtype).cpu()):
+        for key in model.state_dict():
+            tensor = _tensor(model, key).cpu()
+            if key not in loaded or not tensor.equal(loaded[key].to(tensor.dtype).cpu()):
                 raise SparsityError(f"save_pretrained: what is loaded from {new} has other values of {key}")
         folder.mkdir(exist_ok=True)
         for stale in (MANIFEST, WEIGHTS, INDEX, *(file.name for file in folder.glob("model-*-of-*.safetensors"))):
@@ -509,7 +579,8 @@ def _masked_tensors(
         if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
-        tensors.append((name, module, key, (mask.detach() != 0).to(parameter.device)))
+        kept = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+        tensors.append((name, module, key, kept.to(parameter.device)))
     return tensors
 
 

@@ -4,6 +4,7 @@ from .squash import rebuilt_originals, refuse_uninvertible, refuse_unwritable, r
 from .weight_mask import (
     WeightMask,
     dense_state_dict,
+    dense_state_dict_of,
     dense_weight,
     find_mask,
     installed,

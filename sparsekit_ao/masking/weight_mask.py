@@ -5,7 +5,7 @@ forward pass, so autograd saves a copy of the mask (see `select`), which a later
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -288,6 +288,11 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     >>> sorted(export.dense_state_dict(model)), int((export.dense_state_dict(model)["0.weight"] == 0).sum())
     (['0.bias', '0.weight'], 16)
     """
+    return dense_state_dict_of(model, select)
+
+
+def dense_state_dict_of(model: nn.Module, masked_weight: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    """As `dense_state_dict`, with the values that a function makes of a weight and its mask."""
     masked: dict[int, Tensor] = {}
 
     def put(module: nn.Module, found: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -304,7 +309,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
             for key in [k for k in found if k.startswith(f"{prefix}parametrizations.{name}.")]:
                 del found[key]
             if id(mask) not in masked:  # that of a tied parameter is registered under each of its names
-                masked[id(mask)] = select(original, placed_like(mask.mask, original)).detach()
+                masked[id(mask)] = masked_weight(original, placed_like(mask.mask, original)).detach()
             found[f"{prefix}{name}"] = masked[id(mask)]
 
     # A module's hook knows the names in the state dict, which wrappers (activation checkpointing) change.

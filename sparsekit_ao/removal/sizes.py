@@ -431,9 +431,14 @@ def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, dis
         with seeded([]), _Unfilled():
             fresh = type(small)(copy.deepcopy(small.config))
         fresh.load_state_dict(small.state_dict(), assign=True)
-        fresh.to(next(small.parameters()).device)
+        for name, module in small.named_modules():
+            if hasattr(module, "_hf_hook"):  # accelerate reads its weights from disk
+                from accelerate.hooks import add_hook_to_module
+
+                add_hook_to_module(fresh.get_submodule(name), module._hf_hook)
         buffers = dict(small.named_buffers())
         for name, values in fresh.named_buffers():  # those that are not saved may have been rounded with the model
+            values.data = values.to(next(small.parameters()).device if name not in buffers else buffers[name].device)
             if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
                 values.data = buffers[name]
         for model in (fresh,) if discarded else (small, fresh):

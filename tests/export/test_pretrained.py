@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -11,6 +12,8 @@ from export_models import batches, looks, mlp, pruned, same
 from torch import nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
+from sparsekit_ao.export import pretrained
+from sparsekit_ao.masking import select, weight_mask
 from sparsekit_ao.removal import shrink, shrink_layers
 
 
@@ -49,6 +52,56 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
     assert masks.keys() == {g["tensor_fqn"] for g in sparsifier.groups}
     for name, mask in masks.items():
         assert torch.equal(mask, sparsifier.mask(name) != 0) and not again.get_parameter(name)[~mask].any()
+
+
+@pytest.mark.parametrize("squash", [False, True])
+def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squash, tmp_path, monkeypatch):
+    hf_models = pytest.importorskip("hf_models")
+    model, inputs = hf_models.make("Llama")
+    sparsifier, living, most = ScopeSparsifier(0.5), {}, [0]
+    sparsifier.prepare(model)
+    sparsifier.step()
+    with torch.no_grad():
+        want = model(**inputs).logits
+    if squash:
+        sparsifier.squash_mask()
+
+    def counted(weight, mask):
+        masked = select(weight, mask)
+        living[id(masked)] = masked.nbytes
+        weakref.finalize(masked, living.pop, id(masked))
+        most[0] = max(most[0], sum(living.values()))
+        return masked
+
+    def refused(path, **options):
+        raise AssertionError(f"all of {path} was read at once")
+
+    for module in (weight_mask, pretrained):
+        monkeypatch.setattr(module, "select", counted)
+    monkeypatch.setattr("safetensors.torch.load_file", refused)
+    export.save_pretrained(model, sparsifier, tmp_path, max_shard_size="10KB")
+    shards = [file.stat().st_size for file in tmp_path.glob("model*.safetensors")]
+    assert len(shards) > 4 and most[0] <= max(shards) and bool(most[0]) != squash
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert torch.equal(type(model).from_pretrained(tmp_path).eval()(**inputs).logits, want)
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("kinds", [("blocks",), ("attention",)])
+def test_a_model_offloaded_to_disk_without_some_layers_is_saved(kinds, tmp_path):
+    pytest.importorskip("accelerate")
+    hf_models = pytest.importorskip("hf_models")
+    model, inputs = hf_models.make("Llama")
+    model.save_pretrained(tmp_path / "dense")
+    on_disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    offloaded = type(model).from_pretrained(tmp_path / "dense", **on_disk)
+    with torch.no_grad():
+        small, report = shrink_layers(offloaded, [inputs], 0.5, kinds=kinds)
+        assert bool(report.not_in_config) == (kinds != ("blocks",)) and next(small.parameters()).is_meta
+        export.save_pretrained(small, report, tmp_path / "small")
+        again = export.load_pretrained(tmp_path / "small", type(model))
+        assert torch.equal(again(**inputs).logits, small(**inputs).logits)
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
