@@ -61,7 +61,7 @@ def power(
             on its block shape.
         density: The fraction of all elements together that is kept, in [0, 1].
         fixed: {name: density} of tensors with a density of their own. The others are scaled to keep the overall one.
-        exponent: Of the ratio; at least 0.
+        exponent: The exponent of the ratio, at least 0.
         kernel: Use sum(shape) / prod(shape), else the same of the first two dimensions alone.
 
     Returns:

@@ -70,7 +70,7 @@ def plot_layers(
     """Plot the density of every weight of an `export.report`, one bar each, coloured by the first pattern it satisfies.
 
     Args:
-        report: Of a model.
+        report: The report of a model.
         path: Where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
         ax: Where to draw; a new figure, as high as the number of layers needs, if None.
 

@@ -113,7 +113,7 @@ class Statistics:
             self.add({"input_gram": rows.mT @ rows})
 
     def missing(self, needs: Sequence[str]) -> list[str]:
-        """Those of `needs` that were not collected."""
+        """Return which of `needs` were not collected."""
         collected = {*self.sums, *(INPUTS if self.rows or "input_gram" in self.sums else ())}
         return [n for n in needs if n not in collected]
 

@@ -43,9 +43,9 @@ class Coupling:
 
     Args:
         members: {name of a parameter or buffer: its axes}. The unit is what it has at one index of the unit axis and of
-            the scope axes, whole along all others. Axes other than unit, scope and those of `sizes` may have
-            another length in each member. Of a concatenation, `"o (8 + u + 4)"` has units between the first 8 and the
-            last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
+            the scope axes, whole along all others. Axes other than unit, scope and those of `sizes` may have another
+            length in each member. `"o (8 + u + 4)"` describes a concatenation whose units lie between the first 8 and
+            the last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
             is on the first one, and `compact` removes both.
         unit: The one axis that is kept or dropped.
         scope: Axes within which the unit is chosen, an equal number in each. The query heads of every key head, say.
@@ -374,12 +374,13 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
 
 
 def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Coupling | None:
-    """Return one coupling whose unit is a unit of one and as many of the other as there are for it.
+    """Merge two couplings: a unit of the result is one unit of the coarser one with the finer units that belong to it.
 
-    So a pair of numbers of queries and keys in a rotary attention goes with two single ones of the values.
+    In a rotary attention, for example, a pair of numbers of the queries and keys belongs with two numbers of the
+    values.
 
-    None if the couplings share a tensor, are bound to other layers, or have units in parts of a concatenation or in two
-    dimensions of a tensor. None too if neither number of units divides the other.
+    Returns None if the couplings share a tensor, are bound to different layers, have units in a part of a concatenation
+    or in two dimensions of a tensor, or if neither number of units divides the other.
 
     >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
     >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})

@@ -50,7 +50,10 @@ def is_part(mesh: Any, of: Any) -> bool:
 
 
 def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
-    """The dimensions of a mesh over which a tensor on (a part of) it is sharded; it is replicated over the others."""
+    """Return the dimensions of a mesh over which a tensor is sharded; it is replicated over the others.
+
+    The tensor may be on a part of the mesh.
+    """
     if not is_sharded(t):
         return ()
     part = t.device_mesh

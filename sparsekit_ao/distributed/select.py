@@ -156,8 +156,8 @@ class _Shard:
     """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
 
     Attributes:
-        keys: Of the blocks' scores, [rows, slots]; the lowest integer where no block may be kept. `_select` replaces
-            them by bools, True where the block is kept.
+        keys: Integer keys of the blocks' scores, [rows, slots]; the lowest integer where no block may be kept.
+            `_select` replaces them by bools, True where the block is kept.
         scopes: The scope of each row, among those of all requests.
         first_index: The index that the member's first block has in a scope.
         indices: What each dimension of the block grid adds to that index, for the slots of a row.

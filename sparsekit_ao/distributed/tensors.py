@@ -95,7 +95,8 @@ def from_local(part: Tensor, weight: Any) -> Tensor:
 def all_agree(condition: bool | Tensor, tensors: Iterable[Any]) -> bool | Tensor:
     """Whether a condition is true on every rank of the tensors' meshes.
 
-    Of a tensor, or where there are meshes, it is a tensor of one number: reading it waits for the device.
+    The result is a tensor of one element if `condition` is a tensor or if there are meshes; reading it waits for the
+    device.
     """
     for mesh in {t.device_mesh: None for t in tensors if is_sharded(t)}:
         flag = torch.ones((), dtype=torch.int32, device=mesh.device_type)

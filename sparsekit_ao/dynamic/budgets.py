@@ -34,7 +34,7 @@ class Budgets:
     """The budgets of all pruning groups, in their groups; pruning groups are given by their index.
 
     Attributes:
-        pruning_groups: Of the sparsifier, stage by stage.
+        pruning_groups: The sparsifier's pruning groups, stage by stage.
         groups: {name: group}, where the budgets are stored.
         densities: How an overall level is distributed; None where the masks were saved ones.
     """

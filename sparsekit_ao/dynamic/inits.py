@@ -36,7 +36,7 @@ class Init:
         masks: Saved masks, or a checkpoint that holds them; an empty mapping stands for the zeros of the model's
             weights; None where kept blocks are drawn at random.
         shuffle: Keep the counts of the saved masks, and draw which blocks are kept.
-        first_dense: The first tensor without a budget of its own stays dense; the others make up for it.
+        first_dense: Whether the first tensor without a budget of its own stays dense, and the others keep fewer blocks.
     """
 
     name: str

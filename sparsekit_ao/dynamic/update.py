@@ -39,7 +39,7 @@ class UpdateStatistics:
 
     Attributes:
         iteration: When.
-        fraction: Of the active blocks, the part that was pruned. Some may have grown again in the same update.
+        fraction: The fraction of the active blocks that was pruned. Some may have grown again in the same update.
         grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
         kept: {tensor_fqn: elements} that are active now.
 

@@ -71,7 +71,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
 
     Args:
         model: Squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
-        path: Of the file, which is replaced if it exists.
+        path: Where the file is written; an existing file is replaced.
         tensors: Weights to pack, as for `export.check`.
 
     Raises:

@@ -54,8 +54,8 @@ class WeightMask(FakeSparsity):
     """Masked weight: a `torch_ao.FakeSparsity` that compiles, keeps dtypes and saves its mask.
 
     Args:
-        mask: Of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and is only
-            ever filled in place.
+        mask: A tensor of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and
+            is only ever filled in place.
 
     >>> layer = nn.Linear(2, 1)
     >>> mask = WeightMask(torch.tensor([[True, False]]))

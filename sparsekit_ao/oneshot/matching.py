@@ -107,7 +107,7 @@ def recover(
     without repeated blocks is one block.
 
     Both models run in eval mode. Weights in 16 bits are trained by float32 copies. In memory are both models, five
-    times one block's weights in float32, and the inputs of a block in both models for all batches. Of a model with
+    times one block's weights in float32, and the inputs of a block in both models for all batches. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
     Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
@@ -125,7 +125,7 @@ def recover(
             `forward` returns. By the mean squared error (`"mse"`), or the divergence of logits (`"kl"`).
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: Which tokens count, as for `one_shot`.
-        seed: Of the order of batches.
+        seed: The seed that determines the order of batches.
         progress: Show a progress bar on a terminal.
         resume: The number of blocks that an interrupted call finished; these stay as they are. Load the state dict
             that `checkpoint` saved first. The result has the same bits as that of a call without interruption.

@@ -66,7 +66,7 @@ class OneShotReport(Table[LayerRow]):
 
     Attributes:
         rows: One per layer, in the order of the forward pass.
-        seconds: Of the whole pass, recording included.
+        seconds: The time of the whole pass, recording included.
         blocks: Number of repeated modules that were pruned in order; 0 where the model ran once for each layer, and
             None where it did not run, without batches.
         recovery: What `recover` did, or None.

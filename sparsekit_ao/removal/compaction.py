@@ -373,7 +373,7 @@ def without_units(
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    That of a trial has the dtype that the reference compares, and computes its large tensors whenever they are read.
+    In a trial, the copy has the dtype that the reference compares, and computes its large tensors when they are read.
 
     Raises:
         SparsityError: They cannot be removed.

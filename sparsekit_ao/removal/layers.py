@@ -80,8 +80,8 @@ def shrink_layers(
     """Remove the repeated blocks, or the attention and MLPs of blocks, that change their input least.
 
     The influence of a block is one less the cosine of its input and its output, the mean over all tokens (ShortGPT,
-    arXiv 2403.03853). That of an attention or MLP is the same of the hidden states before and after its output is added
-    to them. Outputs change: by `report.difference` on the first batch.
+    arXiv 2403.03853). The influence of an attention or MLP is computed from the hidden states before and after its
+    output is added to them. Outputs change: by `report.difference` on the first batch.
 
     Blocks that remain are numbered anew (`layer_idx`), and the config of a transformers model too. A removed attention
     or MLP gives zeros. The config says so by `per_layer_config`, as `{3: {"skip": ["mlp"]}}`. Where the model's class

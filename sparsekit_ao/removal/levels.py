@@ -41,7 +41,7 @@ def cost_function(cost: str | Cost, inputs: Any) -> Cost:
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
     """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it.
 
-    Those are the dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype.
+    Kernels need it for 16-bit weights, and for packed experts (experts, out, in) of any dtype.
 
     >>> mlp = Coupling({"0.weight": "u i", "1.weight": "o u"})
     >>> model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))

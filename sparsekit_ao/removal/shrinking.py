@@ -59,7 +59,7 @@ def shrink(
     layer has its own number. Where the model has a `config`, layers of one coupling that have equal numbers keep equal
     ones, so that the config can hold them, except with `uniform=False`.
 
-    Of a transformers model, only those units are dropped whose number the config can hold, the same in all layers.
+    In a transformers model, units are dropped only if the config can hold their number, the same in all layers.
     Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
     out, as parts of heads; `uniform=False` drops them too, and the result needs `export.load_pretrained`.
 
@@ -383,7 +383,7 @@ def _chosen(
                 if compatible.keys().isdisjoint(places[coupling]):
                     compatible |= dict.fromkeys(places[coupling], coupling)
             sets.append(list(dict.fromkeys(compatible.values())))
-        # Whole heads, which a config can count, before numbers of each. Of a grouped convolution, fewer inputs and
+        # Whole heads, which a config can count, come before parts of heads. In a grouped convolution, fewer inputs and
         # outputs in each group remove more than fewer groups.
         parts = {c for c in rivals if c.kind == "head size" or not dropped[c]}
         sizes = [round(_removed_parameters(model, some, places, dropped)) for some in sets]

@@ -67,8 +67,8 @@ def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> lis
 def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
     """Find the new values of all attributes that the couplings list; a SparsityError if some do not fit.
 
-    Couplings that share a tensor each shrink a factor of their own. Those that share none and list the same axes are
-    layers that hold the same number: they must agree, and it shrinks once.
+    Couplings that share a tensor shrink one factor each. Couplings that share no tensor and list the same axes belong
+    to different layers with the same number; they must agree, and the number shrinks once.
     """
     changes: dict[tuple[int, str], Change] = {}  # by the object and the attribute
     counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
@@ -97,7 +97,7 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
 
 
 def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: Removal, axes: str) -> Removal:
-    """The removal that shrinks the factor counted by this one: an earlier one of another layer, or itself."""
+    """Return the removal by which the factor of this one shrinks: an earlier one of another layer, or this one."""
 
     def tensors(removal: Removal) -> set[int]:
         return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.coupling.members]).values()}

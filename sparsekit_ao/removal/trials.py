@@ -190,9 +190,9 @@ def _sorted(
 
 
 class Trials:
-    """Compactions of a model in which units of all couplings are zero, those of `known`.
+    """Trial removals: compactions of a model in which the units that `known` lists for each coupling are zero.
 
-    After each one `done` is called; `failed` counts, for each kind, the couplings that could not be removed.
+    `done` is called after each trial, and `failed` counts for each kind the couplings that could not be removed.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Trials:
     def misfit(self, couplings: Sequence[Coupling], normed: Normed, kept: int = 1) -> str:
         """How a model constructed from the config of the one without zero units of these couplings differs from it.
 
-        Of each scope at least so many units are kept.
+        At least so many units are kept in each scope.
         """
         removals = self._removals(couplings)
         drops = [(r, ~r.keep) for r in removals]
@@ -336,8 +336,8 @@ def in_config(
 ) -> tuple[Discovery, dict[str, int]]:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
-    Those that fail are tried again together with others of as many units: one field may hold the size of both. Also
-    returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
+    Couplings that fail are tried again together with others that have as many units, since one field may hold both.
+    Also returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
     """
     trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
     together = {coupling: [coupling] for coupling in discovery.couplings}

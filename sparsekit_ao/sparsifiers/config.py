@@ -100,7 +100,7 @@ def resolve_groups(
 
     Args:
         model, config, exclude: As for `prepare`; of a module class, `weight` or `tensor_name` is meant.
-        keys: Those that an entry may have besides the ones that name its tensors.
+        keys: The keys that an entry may have besides the ones that name its tensors.
         complete: Adds defaults to what an entry gives for one tensor.
         is_default: The config was made from the model; tied parameters and adapters are then left out.
         check: Called with each group; a tensor for which it raises a SparsityError is skipped, if the entry fits

@@ -383,7 +383,7 @@ def _shrink(
         parameters, all_masks: {tensor name: tensor}, which are changed in place.
         diagonals: The metric: a number for each tensor, or a tensor of its shape.
         keep: The budget.
-        strength: Of the penalty, in place of a budget; or None.
+        strength: The strength of the penalty if there is no budget, else None.
     """
     weights = {spec: parameters[name].detach() for name, spec in pruning.specs.items()}
     masks = {spec: all_masks[name] for name, spec in pruning.specs.items()}

@@ -206,7 +206,7 @@ def check_masks(
     """Count every scope; see `ScopeSparsifier.check`.
 
     Args:
-        pruning_groups: Of all stages.
+        pruning_groups: The pruning groups of all stages.
         groups: {name: group}, which has the budget.
         masks: {name: (mask, whether it is a mask, and not the zeros of a weight)}.
     """

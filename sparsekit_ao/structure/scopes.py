@@ -141,7 +141,7 @@ class SparseScope(Thresholded):
     def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
         """`(x_k + w x_{k+1}) / (1 + w)`: a threshold between the last block kept and the first dropped.
 
-        Needs 1 <= nnz < blocks per scope, so that both exist. Of the scope grid's shape.
+        It needs 1 <= nnz < blocks per scope, so that both exist. The result has the scope grid's shape.
         """
         keep = self.budget(nnz, least=1, spare=1)
         scores = self._scores(values, None)
@@ -362,7 +362,7 @@ class ScopeSpec(SparseScope):
         """A tensor of the block grid's shape cut into scopes.
 
         Args:
-            t: Of the block grid's shape; scopes must divide it.
+            t: A tensor of the block grid's shape; scopes must divide it.
             reorder: True gives (*scope grid, *scope); False interleaves (g0, s0, g1, s1, ...).
             merge: With `reorder`, the scope's dimensions become one: (*scope grid, blocks per scope).
         """

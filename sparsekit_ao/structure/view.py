@@ -196,7 +196,7 @@ class View:
         """Any tensor of the parameter's or of the window's shape, cut into blocks.
 
         Args:
-            t: Of the parameter's shape, of which the window is taken; or of the window's shape, taken as it is.
+            t: A tensor of the parameter's shape, from which the window is taken, or one of the window's shape.
             block_shape: As for `BlockSpec`; must divide.
             reorder: True gives (*grid, *block); False interleaves (g0, b0, g1, b1, ...).
             merge: With `reorder`, the block's dimensions become one: (*grid, elements of a block).

@@ -53,7 +53,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeWindows:
-    """Windows whose blocks at one aligned grid index are kept or dropped together (`windows`), cut into scopes.
+    """Windows on coupled tensors, cut into scopes: blocks at the same index of the aligned grid share one fate.
 
     Attributes:
         shape: Blocks of a scope along each dimension of the aligned grid.

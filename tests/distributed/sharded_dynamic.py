@@ -18,7 +18,7 @@ from torch import distributed
 from torch.nn import functional as F
 
 from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, SparsityError, TopKAST
-from sparsekit_ao.distributed import fill, full_tensor, is_sharded, local, placed_like
+from sparsekit_ao.distributed import copy_values, full_tensor, is_sharded, local, placed_like
 from sparsekit_ao.dynamic import inits
 from sparsekit_ao.schedules import cubic
 
@@ -293,7 +293,7 @@ def on_meta(init):
     fresh = dict(mlp().named_parameters())
     with torch.no_grad():
         for name, p in model.named_parameters():
-            fill(p, fresh[name.replace("parametrizations.", "").replace(".original", "")].detach())
+            copy_values(p, fresh[name.replace("parametrizations.", "").replace(".original", "")].detach())
     runs = [(plain, ADAM(plain.parameters()), one), (model, ADAM(model.parameters()), many)]
     for _, optimizer, sparsifier in runs:
         sparsifier.attach(optimizer)

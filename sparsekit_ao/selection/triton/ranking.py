@@ -179,7 +179,7 @@ def keep_bisected(keys, keep, BITS: tl.constexpr):
 
 @triton.jit
 def cut_ties(keys, limit, keep):
-    """Of each row of keys [S, M] those above the k-th largest, and of those equal to it the first ones; never 0."""
+    """Keep the keys above the k-th largest of each row [S, M], and the first of those equal to it; never a key of 0."""
     above = keys > limit[:, None]
     tied = (keys == limit[:, None]).to(tl.int32)
     need = keep - tl.sum(above.to(tl.int32), axis=1)
