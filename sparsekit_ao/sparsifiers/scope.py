@@ -274,9 +274,9 @@ class BudgetSparsifier(MaskSparsifier):
         """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
         names = {name for pruning in pruning_groups for name in pruning.specs}
-        dense, statistics = {name: self._dense(groups[name]) for name in names}, self._statistics()
+        dense = {name: self._dense(groups[name]) for name in names}
         for pruning in pruning_groups:  # scores may raise, so those of this part precede its masks
-            values = pruning.values(dense.__getitem__, statistics)
+            values = pruning.values(dense.__getitem__, self._statistics_of)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
@@ -286,9 +286,9 @@ class BudgetSparsifier(MaskSparsifier):
         for stage in sorted(stages):
             choose_masks(stages[stage])
 
-    def _statistics(self) -> Callable[[str], Statistics]:
-        """What scores get to read, by name of a tensor; here its name alone."""
-        return lambda name: Statistics(name=name, shape=(), adapter=None)
+    def _statistics_of(self, name: str) -> Statistics:
+        """What a score gets to read about a tensor; here its name alone."""
+        return Statistics(name=name, shape=(), adapter=None)
 
     def pruning_groups(
         self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
