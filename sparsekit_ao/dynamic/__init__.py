@@ -1,7 +1,7 @@
 """Dynamic sparse training: masks that change during training, on any structure. See `DynamicSparsifier`."""
 
 from . import criteria, inits
-from .criteria import Rule, Slots
+from .criteria import Criterion, Slots
 from .dynamic_mask import DynamicMask
 from .methods import GMP, SET, SNFS, SRSTE, STE, RigL, Static, TopKAST
 from .sparsifier import DynamicSparsifier
@@ -14,10 +14,10 @@ __all__ = [
     "SNFS",
     "SRSTE",
     "STE",
+    "Criterion",
     "DynamicMask",
     "DynamicSparsifier",
     "RigL",
-    "Rule",
     "Slots",
     "Static",
     "StraightThrough",

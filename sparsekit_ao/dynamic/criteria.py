@@ -1,8 +1,8 @@
 """What decides in an update: which active blocks are pruned, which inactive ones grow, which tensors get more growth.
 
-A rule scores the blocks of one pruning group: it is a function of `Slots`, its blocks as rows [scopes, slots]. Pruning
-drops the lowest scores among active blocks, growth takes the highest among inactive ones (those pruned a moment ago
-included). Redistribution gives each tensor budget in proportion to the rule's share, one number.
+A criterion scores the blocks of one pruning group: it is a function of `Slots`, its blocks as rows [scopes, slots].
+Pruning drops the lowest scores among active blocks, growth takes the highest among inactive ones (those pruned a moment
+ago included). Redistribution gives each tensor budget in proportion to the criterion's share, one number.
 """
 
 import math
@@ -25,8 +25,8 @@ from ..sparsifiers.groups import PruningGroup, labels_of
 from ..structure import BlockSpec, scope_windows, write_back
 from ..structure.windows import elements_of, fill_mask, from_scopes, kept_grid, real_slots, scope_scores, to_scopes
 
-__all__ = ["NAMES", "NEEDS", "Rule", "by_score", "global_magnitude", "gradient", "magnitude", "momentum", "nonzero"]
-__all__ += ["parse_rule", "random"]
+__all__ = ["NAMES", "NEEDS", "Criterion", "by_score", "global_magnitude", "gradient", "magnitude", "momentum"]
+__all__ += ["nonzero", "parse_criterion", "random"]
 
 Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a pruning group, in the parameter's shape
 
@@ -35,9 +35,9 @@ Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a pruning group, 
 class Slots:
     """One pruning group in one iteration: scopes that are chosen together, over one tensor or coupled ones.
 
-    This is the argument of every rule. Rows are [scopes, slots]; a slot is one block (coupled tensors contribute one
-    block each). Where weights are sharded, every access gathers whole tensors (a collective operation), which are not
-    kept; only masks that `masks_of` makes are sharded like their weights.
+    This is the argument of every criterion. Rows are [scopes, slots]; a slot is one block (coupled tensors contribute
+    one block each). Where weights are sharded, every access gathers whole tensors (a collective operation), which are
+    not kept; only masks that `masks_of` makes are sharded like their weights.
 
     Attributes:
         pruning: The scopes and how their blocks are scored.
@@ -46,12 +46,12 @@ class Slots:
         step: The training iteration.
         seed: The key of random numbers, with name and step.
 
-    A rule of your own is a function of it:
+    A criterion of your own is a function of it:
 
-    >>> def rule(slots):
+    >>> def criterion(slots):
     ...     return slots.scores(slots.weights, 1)  # the sum of |w| of every block
-    >>> sparsekit_ao.SET(0.9, prune=rule).settings.prune.name
-    'rule'
+    >>> sparsekit_ao.SET(0.9, prune=criterion).settings.prune.name
+    'criterion'
     """
 
     pruning: PruningGroup
@@ -62,8 +62,8 @@ class Slots:
 
     weights = property(lambda self: self._whole("weights"), doc="{block spec: weight}, whole on every rank.")
     masks = property(lambda self: self._whole("masks"), doc="{block spec: mask}.")
-    gradients = property(lambda self: self._whole("gradients"), doc="Dense gradients; empty unless a rule needs them.")
-    momenta = property(lambda self: self._whole("momenta"), doc="Momenta; empty unless a rule needs them.")
+    gradients = property(lambda self: self._whole("gradients"), doc="Dense gradients, if a criterion needs them.")
+    momenta = property(lambda self: self._whole("momenta"), doc="Momenta; empty unless a criterion needs them.")
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class Slots:
         """
         if not values:
             raise SparsityError(
-                f"{self.name}: a rule reads values that were not gathered; list them in its `needs` attribute"
+                f"{self.name}: a criterion reads values that were not gathered; list them in its `needs` attribute"
             )
         windows = scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()})
         mean = any(m.is_partial for w in windows for m in w.windows) if as_mean is None else as_mean
@@ -126,11 +126,11 @@ class Slots:
         rows = []
         for window in scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()}):
             if any(m.is_partial for m in window.windows):
-                raise SparsityError(f"{self.name}: a criterion by function needs whole blocks; give 'mean' or 'max'")
+                raise SparsityError(f"{self.name}: pooling by a function needs whole blocks; give 'mean' or 'max'")
             elements = elements_of(window.windows, len(window.shape), 0.0).abs()
             grid = fn(elements if elements.dtype == torch.float64 else elements.float(), dim=-1)
             if not isinstance(grid, Tensor) or grid.shape != elements.shape[:-1]:
-                raise SparsityError(f"{self.name}: a criterion must reduce the last dimension, fn(magnitudes, dim=-1)")
+                raise SparsityError(f"{self.name}: pooling must reduce the last dimension, fn(magnitudes, dim=-1)")
             rows.append(to_scopes(grid, window, 0.0))
         return torch.cat(rows, dim=1)
 
@@ -163,8 +163,8 @@ class Slots:
 
 
 NEEDS = ("gradient", "momentum")
-Criterion = str | Callable[..., Tensor] | None
-_POOLING: dict[Any, Any] = {  # criterion: norm and as_mean of `Slots.scores`, or a function
+Pooling = str | Callable[..., Tensor] | None
+_POOLING: dict[Any, Any] = {  # pooling: norm and as_mean of `Slots.scores`, or a function
     None: (None, None),
     "mean": (1, True),
     "min": torch.amin,
@@ -175,7 +175,7 @@ _POOLING: dict[Any, Any] = {  # criterion: norm and as_mean of `Slots.scores`, o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Criterion:
     """A score of blocks, for pruning, growth and redistribution alike.
 
     Attributes:
@@ -187,7 +187,7 @@ class Rule:
         share: For redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
             is not finite, or not positive, counts as 0.
 
-    >>> noisy = Rule(name="noisy", score=lambda slots: slots.scores(slots.weights, 1) + slots.random("noise"))
+    >>> noisy = Criterion(name="noisy", score=lambda slots: slots.scores(slots.weights, 1) + slots.random("noise"))
     >>> sparsekit_ao.SET(0.9, prune=noisy).settings.prune.name
     'noisy'
     """
@@ -201,106 +201,107 @@ class Rule:
 
     def __post_init__(self) -> None:
         if unknown := [n for n in self.needs if n not in NEEDS]:
-            raise SparsityError(f"rule {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
+            raise SparsityError(f"criterion {self.name!r}: needs are some of {NEEDS}, got {unknown[0]!r}")
 
     def share_of(self, slots: Slots) -> Any:
         """Return the number to which one tensor's part of the growth is proportional."""
         return slots.mean_active(self.score(slots)) if self.share is None else self.share(slots)
 
 
-def magnitude(criterion: Criterion = None) -> Rule:
+def magnitude(pooling: Pooling = None) -> Criterion:
     """|weight|: in every scope the smallest blocks are pruned.
 
     Args:
-        criterion: How absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
-            `fn(magnitudes, dim=-1)`; None is the tensor's own norm. The share of every rule by values is their mean
-            absolute value over active blocks.
+        pooling: How absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
+            `fn(magnitudes, dim=-1)`; None is the tensor's own norm. The share of every criterion by values is their
+            mean absolute value over active blocks.
 
     >>> magnitude("mean").name
     'magnitude (mean)'
     """
-    return _by_values("magnitude", "weights", criterion)
+    return _by_values("magnitude", "weights", pooling)
 
 
-def global_magnitude(criterion: Criterion = None) -> Rule:
+def global_magnitude(pooling: Pooling = None) -> Criterion:
     """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
 
     Where nothing grows back, or budgets follow a target, every scope keeps its largest block. All scopes of a tensor
-    then lose the same number: the comparison over tensors decides how many. `criterion` as in `magnitude`.
+    then lose the same number: the comparison over tensors decides how many. `pooling` as in `magnitude`.
     """
-    return _by_values("global", "weights", criterion, is_global=True)
+    return _by_values("global", "weights", pooling, is_global=True)
 
 
-def gradient(criterion: Criterion = None) -> Rule:
-    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `criterion` as in `magnitude`."""
-    return _by_values("gradient", "gradients", criterion, needs=("gradient",))
+def gradient(pooling: Pooling = None) -> Criterion:
+    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `pooling` as in `magnitude`."""
+    return _by_values("gradient", "gradients", pooling, needs=("gradient",))
 
 
-def momentum(criterion: Criterion = None) -> Rule:
+def momentum(pooling: Pooling = None) -> Criterion:
     """|momentum|: SGD's buffer, Adam's m / (sqrt(v) + eps); the largest grow (SNFS, arXiv 1907.04840).
 
-    `criterion` as in `magnitude`.
+    `pooling` as in `magnitude`.
     """
-    return _by_values("momentum", "momenta", criterion, needs=("momentum",))
+    return _by_values("momentum", "momenta", pooling, needs=("momentum",))
 
 
-def random(purpose: str = "grow") -> Rule:
+def random(purpose: str = "grow") -> Criterion:
     """Uniformly at random (SET, arXiv 1707.04780).
 
-    The key of the random numbers is `purpose`, seed, name and iteration; two rules need two purposes.
+    The key of the random numbers is `purpose`, seed, name and iteration; two criteria need two purposes.
     """
-    return Rule(name="random", score=methodcaller("random", purpose))
+    return Criterion(name="random", score=methodcaller("random", purpose))
 
 
-def nonzero() -> Rule:
+def nonzero() -> Criterion:
     """The number of active elements: redistribution by it keeps the split between tensors as it is."""
-    return Rule(name="nonzero", score=_is_active, share=_active_elements)
+    return Criterion(name="nonzero", score=_is_active, share=_active_elements)
 
 
-def by_score(score: str | Score) -> Rule:
-    """A score of `sparsekit_ao.scores` as a rule: its name, or an object with `needs`; saliencies of a block add up.
+def by_score(score: str | Score) -> Criterion:
+    """A score of `sparsekit_ao.scores` as a criterion: its name, or an object with `needs`. Saliencies add up.
 
     >>> by_score("wanda").statistics
     ('input_square',)
     """
     parsed = parse_score(score, "")
     assert parsed is not None
-    return Rule(name=f"score {score}", score=partial(_by_score, parsed), statistics=needs_of(parsed))
+    return Criterion(name=f"score {score}", score=partial(_by_score, parsed), statistics=needs_of(parsed))
 
 
-def parse_rule(purpose: str, rule: object) -> Rule | None:
-    """The rule for "prune", "grow" or "redistribute" from a name, a `Rule`, a score, a function of `Slots`, or None.
+def parse_criterion(purpose: str, criterion: object) -> Criterion | None:
+    """Return the criterion for "prune", "grow" or "redistribute" that a user named or gave.
 
     Scores are those of `sparsekit_ao.scores`, by name or object; one of your own is given as `by_score(score)`. A
     function may carry a `needs` attribute. It returns rows; for redistribution, the share.
     """
     names = NAMES[purpose]
-    if rule is None or isinstance(rule, Rule):
-        return rule
-    if isinstance(rule, str) and rule in names:
-        return names[rule]
-    if isinstance(rule, BuiltInScore) or (isinstance(rule, str) and rule in scores.NAMES):
-        return by_score(rule)
-    if callable(rule):
-        name, needs = getattr(rule, "__name__", type(rule).__name__), tuple(getattr(rule, "needs", ()))
-        return Rule(name=name, score=rule, needs=needs, share=rule)
+    if criterion is None or isinstance(criterion, Criterion):
+        return criterion
+    if isinstance(criterion, str) and criterion in names:
+        return names[criterion]
+    if isinstance(criterion, BuiltInScore) or (isinstance(criterion, str) and criterion in scores.NAMES):
+        return by_score(criterion)
+    if callable(criterion):
+        name, needs = getattr(criterion, "__name__", type(criterion).__name__), tuple(getattr(criterion, "needs", ()))
+        return Criterion(name=name, score=criterion, needs=needs, share=criterion)
     raise SparsityError(
-        f"{purpose} must be one of {', '.join(map(repr, names))}, a Rule or a function, got {rule!r}; or a score, "
-        f"one of {', '.join(map(repr, scores.NAMES))}"
+        f"{purpose} must be one of {', '.join(map(repr, names))}, a Criterion or a function, got "
+        f"{criterion!r}; or a score, one of {', '.join(map(repr, scores.NAMES))}"
     )
 
 
-def _by_values(name: str, values: str, criterion: Criterion, **options: Any) -> Rule:
-    if not callable(criterion) and criterion not in _POOLING:
+def _by_values(name: str, values: str, pooling: Pooling, **options: Any) -> Criterion:
+    if not callable(pooling) and pooling not in _POOLING:
         raise SparsityError(
-            f"{name}: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None, got {criterion!r}"
+            f"{name}: pooling must be 'mean', 'max', 'min', 'L1', 'L2', a function or None, got {pooling!r}"
         )
-    label = name if criterion is None else f"{name} ({getattr(criterion, '__name__', criterion)})"
-    return Rule(name=label, score=partial(_pooled, values, criterion), share=partial(_mean_absolute, values), **options)
+    label = name if pooling is None else f"{name} ({getattr(pooling, '__name__', pooling)})"
+    score, share = partial(_pooled, values, pooling), partial(_mean_absolute, values)
+    return Criterion(name=label, score=score, share=share, **options)
 
 
-def _pooled(values: str, criterion: Criterion, slots: Slots) -> Tensor:
-    how = criterion if callable(criterion) else _POOLING[criterion]
+def _pooled(values: str, pooling: Pooling, slots: Slots) -> Tensor:
+    how = pooling if callable(pooling) else _POOLING[pooling]
     if callable(how):
         return slots.pooled(getattr(slots, values), how)
     return slots.scores(getattr(slots, values), how[0], as_mean=how[1])
@@ -326,8 +327,8 @@ def _active_elements(slots: Slots) -> Tensor:
     return slots.active.sum().double() * slots.block_size
 
 
-#: rules by name, for each argument of `DynamicSparsifier`
-NAMES: dict[str, Mapping[str, Rule | None]] = {
+#: criteria by name, for each argument of `DynamicSparsifier`
+NAMES: dict[str, Mapping[str, Criterion | None]] = {
     "prune": {"magnitude": magnitude(), "global": global_magnitude(), "random": random("prune")},
     "grow": {"gradient": gradient(), "momentum": momentum(), "random": random(), "none": None},
     "redistribute": {"gradient": gradient(), "momentum": momentum(), "nonzero": nonzero(), "none": None},

@@ -61,9 +61,9 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
         until: The last iteration that may update; None for no end.
-        prune: "magnitude", "global", "random", or a rule of `criteria`.
-        grow: "gradient", "momentum", "random", None, or a rule of `criteria`.
-        redistribute: "gradient", "momentum", "nonzero", None, or a rule of `criteria`.
+        prune: "magnitude", "global", "random", or a criterion of `criteria`.
+        grow: "gradient", "momentum", "random", None, or a criterion of `criteria`.
+        redistribute: "gradient", "momentum", "nonzero", None, or a criterion of `criteria`.
         target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
         seed: Of random choices, together with the tensor name, the iteration and the purpose.
         state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient. With
@@ -87,7 +87,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     (2, 12, 4)
     """
 
-    structure_defaults: Mapping[str, Any] = {  # rules score weights, gradients and momenta by norms of their own
+    structure_defaults: Mapping[str, Any] = {  # criteria score weights, gradients and momenta by norms of their own
         k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
     optional_keys = tuple(k for k in BudgetSparsifier.optional_keys if k != "stages")
@@ -115,8 +115,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         refuse_optimizer_as_level(sparsity_level)
         self.init = parse_init(init)
         schedule = {"update_every": update_every, "update_fraction": update_fraction, "until": until, "target": target}
-        rules = {"prune": prune, "grow": grow, "redistribute": redistribute}
-        self.settings = make_settings(**schedule, **rules, seed=seed, state_init=state_init, new_values=new_values)
+        criteria = {"prune": prune, "grow": grow, "redistribute": redistribute}
+        self.settings = make_settings(**schedule, **criteria, seed=seed, state_init=state_init, new_values=new_values)
         pattern = checked_pattern(structure.get("pattern"), "")
         if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
             sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
@@ -282,8 +282,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def step(self, use_path: bool = True) -> None:
         """Count one training iteration, after the optimizer's step; update the masks if an update is due.
 
-        An update waits for the next iteration while an optimizer skipped its step (gradient scaling) or a gradient
-        that it needs is missing or not finite. While `enable_mask_update` is False there is none. If a rule raises,
+        An update waits for the next iteration while an optimizer skipped its step (gradient scaling) or a gradient that
+        it needs is missing or not finite. While `enable_mask_update` is False there is none. If a criterion raises,
         nothing is changed, the iteration is not counted, and `step` may be called again.
         """
         self.require_prepared("step")
@@ -350,7 +350,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         self._capture.detach()
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
-        needs = tuple(dict.fromkeys(n for rule in self.settings.rules for n in rule.statistics))
+        needs = tuple(dict.fromkeys(n for criterion in self.settings.criteria for n in criterion.statistics))
         return {g["tensor_fqn"]: needs for g in self.groups}
 
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:

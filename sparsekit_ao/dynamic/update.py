@@ -1,6 +1,6 @@
 """One update of masks: prune the lowest scores, redistribute budgets, grow the highest scores, write the result.
 
-`Settings` says when updates happen and by which rules. `run_update` computes all that may raise before it writes
+`Settings` says when updates happen and by which criteria. `run_update` computes all that may raise before it writes
 anything. Pruning groups are read one after the other, so that of sharded weights only one group is whole at a time.
 Tensors that compete with each other (prune="global") are read together.
 """
@@ -26,7 +26,7 @@ from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import dequantized, original, refuse_closed_state, reset_state, second_moments
 from .budgets import Budgets, exchange
-from .criteria import Rule, Slots, Tensors, parse_rule
+from .criteria import Criterion, Slots, Tensors, parse_criterion
 from .dynamic_mask import mask_of
 from .gradients import GradientCapture
 
@@ -68,9 +68,9 @@ class Settings:
     update_every: int | None
     update_fraction: Schedule
     until: int | None
-    prune: Rule
-    grow: Rule | None
-    redistribute: Rule | None
+    prune: Criterion
+    grow: Criterion | None
+    redistribute: Criterion | None
     target: Schedule | None
     seed: int
     state_init: str
@@ -82,19 +82,19 @@ class Settings:
         return self.update_every is not None and self.until != 0
 
     @property
-    def rules(self) -> list[Rule]:
-        """The rules of updates, if there are any updates."""
+    def criteria(self) -> list[Criterion]:
+        """The criteria of updates, if there are any updates."""
         return [r for r in (self.prune, self.grow, self.redistribute) if r is not None and self.updates]
 
     @property
     def needs_gradient(self) -> bool:
         """Whether an update reads dense gradients."""
-        return self.needs_squares or any("gradient" in rule.needs for rule in self.rules)
+        return self.needs_squares or any("gradient" in criterion.needs for criterion in self.criteria)
 
     @property
     def needs_momentum(self) -> bool:
         """Whether an update reads momentum, which must then include inactive weights in every iteration."""
-        return any("momentum" in rule.needs for rule in self.rules)
+        return any("momentum" in criterion.needs for criterion in self.criteria)
 
     @property
     def needs_squares(self) -> bool:
@@ -142,7 +142,7 @@ class Settings:
         if self.grow is None and falls:
             raise SparsityError(
                 f"target: falls from {levels[falls[0] - 1]:g} to {levels[falls[0]]:g} at iteration "
-                f"{self.due()[falls[0] - 1]}, and grow=None never adds a block; pass a growth rule or another target"
+                f"{self.due()[falls[0] - 1]}, and grow=None never adds a block; pass grow= or another target"
             )
         return () if self.until is None else (min(levels), max(levels))
 
@@ -167,7 +167,7 @@ class Settings:
 
 def make_settings(**arguments: Any) -> Settings:
     """Return `DynamicSparsifier`'s arguments as Settings, once each is known to be valid alone and with the others."""
-    rules = {purpose: parse_rule(purpose, arguments[purpose]) for purpose in ("prune", "grow", "redistribute")}
+    criteria = {purpose: parse_criterion(purpose, arguments[purpose]) for purpose in ("prune", "grow", "redistribute")}
     target, fraction = arguments["target"], arguments["update_fraction"]
     if arguments["state_init"] not in ("zero", "grad"):
         raise SparsityError(f"state_init must be 'zero' or 'grad', got {arguments['state_init']!r}")
@@ -179,11 +179,11 @@ def make_settings(**arguments: Any) -> Settings:
         raise SparsityError(
             "target takes effect in updates, and update_every=None means that there are none; pass sparsity_level"
         )
-    if rules["prune"] is None:
-        raise SparsityError("prune must be a rule; for masks that never change use update_every=None")
-    if rules["grow"] is None and rules["redistribute"] is not None:
-        raise SparsityError("redistribute distributes what grows, and grow is None; pass a growth rule or leave it out")
-    if rules["grow"] is None and target is not None and fraction is not None:
+    if criteria["prune"] is None:
+        raise SparsityError("prune must be a criterion; for masks that never change use update_every=None")
+    if criteria["grow"] is None and criteria["redistribute"] is not None:
+        raise SparsityError("redistribute distributes what grows, and grow is None; pass grow= or leave it out")
+    if criteria["grow"] is None and target is not None and fraction is not None:
         raise SparsityError(
             "update_fraction is the fraction that grows again; with a target and grow=None nothing does. Leave one out."
         )
@@ -198,7 +198,7 @@ def make_settings(**arguments: Any) -> Settings:
         fraction = constant(float(fraction))
     elif not is_schedule(fraction):
         raise SparsityError(f"update_fraction must be a schedule or a number in [0, 1), got {fraction!r}")
-    return Settings(**{**arguments, **rules, "update_fraction": fraction})
+    return Settings(**{**arguments, **criteria, "update_fraction": fraction})
 
 
 def run_update(
@@ -209,9 +209,9 @@ def run_update(
     iteration: int,
     statistics: Callable[[str], Statistics],
 ) -> UpdateStatistics:
-    """Choose new masks of all pruning groups and write them; if a rule raises, nothing has changed.
+    """Choose new masks of all pruning groups and write them; if a criterion raises, nothing has changed.
 
-    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a rule needs them;
+    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a criterion needs them;
     `statistics` are called with a name.
     """
     fraction, slots = settings.fraction_at(iteration), []
@@ -294,13 +294,13 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
     return count - torch.floor(count.double() * fraction + 1e-9).long()
 
 
-def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
+def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
     """Keep all but exactly floor(fraction * active) slots of a pruning group, and in no scope more than its budget.
 
     Every scope loses the smallest floor(fraction * active) of its own. Where that falls short of the pruning group's
     number (2 of 4 loses none at 0.3) and scopes regrow to their budgets, the smallest of all scopes' weakest go too.
     """
-    active, scores = slots.active, _scores(rule, slots)
+    active, scores = slots.active, _scores(criterion, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
     surplus = int(rows.sum() - count_after_pruning(active.sum(), fraction))
@@ -313,14 +313,19 @@ def _prune(slots: Slots, keep: Tensor, rule: Rule, fraction: float, regrows: boo
 
 
 def _prune_together(
-    slots: Sequence[Slots], keep: Sequence[Tensor], rule: Rule, fraction: float, most: int | None, regrows: bool
+    slots: Sequence[Slots],
+    keep: Sequence[Tensor],
+    criterion: Criterion,
+    fraction: float,
+    most: int | None,
+    regrows: bool,
 ) -> list[tuple[Tensors, Tensor]]:
     """Let pruning groups compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
 
     The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays, and
     all scopes of a pruning group keep the same number.
     """
-    scores, active = [_scores(rule, s) for s in slots], [s.active for s in slots]
+    scores, active = [_scores(criterion, s) for s in slots], [s.active for s in slots]
     totals, even = [int(a.sum()) for a in active], most is not None or not regrows
     count = sum(totals) - math.floor(sum(totals) * fraction + 1e-9)
     count = count if most is None else min(count, most)
@@ -349,17 +354,18 @@ def _prune_together(
 
 
 def _redistribute(
-    slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, rule: Rule
+    slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, criterion: Criterion
 ) -> list[Tensor]:
     """Return budgets after the pruned blocks are shared out anew over the groups that share the budget.
 
-    Growth is in proportion to the rule's share; `counts` are what pruning left in each scope. The largest remainders
-    are rounded up where one more block in every scope costs the same in all groups; else whole exchanges are made.
+    Growth is in proportion to the criterion's share; `counts` are what pruning left in each scope. The largest
+    remainders are rounded up where one more block in every scope costs the same in all groups; else whole exchanges are
+    made.
     """
     shared = budgets.shared
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
-    requirement = f"rule {rule.name!r} must return one number for redistribution"
-    weights = [_number(rule.share_of(slots[k]), f"{slots[k].name}: {requirement}") for k in shared]
+    requirement = f"criterion {criterion.name!r} must return one number for redistribution"
+    weights = [_number(criterion.share_of(slots[k]), f"{slots[k].name}: {requirement}") for k in shared]
     remaining = [int(counts[k].sum()) * budgets.sizes[k] for k in shared]
     now = [int(keep[k].sum()) * budgets.sizes[k] for k in shared]
     if not any(math.isfinite(w) and w > 0 for w in weights):
@@ -374,20 +380,20 @@ def _redistribute(
     return _with_budgets(keep, {k: n // unit for k, n, unit in zip(shared, nnz, units, strict=True)})
 
 
-def _grow(slots: Slots, kept: Tensors, keep: Tensor, rule: Rule) -> Tensors:
+def _grow(slots: Slots, kept: Tensors, keep: Tensor, criterion: Criterion) -> Tensors:
     """Return masks of what a pruning group kept, and its highest inactive slots up to its budget."""
     rows = slots.rows_of(kept)
-    grown = keep_mask(_scores(rule, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
+    grown = keep_mask(_scores(criterion, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
 
-def _scores(rule: Rule, slots: Slots) -> Tensor:
-    """Return a rule's scores of every slot, checked, since the rule may be a user's."""
-    scores = rule.score(slots)
+def _scores(criterion: Criterion, slots: Slots) -> Tensor:
+    """Return a criterion's scores of every slot, checked, since the criterion may be a user's."""
+    scores = criterion.score(slots)
     if not isinstance(scores, Tensor) or tuple(scores.shape) != slots.shape or not scores.is_floating_point():
         kind = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise SparsityError(
-            f"{slots.name}: rule {rule.name!r} must return float scores of shape {slots.shape}, got {kind}"
+            f"{slots.name}: criterion {criterion.name!r} must return float scores of shape {slots.shape}, got {kind}"
         )
     return scores
 

@@ -272,7 +272,7 @@ def prune(
     twin = dict(zip(model.modules(), pruned.modules(), strict=True))
     normed = () if inplace else undo_weight_norms(pruned)
     if isinstance(exclude, (list, tuple)):
-        exclude = [twin.get(rule, rule) if isinstance(rule, nn.Module) else rule for rule in exclude]
+        exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
     sparsifier.prepare(pruned, exclude=exclude, skip_unfit=True)
     left_out = sparsifier.report().skipped
     if batches is None:
@@ -436,7 +436,7 @@ class _Pass:
     def _needs(self, name: str) -> Iterable[str]:
         """Return the statistics to record: G for compensation, and those that its scores need."""
         adapter = self.recorder.adapter(name)
-        scores = [n for c in self.single[name] for n in needs_of(c.score) if n not in GRADIENTS]
+        scores = [n for pruning in self.single[name] for n in needs_of(pruning.score) if n not in GRADIENTS]
         compensation = "input_square" if self.method is None else "input_gram"  # squares only show which layers run
         return [*scores, compensation] if adapter is not None and adapter.has_gram else scores
 
@@ -583,7 +583,7 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: S
     def project(saliency: Tensor, norm: float | None) -> Tensor:
         values = statistics.from_matrix(saliency)
         return statistics.matrix(
-            _mask_of(layer, groups, lambda c: ({spec.view.param: values for spec in c.specs.values()}, norm))
+            _mask_of(layer, groups, lambda p: ({spec.view.param: values for spec in p.specs.values()}, norm))
         )
 
     pruning = layer.pruning_groups[-1]

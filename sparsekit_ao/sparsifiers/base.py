@@ -314,7 +314,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             mask, level = self.live_mask(group), group.get("sparsity_level", float("nan"))
             blocks = int(torch.count_nonzero(distributed.full_tensor(mask))), mask.numel()
             pattern = ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
-            yield make_row(group, mask, self._resolved.rules, pattern=pattern, asked=level, blocks=blocks)
+            yield make_row(group, mask, self._resolved.entries, pattern=pattern, asked=level, blocks=blocks)
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]

@@ -215,12 +215,12 @@ class Checkpointed(BaseSparsifier):
 
     def move_to(self, model: nn.Module) -> None:
         """Continue on a model that has the masked modules under other names, as after adapters were merged."""
-        names, rules = {m: name for name, m in model.named_modules()}, {}
+        names, entries = {m: name for name, m in model.named_modules()}, {}
         for group in self.groups:
             before, prefix = group["tensor_fqn"], names.get(group["module"], group["module_fqn"])
             group |= {"module_fqn": prefix, "tensor_fqn": f"{prefix}.{group['tensor_name']}".removeprefix(".")}
-            rules[group["tensor_fqn"]] = self._resolved.rules.get(before, "")
-        self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, rules=rules)
+            entries[group["tensor_fqn"]] = self._resolved.entries.get(before, "")
+        self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, entries=entries)
 
     def _sync_state(self) -> None:
         distributed.reshard(self.model)

@@ -52,12 +52,12 @@ class ResolvedConfig:
 
     Attributes:
         groups: One complete group for each tensor.
-        rules: {tensor_fqn: the entry that it follows}, as text.
-        skipped: {tensor_fqn: why it was left out although a rule names it}.
+        entries: {tensor_fqn: the config entry that it follows}, as text.
+        skipped: {tensor_fqn: why it was left out although an entry names it}.
     """
 
     groups: list[TensorGroup] = field(default_factory=list)
-    rules: dict[str, str] = field(default_factory=dict)
+    entries: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -141,7 +141,7 @@ def resolve_groups(
                 continue
             unfit[at] = None
             resolved.groups.append(group)
-            resolved.rules[fqn] = "config=None" if is_default else labels[at]
+            resolved.entries[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
             raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
     for error in () if is_default else unfit.values():
@@ -182,9 +182,9 @@ def _owners(
     labels = []
     for at, entry in enumerate(config):
         where = f"config[{at}]: "
-        rules, classes = _checked_entry(model, entry, keys, where)
-        labels.append(f"config[{at}] ({', '.join(map(repr, rules)) or _named(classes)})")
-        for fqn, is_exact in _matches(model, entry, rules, classes, names, where).items():
+        patterns, classes = _checked_entry(model, entry, keys, where)
+        labels.append(f"config[{at}] ({', '.join(map(repr, patterns)) or _named(classes)})")
+        for fqn, is_exact in _matches(model, entry, patterns, classes, names, where).items():
             owner = owners.get(fqn)
             if owner is not None and owner[1] and is_exact:
                 raise SparsityError(f"{where}{fqn!r} is already named by {labels[owner[0]]}; name each tensor once")
@@ -215,19 +215,21 @@ def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where
         classes = tuple(module) if isinstance(module, (list, tuple)) else (module,)
         if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise SparsityError(f"{where}'module' must be a module class or a list of them, got {module!r}")
-    rules = [fqn] if isinstance(fqn, str) else fqn
+    patterns = [fqn] if isinstance(fqn, str) else fqn
     if fqn is None and isinstance(module, nn.Module):  # itself, by its name in the model
         name = next((name for name, m in model.named_modules() if m is module), None)
         if name is None:
             raise SparsityError(f"{where}'module', a {type(module).__name__}, is no module of the model")
-        rules = [f"{name}.{entry.get('tensor_name', 'weight')}".removeprefix(".")]
-    is_named = isinstance(rules, (list, tuple)) and bool(rules) and all(isinstance(r, str) and r for r in rules)
+        patterns = [f"{name}.{entry.get('tensor_name', 'weight')}".removeprefix(".")]
+    is_named = (
+        isinstance(patterns, (list, tuple)) and bool(patterns) and all(isinstance(r, str) and r for r in patterns)
+    )
     if not is_named and (fqn is not None or not classes):
         raise SparsityError(
             f"{where}'tensor_fqn' (a name, a glob, 're:...' or a list of them) or 'module' (a module class) is "
             f"required, got {fqn!r}"
         )
-    named: list[str] = list(rules or ())
+    named: list[str] = list(patterns or ())
     if len(set(named)) < len(named):
         raise SparsityError(f"{where}'tensor_fqn' has {max(named, key=named.count)!r} twice; name each tensor once")
     return named, classes
@@ -245,23 +247,23 @@ def hint_of_key(key: str, keys: Collection[str]) -> str:
 def _matches(
     model: nn.Module,
     entry: Mapping[str, Any],
-    rules: Sequence[str],
+    patterns: Sequence[str],
     classes: Classes,
     names: Collection[str],
     where: str,
 ) -> dict[str, bool]:
     """{tensor_fqn: whether it is named exactly} of what an entry names."""
     matched: dict[str, bool] = {}
-    for rule in rules:
-        exact = rule.removeprefix(".")
+    for pattern in patterns:
+        exact = pattern.removeprefix(".")
         if exact in names or exists(model, exact):
             matched[exact] = True
             continue
-        is_match = matcher(rule, f"{where}'tensor_fqn' ")
+        is_match = matcher(pattern, f"{where}'tensor_fqn' ")
         matching = [name for name in names if is_match(name)]
         if not matching:
             raise SparsityError(
-                f"{where}'tensor_fqn' {rule!r} matches no parameter of the model.{hint_of(model, exact, names)}"
+                f"{where}'tensor_fqn' {pattern!r} matches no parameter of the model.{hint_of(model, exact, names)}"
             )
         matched = {**dict.fromkeys(matching, False), **matched}
     if not classes:
@@ -287,22 +289,24 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
     for name, module in modules.items():
         paths.setdefault(id(module), []).append(name)
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
-    for at, rule in enumerate(exclude):
+    for at, excluded in enumerate(exclude):
         where = f"exclude[{at}]"
-        if isinstance(rule, nn.Module):
-            left_out = [n for n in names if any(modules.get(name) is rule for name in ("", *around[n]))]
+        if isinstance(excluded, nn.Module):
+            left_out = [n for n in names if any(modules.get(name) is excluded for name in ("", *around[n]))]
             if not left_out:
-                raise SparsityError(f"{where}, a {type(rule).__name__}, is no module of the model with parameters")
-        elif isinstance(rule, type) and issubclass(rule, nn.Module):
-            left_out = [n for n in names if any(isinstance(modules.get(name), rule) for name in ("", *around[n]))]
-        elif isinstance(rule, str) and rule:
-            is_match = matcher(rule, f"{where} ")
+                raise SparsityError(f"{where}, a {type(excluded).__name__}, is no module of the model with parameters")
+        elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
+            left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
+        elif isinstance(excluded, str) and excluded:
+            is_match = matcher(excluded, f"{where} ")
             left_out = [n for n in names if any(map(is_match, around[n]))]
             if not left_out:
-                raise SparsityError(f"{where} {rule!r} matches no parameter or module of the model")
+                raise SparsityError(f"{where} {excluded!r} matches no parameter or module of the model")
         else:
-            raise SparsityError(f"{where} must be a name, a glob, 're:...', a module or a module class, got {rule!r}")
-        reasons |= {name: f"left out by {where} ({_named((rule,))})" for name in left_out}
+            raise SparsityError(
+                f"{where} must be a name, a glob, 're:...', a module or a module class, got {excluded!r}"
+            )
+        reasons |= {name: f"left out by {where} ({_named((excluded,))})" for name in left_out}
     return reasons
 
 
@@ -315,8 +319,8 @@ def _around(fqn: str, paths: Iterable[str]) -> list[str]:
     return names
 
 
-def _named(rules: Iterable[Exclusion]) -> str:
-    return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in rules)
+def _named(exclusions: Iterable[Exclusion]) -> str:
+    return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in exclusions)
 
 
 def _group(

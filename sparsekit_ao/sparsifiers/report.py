@@ -25,7 +25,7 @@ from .config import ResolvedConfig, TensorGroup
 from .groups import PruningGroup, counts_in_scopes, labels_of, numel_of_groups
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
-SHOWN = 5  # parameters that no rule names in a printed report
+SHOWN = 5  # parameters that no entry names in a printed report
 FOLDED_ABOVE = 40  # rows above which like tensors share a line of a printed report
 
 
@@ -35,7 +35,7 @@ class Row:
 
     Attributes:
         tensor: Its name.
-        rule: The config entry that it follows.
+        entry: The config entry that it follows.
         shape: Its shape.
         pattern: Block and scope shapes in numbers, stage by stage.
         asked: The sparsity level that was asked for; of a count, the level that it amounts to.
@@ -52,7 +52,7 @@ class Row:
     """
 
     tensor: str
-    rule: str
+    entry: str
     shape: tuple[int, ...]
     pattern: str
     asked: float
@@ -74,8 +74,8 @@ class Report(Table[Row]):
         total: Elements of all parameters of the model.
         covered: The share of these that belong to sparsified tensors.
         matrices: The same share among parameters of two or more dimensions.
-        skipped: Why a tensor was left out although a rule names it, {tensor: text}.
-        others: Elements of those with two or more dimensions that no rule names, the largest first, {tensor: elements}.
+        skipped: Why a tensor was left out although an entry names it, {tensor: text}.
+        others: {tensor: elements} of the tensors with two or more dimensions that no entry names, the largest first.
 
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
@@ -135,9 +135,9 @@ class Report(Table[Row]):
             for r in self.rows
             if r.sparsity > NEARLY_EMPTY
         ]
-        lines += [f"  named by no rule: {name} ({count:,})" for name, count in list(self.others.items())[:SHOWN]]
+        lines += [f"  named by no entry: {name} ({count:,})" for name, count in list(self.others.items())[:SHOWN]]
         more = list(self.others.values())[SHOWN:]
-        return [*lines, *([f"  named by no rule: {len(more)} more ({sum(more):,})"] if more else [])]
+        return [*lines, *([f"  named by no entry: {len(more)} more ({sum(more):,})"] if more else [])]
 
 
 def _folded(lines: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -155,13 +155,13 @@ def _folded(lines: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def make_row(
-    group: TensorGroup, mask: Tensor, rules: Mapping[str, str], *, pattern: str, asked: float, blocks: tuple[int, int]
+    group: TensorGroup, mask: Tensor, entries: Mapping[str, str], *, pattern: str, asked: float, blocks: tuple[int, int]
 ) -> Row:
     """The row of one tensor; `blocks` are those kept and those in all."""
     fqn = group["tensor_fqn"]
     return Row(
         tensor=fqn,
-        rule=rules.get(fqn, ""),
+        entry=entries.get(fqn, ""),
         shape=tuple(mask.shape),
         pattern=pattern,
         asked=asked,

@@ -160,7 +160,7 @@ class BudgetSparsifier(MaskSparsifier):
         return " then ".join(text or "single elements over the tensor" for text in texts)
 
     def _rows(self) -> Iterator[Row]:
-        pruning_groups, rules = self.pruning_groups(), self._resolved.rules
+        pruning_groups, entries = self.pruning_groups(), self._resolved.entries
         stages_of_tensors: dict[str, list[PruningGroup]] = {}
         for pruning in pruning_groups:
             for name in pruning.specs:
@@ -174,7 +174,7 @@ class BudgetSparsifier(MaskSparsifier):
             pattern = " then ".join(pruning.pattern(name) for pruning in stages)
             key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(groups_by_name(self.groups)))
-            yield make_row(group, mask, rules, pattern=pattern, asked=asked, blocks=blocks)
+            yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.

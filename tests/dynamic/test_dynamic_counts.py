@@ -1,4 +1,4 @@
-"""Counts are exact in every scope at every update, for every rule on every structure; choices are right by eye."""
+"""Counts are exact in every scope at every update, for every criterion on every structure; choices are right by eye."""
 
 import math
 import os
@@ -114,7 +114,7 @@ def built(structure, **arguments):
     return list(model.parameters()), optimizer, sparsifier
 
 
-@pytest.mark.parametrize(  # each rule of one kind with each structure and each rule of another kind
+@pytest.mark.parametrize(  # each criterion of one kind with each structure and each criterion of another kind
     ("structure", "prune", "grow", "redistribute"), covering((s, *rules) for s in STRUCTURES for rules in RULES)
 )
 def test_nonzeros_never_change(structure, prune, grow, redistribute):
@@ -155,15 +155,15 @@ ROWS = {"scope_shape": (1, -1)}
 
 
 @pytest.mark.parametrize(
-    ("criterion", "want"),
+    ("pooling", "want"),
     [("mean", [[1, 1, 0, 0]]), ("L1", [[1, 1, 0, 0]]), ("max", [[0, 0, 1, 1]]), ("L2", [[1, 1, 0, 0]])],
 )
-def test_blocks_are_pooled_after_taking_absolute_values(criterion, want):
+def test_blocks_are_pooled_after_taking_absolute_values(pooling, want):
     mask, _ = one(
         [[3.0, -3.0, 0.5, 4.0]],  # the plain mean of the first block is 0
         [[0.0] * 4],
         start=[[1, 1, 1, 1]],
-        prune=criteria.magnitude(criterion),
+        prune=criteria.magnitude(pooling),
         grow=None,
         update_fraction=0.5,
         structure={"block_shape": (1, 2)},
@@ -239,8 +239,8 @@ def test_a_statistic_that_is_no_number_counts_as_zero(statistic):
     def biased(slots):
         return statistic if slots.name == "a.w" else 1.0
 
-    for rule, want in ((biased, [10, 30]), (lambda slots: statistic, [20, 20])):
-        sparsifier, optimizer = held(FORTY, grow="random", redistribute=rule, **HALF)
+    for criterion, want in ((biased, [10, 30]), (lambda slots: statistic, [20, 20])):
+        sparsifier, optimizer = held(FORTY, grow="random", redistribute=criterion, **HALF)
         optimizer.step()
         sparsifier.step()
         assert [int(sparsifier.mask(f"{k}.w").sum()) for k in "ab"] == want
@@ -368,13 +368,13 @@ def test_every_rule_serves_every_purpose(purpose, make):
 
 
 def test_the_share_of_a_rule_is_the_mean_score_of_active_blocks_unless_given():
-    rule, seen = dynamic.Rule(name="L1", score=lambda slots: slots.scores(slots.weights, 1)), []
+    criterion, seen = dynamic.Criterion(name="L1", score=lambda slots: slots.scores(slots.weights, 1)), []
 
     def recording(slots):
         (weight,), (mask,) = slots.weights.values(), slots.masks.values()
-        seen.append((rule.share_of(slots), float(weight.abs()[mask != 0].mean())))
+        seen.append((criterion.share_of(slots), float(weight.abs()[mask != 0].mean())))
         return slots.random("grow")
 
-    model, optimizer, sparsifier = prepared(update_every=1, grow=recording, redistribute=rule)
+    model, optimizer, sparsifier = prepared(update_every=1, grow=recording, redistribute=criterion)
     train(model, optimizer, sparsifier, [1])
     assert len(seen) == 3 and all(found == pytest.approx(want) for found, want in seen)

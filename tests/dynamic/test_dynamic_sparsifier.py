@@ -416,7 +416,7 @@ def test_steps_of_gradual_pruning_are_whole_numbers(arguments, text):
 
 
 def test_the_documentation_names_modules_that_exist():
-    named = set(re.findall(r"(?:from|rule of) `(\w+)`", DynamicSparsifier.__doc__))
+    named = set(re.findall(r"(?:from|criterion of) `(\w+)`", DynamicSparsifier.__doc__))
     assert named == {"inits", "criteria"} and all(hasattr(dynamic, name) for name in named)
 
 
@@ -451,11 +451,11 @@ def half(iteration):
         ({"update_fraction": 1.0}, "update_fraction must be a schedule or a number in [0, 1), got 1.0"),
         (
             {"prune": "smallest"},
-            "prune must be one of 'magnitude', 'global', 'random', a Rule or a function",
+            "prune must be one of 'magnitude', 'global', 'random', a Criterion or a function",
         ),
-        ({"prune": None}, "prune must be a rule; for masks that never change use update_every=None"),
-        ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Rule or a function"),
-        ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Rule or"),
+        ({"prune": None}, "prune must be a criterion; for masks that never change use update_every=None"),
+        ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Criterion or a function"),
+        ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Criterion or"),
         ({"grow": None, "redistribute": "nonzero"}, "redistribute distributes what grows, and grow is None"),
         ({"init": "rigl"}, "init must be one of 'random', 'uniform', 'er', 'erk', 'resume', an Init or a function"),
         ({"target": 0.5}, "target must be a schedule (iteration -> sparsity) or None, got 0.5"),
@@ -583,10 +583,10 @@ def test_a_rule_that_does_not_declare_what_it_needs():
     model, optimizer, sparsifier = prepared(update_every=1, grow=careless)
     backward(model, optimizer, 1)
     optimizer.step()
-    with pytest.raises(SparsityError, match="0.weight: a rule reads values that were not gathered; list them"):
+    with pytest.raises(SparsityError, match="0.weight: a criterion reads values that were not gathered; list them"):
         sparsifier.step()
     with pytest.raises(SparsityError, match="needs are some of"):
-        dynamic.Rule(name="x", score=careless, needs=("gradients",))
+        dynamic.Criterion(name="x", score=careless, needs=("gradients",))
 
 
 @pytest.mark.parametrize(
@@ -594,7 +594,7 @@ def test_a_rule_that_does_not_declare_what_it_needs():
     [
         (
             lambda: dynamic.criteria.magnitude("sum"),
-            "magnitude: criterion must be 'mean', 'max', 'min', 'L1', 'L2', a function or None",
+            "magnitude: pooling must be 'mean', 'max', 'min', 'L1', 'L2', a function or None",
         ),
         (lambda: inits.random_blocks("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
         (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),

@@ -1,4 +1,4 @@
-"""The front door: which rule a tensor gets, what is left out, what a pattern means on each module, scores."""
+"""The front door: which entry a tensor follows, what is left out, what a pattern means on each module, scores."""
 
 import copy
 import pickle
@@ -118,7 +118,7 @@ def test_without_a_config_a_tied_head_is_left_out_and_the_report_says_so():
     text = str(report)
     assert "covers 61.5% of the weights of two or more dimensions, and 53.3% of all 240 parameters" in text
     assert "left out: lm_head.weight (tied to 'embed.weight')" in text
-    assert "named by no rule: embed.weight (80)" in text
+    assert "named by no entry: embed.weight (80)" in text
 
 
 def test_without_a_config_adapters_are_left_out():
@@ -140,12 +140,12 @@ def test_the_report_names_each_tensors_rule_and_so_does_a_copy_of_the_sparsifier
     config = [{"tensor_fqn": "*.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.25}]
     sparsifier = prepared(linear_model(8, 8, 8), config)
     expected = {"0.weight": "config[0] ('*.weight')", "2.weight": "config[1] ('2.weight')"}
-    assert {r.tensor: r.rule for r in sparsifier.report()} == expected
-    assert {r.tensor: r.rule for r in copy.deepcopy(sparsifier).report()} == expected
+    assert {r.tensor: r.entry for r in sparsifier.report()} == expected
+    assert {r.tensor: r.entry for r in copy.deepcopy(sparsifier).report()} == expected
     loaded = pickle.loads(pickle.dumps(sparsifier))
     loaded.prepare(linear_model(8, 8, 8))
-    assert {r.tensor: r.rule for r in loaded.report()} == expected
-    assert prepared(linear_model(8, 8)).report()[0].rule == "config=None"
+    assert {r.tensor: r.entry for r in loaded.report()} == expected
+    assert prepared(linear_model(8, 8)).report()[0].entry == "config=None"
 
 
 def test_a_pickle_remembers_what_was_excluded():
