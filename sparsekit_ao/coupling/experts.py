@@ -32,9 +32,9 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
 
     Packed experts hold `gate_up_proj` (experts, 2 * hidden, width) and `down_proj` (experts, width, hidden), as
-    Mixtral, Qwen-MoE and DeepSeek of transformers do. GPT-OSS has the transposed, with biases and alternating gate and
-    up. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`, `up_proj` and
-    `down_proj`, or `w1`, `w3` and `w2`.
+    Mixtral, Qwen-MoE and DeepSeek of transformers do. Llama 4 has the transposed; so has GPT-OSS, with biases and
+    alternating gate and up. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`,
+    `up_proj` and `down_proj`, or `w1`, `w3` and `w2`.
 
     Integers that count experts or hidden units, in modules and the config, are in the couplings' `attrs`, for
     `compact`. Couplings that share a tensor are prepared together by `joint_entries`. All other units of a model,
@@ -66,7 +66,9 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
         up, down = tensors[f"{path}.gate_up_proj"], tensors[f"{path}.down_proj"]
         members = {"gate_up_proj": "s (g u) i", "down_proj": "s o u"}
         if up.shape[1] != 2 * down.shape[2]:
-            members = {"gate_up_proj": "s i (u g)", "gate_up_proj_bias": "s (u g)", "down_proj": "s u o"}
+            alternates = not getattr(experts, "is_concatenated", f"{path}.gate_up_proj_bias" not in tensors)
+            both = "(u g)" if alternates else "(g u)"
+            members = {"gate_up_proj": f"s i {both}", "gate_up_proj_bias": f"s {both}", "down_proj": "s u o"}
         members = {f"{name}.{key}": axes for key, axes in members.items() if f"{path}.{key}" in tensors}
         units = Coupling(members, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
         packs = {fqn: t for fqn, t in tensors.items() if fqn.rpartition(".")[0] == path and len(t) == len(down)}
@@ -114,6 +116,8 @@ def _whole_experts(
     groups = max(n for n in ints if isinstance(n, int))
     rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
     members = {name: " ".join([rows, *"ab"[: dims - 1]]) for name, dims in (packed or {}).items()}
+    for fqn in (fqn for fqn, t in tensors.items() if fqn.rpartition(".")[0] == parent and t.shape == (experts,)):
+        members[_starred(fqn)] = rows  # a bias of the scores, beside the router
     for fqn, tensor in tensors.items():
         if fqn.startswith(tuple(f"{router}." for router in routers)):
             if tensor.shape[:1] == (experts,):
@@ -141,8 +145,8 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     """Rate the experts of a mixture by REAP (arXiv 2510.13999): the mean of gate value times norm of the output.
 
     The mean is over those tokens for which the router chooses an expert; an expert that no token reaches has 0. Experts
-    must be packed in one module that is called with tokens, indices of their experts and the routers' weights, as all
-    of transformers 5 are.
+    must be packed in one module that is called with tokens, indices of their experts and the routers' weights, as those
+    of transformers 5 are, or with the weighted tokens of every expert, as those of Llama 4.
 
     Args:
         model: Run in eval mode; not changed.
@@ -180,6 +184,12 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
 def _add_scores(totals: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The hook before experts run: add gate values times norms, and numbers of tokens, to [2, experts]."""
     arguments = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3]
+    if (
+        len(arguments) == 1
+    ):  # Llama 4: all tokens for each expert, times their gates, which are 0 for all but the chosen
+        outputs, tokens = (t.unflatten(0, (totals.shape[1], -1)) for t in (experts.forward(*arguments), *arguments))
+        totals += torch.stack([outputs.double().norm(dim=-1).sum(1), tokens.any(-1).sum(1)]).to(totals)
+        return
     tokens, chosen, gates = (argument.flatten(0, -2) for argument in arguments)
     for expert in chosen.unique().tolist():
         at, slot = (chosen == expert).nonzero(as_tuple=True)

@@ -252,10 +252,18 @@ def _write_per_layer_config(model: nn.Module, path: Path) -> str:
     This is `per_layer_config` of transformers 5, whose configs resolve it and whose models do not read it yet.
     """
     data, sizes = json.loads(path.read_text()), _layer_sizes(model)
+    skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
+    if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
+        data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # which a layer with fewer heads keeps
     differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
     if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
         differing = []  # these are not of one layer, or rotate other positions than a smaller head would
-    skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
+    try:
+        type(model.config).from_dict(
+            data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}
+        )
+    except Exception:  # Llama's config computes with its number of heads, and takes none for each layer
+        differing = []
     per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
     digits = len(str(max(len(sizes) - 1, *per_layer, 0)))
     entries = {f"{at:0{digits}}": layer for at, layer in per_layer.items() if layer}

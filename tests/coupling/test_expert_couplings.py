@@ -55,7 +55,10 @@ def test_whole_experts_are_removed_as_if_no_router_chose_them_which_is_not_what_
     assert torch.allclose(small(**inputs).logits, routed_without(model, dropped)(**inputs).logits, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"])
+PACKED = ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS", "MiniMax-M2", "LFM2-MoE", "Llama 4"]
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_units_inside_of_experts_and_whole_ones_of_packed_experts(name):
     model, inputs = hf_models.make(name)
     ready = expert_couplings(model)
@@ -94,7 +97,7 @@ def grouped(model):
     return fill(type(model)(model.config))
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"])
+@pytest.mark.parametrize("name", PACKED)
 def test_the_experts_with_the_lowest_scores_are_removed_as_if_no_router_chose_them(name, tmp_path):
     model, inputs = hf_models.make(name)
     model = grouped(model) if name == "DeepSeek-V3" else model
@@ -109,10 +112,10 @@ def test_the_experts_with_the_lowest_scores_are_removed_as_if_no_router_chose_th
             parts = values.reshape(groups, -1)
             lowest = parts < parts.sort(1, descending=True).values[:, parts.shape[1] // 2 - 1, None]
             moe = model.get_submodule(path.rpartition(".")[0])
-            router = moe.router if name == "GPT-OSS" else moe.gate
+            router = moe.router if name in ("GPT-OSS", "Llama 4") else moe.gate
             rows[router.weight] = lowest.flatten()
-            if groups > 1:
-                router.e_score_correction_bias[lowest.flatten()] = -torch.inf
+            for bias in moe.buffers():
+                bias[lowest.flatten()] = -torch.inf
         with NeverChosen(rows):
             masked = model(**inputs).logits
         torch.testing.assert_close(small(**inputs).logits, masked)

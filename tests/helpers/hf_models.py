@@ -169,11 +169,24 @@ _FAMILIES = {
     ),
 }
 FAMILIES = tuple(_FAMILIES)
+_MIXTURES = {  # for the tests of experts alone
+    "MiniMax-M2": _of("MiniMaxM2ForCausalLM", _HEADS_OF_8, num_local_experts=4, **_EXPERTS),
+    "LFM2-MoE": _of(
+        "Lfm2MoeForCausalLM",
+        {**_DECODER, **_EXPERTS, "layer_types": ["full_attention"] * 2},
+        **{"num_experts": 4, "num_dense_layers": 0},
+    ),
+    "Llama 4": _of(
+        "Llama4ForCausalLM",
+        {**_HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+    ),
+}
 
 
 def make(name):
     """(a model with random weights everywhere, keyword inputs)."""
-    model_name, keys = (_SPECS | _FAMILIES)[name]
+    model_name, keys = (_SPECS | _FAMILIES | _MIXTURES)[name]
     torch.manual_seed(0)
     model_class = getattr(transformers, model_name)
     model = fill(model_class(model_class.config_class(**keys)))
