@@ -22,7 +22,7 @@ from sass import Compiled, Launcher, compiling, count, empty, usage
 from sparsekit_ao import BlockSpec, ScopeSpec
 from sparsekit_ao.selection import Request
 from sparsekit_ao.selection.triton import lowering
-from sparsekit_ao.selection.triton.launches import PROGRAMS, TILE, Form
+from sparsekit_ao.selection.triton.launches import PROGRAMS, TILE, Form, launch
 
 SIZE, ARCH = 8192, 90
 CLOCK, SMS, INTEGER_RATE, RATE = 1.98e3, 132, 64, 128  # clocks a microsecond; SMs; instructions a clock and SM
@@ -64,13 +64,13 @@ def lines_of(pattern: str, dtype: torch.dtype, compiled: Callable[[int, Launcher
     block, scope = PATTERNS[pattern]
     work = update(block, scope, dtype)
     launches, lines = compiled(ARCH, lambda: launch(lowering.lower(work))), []
-    for launch in launches:
-        of_blocks = launch.name == "mark" and block != (1, 1)  # reads scores, not the weight
-        if launch.name in PASSES and not of_blocks:
-            cubin, warps = launch.kernel.asm["cubin"], launch.kernel.metadata.num_warps
-            counts = count(cubin, elements_of_thread(launch.name, launch.form, warps, block), dtype.itemsize)
+    for launched in launches:
+        of_blocks = launched.name == "mark" and block != (1, 1)  # reads scores, not the weight
+        if launched.name in PASSES and not of_blocks:
+            cubin, warps = launched.kernel.asm["cubin"], launched.kernel.metadata.num_warps
+            counts = count(cubin, elements_of_thread(launched.name, launched.form, warps, block), dtype.itemsize)
             shown = {"pattern": pattern, "dtype": str(dtype).removeprefix("torch."), "launches": len(launches)}
-            lines.append(show(shown | row(launch.name, counts, usage(cubin), dtype.itemsize)))
+            lines.append(show(shown | row(launched.name, counts, usage(cubin), dtype.itemsize)))
     return lines
 
 

@@ -184,9 +184,9 @@ def meta_device(early):
     names = dict(plain.named_parameters())
     with torch.no_grad():
         for name, p in model.named_parameters():
-            from sparsekit_ao.distributed import fill
+            from sparsekit_ao.distributed import copy_values
 
-            fill(p, names[name].detach())
+            copy_values(p, names[name].detach())
     x = batch(0)[0]
     assert torch.equal(model(x), plain(x))
     for s in (one, many):
