@@ -1,32 +1,34 @@
-"""Forward and backward of a masked Linear(4096), batch 64, CPU: against torch.ao's FakeSparsity and the dense layer.
+"""A masked Linear on a CPU, in training and in evaluation: against torch.ao's FakeSparsity and the dense layer.
 
     python examples/benchmarks/masked_linear.py              # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/masked_linear.py --no-compile # eager only (compiling needs a C++ compiler)
 
-Every layer has the same mask; outputs and gradients are compared before anything is timed. Medians of alternated
-runs in one process; the ratio to stock is the median of the ratios of neighbouring runs.
+Every layer has the same mask; outputs and gradients are compared before anything is timed. Masks do not change
+between the runs: an update of them is what `cpu_step.py` times. Medians of alternated runs in one process, two
+threads; the ratio to stock is the median of the ratios of neighbouring runs.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from machine import write_csv
+from machine import RESULTS, show, write_csv
 from torch import Tensor, nn
 from torch.ao.pruning import FakeSparsity
 from torch.nn.utils import parametrize
 
 from sparsekit_ao import WeightMask
 
-KINDS = {
-    "dense": "no mask",
-    "stock": "torch.ao FakeSparsity: product with a float mask, keeps NaN",
-    "float mask": "WeightNormSparsifier's: exact zeros",
-    "bool mask": "ScopeSparsifier's: exact zeros",
-}
+KINDS = (
+    "dense",  # no mask
+    "stock",  # torch.ao's FakeSparsity: a product with a float mask, which keeps NaN
+    "float mask",  # WeightNormSparsifier's, with exact zeros
+    "bool mask",  # ScopeSparsifier's, with exact zeros
+)
+SIZES, BATCHES = (512, 1024, 2048, 4096), (1, 8, 64, 256)
 
 
 def build(kind: str, size: int) -> nn.Module:
@@ -47,6 +49,15 @@ def train(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
     layer(x).sum().backward()
 
 
+@torch.no_grad()
+def evaluate(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """One forward without gradients."""
+    layer(x)
+
+
+PASSES = {"training": train, "evaluation": evaluate}
+
+
 def check_layers(layers: dict[str, nn.Module], x: Tensor) -> None:
     """Refuse to time layers whose outputs or gradients differ."""
     outputs, gradients = {}, {}
@@ -61,17 +72,38 @@ def check_layers(layers: dict[str, nn.Module], x: Tensor) -> None:
             raise SystemExit("the layers differ; nothing is timed")
 
 
-def times(layers: dict[str, Callable[[Tensor], Tensor]], models: dict[str, nn.Module], x: Tensor, repeat: int):
+def times(
+    layers: dict[str, Callable[[Tensor], Tensor]], models: dict[str, nn.Module], x: Tensor, repeat: int, what: str
+) -> dict[str, list[float]]:
     """Milliseconds of every run of every kind, alternated."""
     found: dict[str, list[float]] = {kind: [] for kind in layers}
-    for _ in range(repeat):
+    for _ in range(repeat + 3):
         for kind, layer in layers.items():
             for parameter in models[kind].parameters():
                 parameter.grad = None
             start = time.perf_counter()
-            train(layer, x)
+            PASSES[what](layer, x)
             found[kind].append((time.perf_counter() - start) * 1e3)
-    return {kind: values[1:] or values for kind, values in found.items()}  # the first one compiles
+    return {kind: values[3:] for kind, values in found.items()}  # the first ones compile and touch new memory
+
+
+def rows(mode: str, what: str, size: int, batch: int, repeat: int) -> list[dict]:
+    """The rows of one size and batch, printed."""
+    x, lines = torch.randn(batch, size), []
+    models = {kind: build(kind, size) for kind in KINDS}
+    check_layers(models, x)
+    if mode == "compiled":
+        del models["stock"]  # Dynamo skips modules of torch.ao, so stock's layer cannot be compiled
+    layers = {kind: torch.compile(m) if mode == "compiled" else m for kind, m in models.items()}
+    found = times(layers, models, x, repeat, what)
+    base = "stock" if mode == "eager" else "dense"
+    for kind, values in found.items():
+        ratio = statistics.median(a / b for a, b in zip(values, found[base], strict=True))
+        line = {"mode": mode, "pass": what, "layer": kind, "size": size, "batch": batch}
+        lines.append(
+            show({**line, "ms": round(statistics.median(values), 3), "relative to": base, "ratio": round(ratio, 2)})
+        )
+    return lines
 
 
 def main() -> None:
@@ -81,25 +113,15 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a smoke test: a small size, once, eager, without CSV")
     args = parser.parse_args()
-    size, repeat = (64, 1) if args.tiny else (4096, 21)
     torch.set_num_threads(2)
-    x = torch.randn(64, size)
+    sizes, batches = ((64,), (8,)) if args.tiny else (SIZES, BATCHES)
     lines = []
-    for mode in ["eager"] if args.tiny or args.no_compile else ["eager", "compiled"]:
-        models = {kind: build(kind, size) for kind in KINDS}
-        check_layers(models, x)
-        if mode == "compiled":
-            del models["stock"]  # Dynamo skips modules of torch.ao, so stock's layer cannot be compiled
-        layers = {kind: torch.compile(m) if mode == "compiled" else m for kind, m in models.items()}
-        found = times(layers, models, x, repeat)
-        base = "stock" if mode == "eager" else "dense"
-        for kind, values in found.items():
-            ratio = statistics.median(a / b for a, b in zip(values, found[base], strict=True))
-            line = {"mode": mode, "layer": kind, "size": size, "ms": round(statistics.median(values), 1)}
-            lines.append({**line, "relative to": base, "ratio": round(ratio, 2)})
-            print("  ".join(f"{k}: {v}" for k, v in lines[-1].items()), f" ({KINDS[kind]})", flush=True)
+    for what, size, batch in itertools.product(PASSES, sizes, batches):
+        lines += rows("eager", what, size, batch, 1 if args.tiny else max(31, 400 * 512 // size * 512 // size))
+    if not (args.tiny or args.no_compile):
+        lines += rows("compiled", "training", 4096, 64, 21)
     if not (args.no_csv or args.tiny):
-        write_csv(lines, Path(__file__).parent / "results" / "masked_linear.csv")
+        write_csv(lines, RESULTS / "masked_linear.csv")
 
 
 if __name__ == "__main__":
