@@ -24,6 +24,27 @@ TokenMask = str | Callable[[Any], Tensor] | Literal[False] | None  # a key or fu
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
 
 
+def check_example(model: nn.Module, example_inputs: Any, caller: str) -> None:
+    """Raise where example inputs are several batches, or arguments that the model's forward does not take."""
+    args, kwargs = arguments(example_inputs)
+    is_of_dicts = isinstance(example_inputs, list) and all(isinstance(one, Mapping) for one in example_inputs)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as e:
+        why: str | None = str(e)
+    except ValueError:  # no signature is known
+        why = None
+    else:
+        why = "a list of dicts" if is_of_dicts else None
+    if why is not None:
+        kind = type(example_inputs).__name__
+        raise SparsityError(
+            f"{caller}: example_inputs is one batch, a tensor, a tuple of positional arguments or a dict of keyword "
+            f"arguments, and {type(model).__name__} does not take this {kind} of {len(args) + len(kwargs)} ({why}); "
+            "if it is a list of batches, give the first, batches[0]"
+        )
+
+
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments of a forward."""
     if isinstance(example_inputs, Mapping):

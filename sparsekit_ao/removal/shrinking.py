@@ -16,6 +16,7 @@ from ..errors import SparsityError, with_hints
 from ..masking.normalized import Normed, plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
+from ..models.running import check_example
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
@@ -103,6 +104,7 @@ def shrink(
     True
     """
     check_comparable("shrink: ", model, tolerance)
+    check_example(model, example_inputs, "shrink")
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
     level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model

@@ -794,3 +794,22 @@ def test_operations_read_computed_tensors_as_plain_ones(monkeypatch):
     wide.zero.pop(0)
     ids = torch.tensor([[3, 5], [11, 0]])
     assert torch.equal(F.embedding(ids, wide), F.embedding(ids, wide + 0))
+
+
+def test_a_list_of_batches_is_refused_and_the_first_is_taken():
+    model, inputs = hf_models.make("Llama")
+    linear, x = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4)), torch.randn(2, 8)
+    for one, batches in ((model, [inputs, inputs]), (model, [inputs]), (linear, [x, x, x])):
+        with pytest.raises(SparsityError, match=r"shrink: example_inputs is one batch.* give the first, batches\[0\]"):
+            shrink(one, batches)
+        assert shrink(one, batches[0])[1].couplings
+
+
+def test_a_layer_of_zeros_is_named_where_the_model_returns_only_zeros():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    with pytest.raises(SparsityError, match="returns only zeros .*: 2.weight is all zeros; initialize that layer"):
+        shrink(model, torch.randn(2, 8))
+    nn.init.normal_(model[2].weight)
+    assert shrink(model, torch.randn(2, 8))[1].couplings
