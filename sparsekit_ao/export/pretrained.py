@@ -246,7 +246,7 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
     report.save(folder / MANIFEST)
 
 
-def _write_per_layer_config(model: nn.Module, path: Path) -> str:
+def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
 
     This is `per_layer_config` of transformers 5, whose configs resolve it and whose models do not read it yet.

@@ -12,6 +12,7 @@ import types
 import gallery
 import pictures
 import pytest
+import torch
 import tutorial_pages
 
 import sparsekit_ao
@@ -135,6 +136,14 @@ def test_the_errors_that_are_explained_are_those_of_the_library():
     for message in explained:
         pattern = ".*".join(re.escape(part) for part in message.split("…") if part)
         assert re.search(pattern, known), message
+
+
+def test_the_line_of_a_report_that_a_page_quotes_is_in_one():
+    (quoted,) = re.findall(r'line that begins with\s"(.+?)"', (ROOT / "docs/compact.md").read_text())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 4))
+    model[0].width = 32
+    report = sparsekit_ao.shrink(model, torch.randn(2, 8))[1]
+    assert report.unlisted and any(line.startswith(quoted) for line in str(report).splitlines())
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies them")

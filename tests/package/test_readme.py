@@ -1,5 +1,6 @@
 """Every Python block of the README and of the site runs, and figures equal those of the committed CSVs."""
 
+import ast
 import contextlib
 import copy
 import csv
@@ -8,9 +9,13 @@ import pathlib
 import re
 import statistics
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
+
+import sparsekit_ao
+from sparsekit_ao import removal
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGES = {
@@ -89,6 +94,68 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch
             exec(code, names)
         for line in re.findall("^# prints: (.+)$", found[2], flags=re.MULTILINE):
             assert line in printed.getvalue()
+
+
+MOVING = {  # sections of the page: the call that takes an argument by itself, names of layers of the model
+    "From torchao.sparsity": ("prune(model, {})", "012"),
+    "From `torch.nn.utils.prune`": ("ScopeSparsifier(0.3, {})", "012"),
+    "From Torch-Pruning": ("shrink(model, inputs, **{{'forward': loss}} | dict({}))", ("body", "middle", "head")),
+    "From LLM Compressor": ("prune(model, pattern='2:4', batches=batches, {})", ("mlp", "relu", "lm_head")),
+    "From NVIDIA ModelOpt": ("prune(model, {})", "012"),
+    "From sparsimony": ("RigL(0.9, optimizer=optimizer, until=75_000, {})", "012"),
+}
+ROWS = [
+    (section, row)
+    for section, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)+)", PAGES["docs/moving.md"], flags=re.MULTILINE)
+    for table in re.findall(r"^\| there.*\n.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    for row in table.splitlines()
+    if "`" in row.split(" | ")[-1]
+]
+
+
+def names_of_rows(layers):
+    """What the code in rows of tables may name."""
+    torch.manual_seed(0)
+    middle = torch.nn.Linear(128, 128) if "middle" in layers else torch.nn.ReLU()
+    modules = zip(layers, (torch.nn.Linear(64, 128), middle, torch.nn.Linear(128, 64)), strict=True)
+    model, batches = torch.nn.Sequential(OrderedDict(modules)), [torch.randn(32, 64) for _ in range(2)]
+    names = {name: getattr(sparsekit_ao, name) for name in sparsekit_ao.__all__} | vars(removal)
+    one = removal.removable(model, batches[0]).couplings[0]
+    expert = {key: torch.nn.Linear(4, 4) for key in ("w1", "w2", "w3")}
+    mixture = {"experts": torch.nn.ModuleList([torch.nn.ModuleDict(expert)]), "gate": torch.nn.Linear(4, 1)}
+    return names | {
+        **{"torch": torch, "model": model, "module": model[0], "mixture": torch.nn.ModuleDict(mixture)},
+        **{"batches": batches, "inputs": batches[0], "loader": [{"x": x} for x in batches]},
+        **{"loss": lambda model, batch: model(batch).square().mean(), "optimizer": torch.optim.SGD(model.parameters())},
+        **{"one": one, "couplings": [one], "report": removal.shrink(model, batches[0])[1]},
+        **{"name": "weight", "mask": torch.ones(128, 64), "sparsifier": sparsekit_ao.ScopeSparsifier()},
+    }
+
+
+@pytest.mark.parametrize(("section", "row"), ROWS)
+def test_the_code_in_each_row_of_the_page_on_moving_runs(section, row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, layers = MOVING[section]
+    shared, cell = names_of_rows(layers), row.split(" | ")[-1]
+    if "sparsifier.prepare(" not in cell:
+        score = ("taylor" if "loss" in cell else "wanda") if "calibrate(" in cell else None
+        shared |= {"sparsifier": sparsekit_ao.ScopeSparsifier(score=score), "name": f"{layers[0]}.weight"}
+        entries = shared["one"].entries(shared["model"], sparsity_level=0.5) if "compact(" in cell else None
+        shared["sparsifier"].prepare(shared["model"], entries)
+        if score is None:
+            shared["sparsifier"].step()
+    for code in re.findall("`([^`]+)`", cell):
+        names = shared if re.search(r"\bsparsifier\b|couplings, inputs", code) else names_of_rows(layers)
+        is_argument = ast.parse(f"f({code})", mode="eval").body.keywords
+        if "on CUDA" in cell:
+            with pytest.raises(sparsekit_ao.SparsityError, match="no weight of the model is on CUDA"):
+                eval(code, names)
+            continue
+        found = eval(call.format(code) if is_argument else code, names)
+        if code.startswith("{"):
+            names["sparsifier"].prepare(names["model"], [found])
+        if isinstance(found, sparsekit_ao.sparsifiers.MaskSparsifier):
+            found.prepare(names["model"])
 
 
 def test_the_table_of_mask_updates_and_the_factors_beside_it_equal_the_csv():
