@@ -114,7 +114,7 @@ class Table(Sequence[Row], Generic[Row]):
         >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
         >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
         >>> print(sparsifier.report().to_csv().splitlines()[0])
-        tensor,rule,shape,pattern,asked,sparsity,kept,blocks,mask_bytes
+        tensor,entry,shape,pattern,asked,sparsity,kept,blocks,mask_bytes
         """
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")

@@ -77,8 +77,8 @@ class Reference:
                 )
         if not any(bool(tensor.any()) for _, tensor in self._outputs):
             zero = [name for name, p in model.named_parameters() if p.ndim > 1 and not bool(p.any())]
-            why = f"{zero[-1]} is all zeros; initialize that layer" if zero else "pass typical inputs"
-            raise SparsityError(f"the masked model returns only zeros on example_inputs, so nothing is compared: {why}")
+            why = f"{zero[-1]} is all zeros: initialize that layer" if zero else "pass typical inputs"
+            raise SparsityError(f"the masked model returns only zeros on example_inputs, so nothing is compared; {why}")
 
     def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance.

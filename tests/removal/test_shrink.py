@@ -809,7 +809,7 @@ def test_a_layer_of_zeros_is_named_where_the_model_returns_only_zeros():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
-    with pytest.raises(SparsityError, match="returns only zeros .*: 2.weight is all zeros; initialize that layer"):
+    with pytest.raises(SparsityError, match="returns only zeros .*; 2.weight is all zeros: initialize that layer"):
         shrink(model, torch.randn(2, 8))
     nn.init.normal_(model[2].weight)
     assert shrink(model, torch.randn(2, 8))[1].couplings
