@@ -4,12 +4,14 @@
     python examples/benchmarks/masked_linear.py --no-compile # eager only (compiling needs a C++ compiler)
 
 Every layer has the same mask; outputs and gradients are compared before anything is timed. Masks do not change
-between the runs: an update of them is what `cpu_step.py` times. Medians of alternated runs in one process, two
-threads; the ratio to stock is the median of the ratios of neighbouring runs.
+between the runs: an update of them is what `cpu_step.py` times. Runs of all layers alternate in one process, in
+another order each time, since what ran before decides which memory is there. Small layers are called several times
+in a run, as a model calls its layers. Medians; the ratio to stock is the median of the ratios of neighbouring runs.
 """
 
 import argparse
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -75,15 +77,16 @@ def check_layers(layers: dict[str, nn.Module], x: Tensor) -> None:
 def times(
     layers: dict[str, Callable[[Tensor], Tensor]], models: dict[str, nn.Module], x: Tensor, repeat: int, what: str
 ) -> dict[str, list[float]]:
-    """Milliseconds of every run of every kind, alternated."""
+    """Milliseconds of a call in every run of every kind, in random order."""
     found: dict[str, list[float]] = {kind: [] for kind in layers}
+    calls, order = min(8, max(1, 4096 // x.shape[1])), random.Random(0)
     for _ in range(repeat + 3):
-        for kind, layer in layers.items():
-            for parameter in models[kind].parameters():
-                parameter.grad = None
+        for kind in order.sample(list(layers), len(layers)):
             start = time.perf_counter()
-            PASSES[what](layer, x)
-            found[kind].append((time.perf_counter() - start) * 1e3)
+            for _ in range(calls):
+                models[kind].zero_grad()
+                PASSES[what](layers[kind], x)
+            found[kind].append((time.perf_counter() - start) * 1e3 / calls)
     return {kind: values[3:] for kind, values in found.items()}  # the first ones compile and touch new memory
 
 
@@ -117,7 +120,7 @@ def main() -> None:
     sizes, batches = ((64,), (8,)) if args.tiny else (SIZES, BATCHES)
     lines = []
     for what, size, batch in itertools.product(PASSES, sizes, batches):
-        lines += rows("eager", what, size, batch, 1 if args.tiny else max(31, 400 * 512 // size * 512 // size))
+        lines += rows("eager", what, size, batch, 1 if args.tiny else 41)
     if not (args.tiny or args.no_compile):
         lines += rows("compiled", "training", 4096, 64, 21)
     if not (args.no_csv or args.tiny):

@@ -1,27 +1,19 @@
 """`WeightMask`, the parametrization that masks a weight: computed, registered and removed, and its checkpoints.
 
 Masks are filled in place; only `.to()` and sharding replace the tensor. A gradient is that of the mask used in the
-forward pass, so autograd saves a copy of the mask, which a later `step` does not change. On a CPU the copy is in the
-weight's dtype, and `WeightMask` keeps it until the mask changes, since fresh memory costs more than the product.
+forward pass, so autograd saves a copy of the mask (see `select`), which a later `step` does not change.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..distributed import (
-    has_process_group,
-    is_placed_like,
-    is_sharded,
-    placed_like,
-    refuse_gathered,
-    without_fsdp_class,
-)
+from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError, checked_model
 from ..torch_ao import FakeSparsity
 
@@ -35,34 +27,20 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
     """The weight where the mask is True (or positive), exactly 0 elsewhere; differentiable in the weight.
 
     Elements are selected, not multiplied: a dropped one is exactly 0 in forward and backward, even where the weight is
-    NaN or infinite. In eager mode the mask may be written before the backward pass, since autograd saves a copy of it:
-    one byte an element, on CPU the weight's own size. Compiled code saves the mask itself, and torch raises if it was
-    written before the backward pass.
+    NaN or infinite. In eager mode the mask may be written before the backward pass, since autograd saves a copy of it.
+    The copy lives as long as the graph: one byte an element, on CPU the weight's own size. Compiled code saves the mask
+    itself; torch raises if it was written before the backward pass.
 
     >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor([1., 0.])
     """
-    return _selected(weight, _converted(mask, weight.dtype) if _takes_floats(weight) else mask)
-
-
-def _selected(weight: Tensor, mask: Tensor) -> Tensor:
-    """`select` by a mask that nobody writes before the backward pass, in the weight's dtype if `_takes_floats`."""
-    if _takes_floats(weight):
-        return torch.ops.aten.threshold_backward(weight, mask, 0)
-    return torch.where(mask != 0, weight, 0)
-
-
-def _takes_floats(weight: Tensor) -> bool:
-    """Whether a weight is selected by a mask in its own dtype, as on a CPU in eager mode."""
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not is_traced and weight.device.type == "cpu" and weight.dtype in FLOATS and not is_sharded(weight)
-
-
-def _converted(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in a dtype, in fresh memory where autograd may save it."""
+    if weight.device.type != "cpu" or weight.dtype not in FLOATS or is_sharded(weight) or is_traced:
+        return torch.where(mask != 0, weight, 0)
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)  # three times as fast to convert
-    return mask.to(dtype, copy=torch.is_grad_enabled())
+    ones = mask.to(weight.dtype, copy=torch.is_grad_enabled())
+    return torch.ops.aten.threshold_backward(weight, ones, 0)
 
 
 def marked(weight: Tensor) -> Tensor:
@@ -70,19 +48,6 @@ def marked(weight: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and weight.is_leaf:
         weight.is_masked_weight = True  # type: ignore[attr-defined]
     return weight
-
-
-class _Kept(NamedTuple):
-    """What a mask was converted to, and by what to see that the mask has changed since."""
-
-    mask: Tensor
-    version: int
-    address: int
-    converted: Tensor
-
-    def is_of(self, mask: Tensor, dtype: torch.dtype) -> bool:
-        is_same = self.mask is mask and self.converted.dtype == dtype
-        return is_same and self.version == mask._version and self.address == mask.data_ptr()
 
 
 class WeightMask(FakeSparsity):
@@ -108,52 +73,15 @@ class WeightMask(FakeSparsity):
     """
 
     mask: Tensor
-    _kept: _Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
-        return marked(_selected(x, self.mask_for(x)))
-
-    def mask_for(self, x: Tensor) -> Tensor:
-        """The mask of a weight, placed like it, which autograd may save: on a CPU in the weight's dtype.
-
-        What was converted for an earlier forward pass is returned again until the mask changes. It is never written:
-        a mask that has changed is converted into other memory.
-
-        Raises:
-            SparsityError: The mask has another shape than the weight.
-        """
-        mask, dtype = self.mask, x.dtype
-        if mask.shape != x.shape:
-            raise SparsityError(f"mask {tuple(mask.shape)} does not fit the weight {tuple(x.shape)}")
-        if not _takes_floats(x):
-            return placed_like(mask, x)
-        if has_process_group():  # whose collectives write tensors without a new version
-            return _converted(placed_like(mask, x), dtype)
-        if self._kept is not None and self._kept.is_of(mask, dtype):
-            return self._kept.converted
-        is_plain = type(mask) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
-        is_mask_itself = mask.dtype == dtype and not torch.is_grad_enabled()
-        if is_mask_itself or not is_plain or mask.is_inference() or mask.is_shared():  # others may write shared memory
-            return _converted(mask, dtype)
-        version, address = mask._version, mask.data_ptr()
-        with torch.inference_mode(False), torch.enable_grad():  # a later pass may save what is made in this one
-            converted = _converted(mask, dtype)
-        if type(converted) is Tensor:
-            self._kept = _Kept(mask, version, address, converted)
-        return converted
-
-    def forget(self) -> None:
-        """Drop what was converted for forward passes, since the mask may be written without a new version."""
-        self._kept = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but what was converted for forward passes."""
-        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
+        if self.mask.shape != x.shape:
+            raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
+        return marked(select(x, placed_like(self.mask, x)))
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
-        self.forget()
         was_meta = self.mask.is_meta
         super()._apply(*args, **kwargs)
         if was_meta and not self.mask.is_meta:
@@ -263,7 +191,6 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
     found = find_mask(module, tensor_name)
     if found is None:
         return None
-    found.forget()  # it may be written through `.data`, NumPy or a collective
     chain = _chain(module, tensor_name)
     weight: Any = chain.original if chain.is_tensor else chain.original0
     if is_sharded(found.mask):

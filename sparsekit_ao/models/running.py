@@ -84,7 +84,8 @@ def check_batches(batches: Any, token_mask: TokenMask, forward: object, caller: 
         raise SparsityError(
             f"{caller}: batches must be a list of batches or a data loader, got {type(batches).__name__}"
         )
-    if token_mask not in (None, False) and not isinstance(token_mask, str) and not callable(token_mask):
+    is_switch = token_mask is None or token_mask is False
+    if not is_switch and not isinstance(token_mask, str) and not callable(token_mask):
         raise SparsityError(
             f"{caller}: token_mask must be a key of the batches, a function, or False, got {token_mask!r}"
         )
@@ -112,6 +113,8 @@ def _has_attention_mask(batch: Any) -> bool:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return False
+    if any(str(key).startswith("decoder_") for key in batch):  # whose tokens have no mask, and may be as many
+        return False
     others = [x for key, x in batch.items() if key != "attention_mask" and isinstance(x, Tensor)]
     return any(x.shape[:2] == mask.shape for x in others)
 
@@ -135,7 +138,10 @@ def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | No
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim in (1, 2) and bool(mask.any())):
         what = f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         empty = ", of which no token counts" if isinstance(mask, Tensor) and not mask.any() else ""
-        raise SparsityError(f"{caller}: a token mask must be a tensor [batch, tokens], got {what}{empty}")
+        raise SparsityError(
+            f"{caller}: a token mask must be a tensor [batch, tokens], got {what}{empty}; leave such a batch "
+            "out, or give token_mask=False to count all tokens"
+        )
     return mask
 
 

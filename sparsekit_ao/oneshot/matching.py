@@ -200,13 +200,16 @@ def check_models(model: object, dense: object) -> None:
 
 
 def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
-    """Raise where the dense model has more dropped weights than the pruned one."""
+    """Raise where every zero of the model is one of the dense model too, which has more of them."""
     zeros, tensors = [0, 0], dict(named_tensors(dense))
+    if {*tensors} != {name for name, _ in named_tensors(model)}:
+        return  # the model was made smaller, so it is no dense one
     for name, p in named_tensors(model):
         if p.ndim > 1 and name in tensors:
-            weights = [masking.used_weight(*owner_of(one, name)) for one in (model, dense)]
-            if weights[0].shape == weights[1].shape:
-                zeros = [n + w.numel() - int(w.count_nonzero()) for n, w in zip(zeros, weights, strict=True)]
+            weight, other = (masking.used_weight(*owner_of(one, name)) == 0 for one in (model, dense))
+            if weight.shape != other.shape or bool((weight & ~other.to(weight.device)).any()):
+                return
+            zeros = [zeros[0] + int(weight.count_nonzero()), zeros[1] + int(other.count_nonzero())]
     if zeros[1] > zeros[0]:
         raise SparsityError(
             f"recover: the dense model has {zeros[1]:,} weights that are zero, and the model only {zeros[0]:,}; the "
@@ -370,7 +373,8 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
         return [], []
     path = names[0].rpartition(".")[0]
     dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
-    indices = getattr(model.get_submodule(path), "_dense_indices", range(len(dense_blocks)))
+    own = [*getattr(dense.get_submodule(path), "_dense_indices", range(len(dense_blocks)))]  # it may have lost some too
+    indices = [own.index(at) for at in getattr(model.get_submodule(path), "_dense_indices", own) if at in own]
     if len(indices) != len(names):
         raise SparsityError(
             f"recover: the model has {len(names)} blocks in {path!r}, the dense model {len(dense_blocks)}, and which "

@@ -262,6 +262,11 @@ def prune(
     if needs and batches is None:
         raise SparsityError(f"prune: score={score!r} reads what batches give ({', '.join(needs)}); give batches=")
     has_gradients = any(need in GRADIENTS for need in needs)
+    if has_gradients and recover:
+        raise SparsityError(
+            f"prune: score={score!r} needs a forward that returns the loss, and recover one that returns outputs; call "
+            "prune, and then recover(pruned, model, batches)"
+        )
     if has_gradients and forward is None:
         raise SparsityError(
             f"prune: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns it"
@@ -376,6 +381,11 @@ class _Pass:
                 self.single[next(iter(coupled[0].specs))] = coupled
         self.finished: dict[str, Any] = {"rows": {}, "masks": {}, "recovered": 0} if saved is None else saved
         self.rows, self.masks = self.finished["rows"], self.finished["masks"]  # of finished layers; of shared choices
+        if saved is not None and self.rows and {*self.masks} != {n for p in self.shared for n in p.specs}:
+            raise SparsityError(
+                "one_shot: resume: the loaded pass in progress lacks masks of tensors that share a choice; load the "
+                "state dict again"
+            )
 
     def run(
         self, progress: bool, checkpoint: Callable[[], None] | None
@@ -503,7 +513,7 @@ def _checked_pass(sparsifier: ScopeSparsifier) -> dict[str, Any] | None:
     if saved is None:
         return None
     rows, masks, recovered = (saved.get(key) for key in ("rows", "masks", "recovered"))
-    if not isinstance(rows, Mapping) or not isinstance(masks, Mapping) or type(recovered) is not int:
+    if not isinstance(rows, Mapping) or not isinstance(masks, Mapping) or type(recovered) is not int or recovered < 0:
         raise SparsityError(f"{where} has no rows, masks and number of recovered blocks; load the state dict again")
     groups, kinds = groups_by_name(sparsifier.groups), {f.name: f.type for f in fields(LayerRow)}
     for name, row in rows.items():

@@ -35,7 +35,7 @@ class CalibrationData:
     Attributes:
         model: To be pruned.
         batches: Kept in a list, because the model runs on them several times.
-        forward: `(model, batch) -> anything`, or None; see `calibration.call`.
+        forward: `(model, batch) -> anything`, or None; see `models.running.call`.
         token_masks: The tokens that count in each batch, or None for all.
     """
 
@@ -89,6 +89,7 @@ class SequentialPass:
 
     def __init__(self, data: CalibrationData, targets: Sequence[Target], blocks: str | None = None) -> None:
         self._data = data
+        targets = [dataclasses.replace(target, adapter=copy.copy(target.adapter)) for target in targets]  # `sampled`
         for target in targets:
             if target.adapter is not None:
                 inputs = target.adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]

@@ -43,6 +43,16 @@ class Calibrated(MaskSparsifier):
                 needs_of_tensors[name] = tuple(dict.fromkeys((*needs_of_tensors.get(name, ()), *needs)))
         return needs_of_tensors
 
+    def move_to(self, model: nn.Module) -> None:
+        """Continue on a model that has the masked modules under other names; statistics are renamed with them."""
+        before = [g["tensor_fqn"] for g in self.groups]
+        super().move_to(model)
+        names = dict(zip(before, (g["tensor_fqn"] for g in self.groups), strict=True))
+        collected = {names.get(name, name): statistics for name, statistics in self._recorder.collected.items()}
+        for name, statistics in collected.items():
+            statistics.name = name
+        self._recorder = Recorder(None, {}, collected)
+
     def calibrate(
         self,
         batches: Iterable[Any] | None = None,

@@ -415,6 +415,8 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
         if self.interval.is_due(self._steps + 1):
             super().step(use_path)
+            if self.enable_mask_update:
+                self.unfinished_pass = None  # whose masks are replaced
         else:
             self.require_prepared("step")
         self._steps += 1

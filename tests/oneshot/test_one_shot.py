@@ -175,6 +175,9 @@ def test_scores_of_gradients_in_prune():
     assert all(torch.equal(p, one.model.get_parameter(name)) for name, p in two.named_parameters())
     for text, call in {
         r"score='taylor' needs gradients of a loss; give forward=": lambda: prune(model, **keys),
+        r"score='taylor' needs a forward that returns the loss, and recover": lambda: prune(
+            model, **keys, forward=loss, recover=True
+        ),
         r"score='wanda' reads what batches give \(input_square\); give batches=": lambda: prune(model, score="wanda"),
     }.items():
         with pytest.raises(SparsityError, match=text):
@@ -208,6 +211,37 @@ def test_a_report_without_batches_says_so_and_weight_norm_stays_in_eval_mode():
     pruned, report = prune(model)
     assert "1 layers in 0.0 s, without batches" in str(report)
     assert not any(module.training for module in pruned.modules())
+
+
+def test_a_pass_in_progress_that_was_damaged_is_refused_and_a_step_ends_it():
+    def stop():
+        raise KeyboardInterrupt
+
+    sparsifier = prepared(sparsity_level=0.5, scope_coupling="all")
+    with pytest.raises(KeyboardInterrupt):
+        one_shot(sparsifier, correlated(), checkpoint=stop)
+    state = copy.deepcopy(sparsifier.state_dict())
+    for damage in ({"masks": {}}, {"recovered": -1}, {"rows": {"x": {}}}, {"rows": 3}):
+        sparsifier.load_state_dict({**state, "one_shot": {**state["one_shot"], **damage}})
+        with pytest.raises(SparsityError, match="one_shot: resume: the loaded pass in progress"):
+            one_shot(sparsifier, correlated(), resume=True)
+    sparsifier.load_state_dict(state)
+    sparsifier.step()
+    assert sparsifier.unfinished_pass is None
+
+
+def test_token_masks_of_other_kinds_and_batches_of_padding_are_refused():
+    sparsifier, x = prepared(score="wanda"), torch.ones(2, 8)
+    for mask in (torch.ones(2), 0, 3.5):
+        with pytest.raises(SparsityError, match="token_mask must be a key of the batches, a function, or False"):
+            sparsifier.calibrate([x], token_mask=mask)
+    batch = {"input": x, "attention_mask": torch.zeros(2, 8)}
+    with pytest.raises(SparsityError, match="of which no token counts; leave such a batch out, or give token_mask"):
+        sparsifier.calibrate([batch], lambda model, batch: model(batch["input"]))
+    sparsifier.calibrate([batch], lambda model, batch: model(batch["input"]), token_mask=False)
+    decoder = {**batch, "decoder_input_ids": torch.ones(2, 8)}
+    sparsifier.calibrate([decoder], lambda model, batch: model(batch["input"]))
+    assert sparsifier.statistics["first.weight"].tokens == 4
 
 
 def test_check_after_an_interruption_in_the_first_block_names_one_shot():

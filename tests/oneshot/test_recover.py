@@ -184,6 +184,10 @@ def test_blocks_that_remain_after_shrink_layers_are_paired_with_those_they_were(
     assert max(row.before for row in report) < 0.1  # it is 1 and more where blocks are paired by their names
     smaller, _ = shrink_layers(small, batches, 0.34)
     assert len(recover(smaller, dense, batches)) == 2 and len(recover(smaller, small, batches)) == 2
+    assert len(prune(small, 0.5, batches=batches, recover=True)[1].recovery) == 3
+    for p in dense.model.layers[3].parameters():
+        p.detach().zero_()  # zeros of a removed block are no sign of exchanged models
+    assert len(recover(shrink_layers(dense, batches, 0.25)[0], dense, batches)) == 3
     reloaded = type(small)(small.config)
     reloaded.load_state_dict(small.state_dict())
     with pytest.raises(SparsityError, match=r"3 blocks in 'model.layers', the dense model 4, .*give that one"):
@@ -198,6 +202,8 @@ def test_exchanged_models_and_weights_of_inference_mode_are_refused():
     ):
         recover(dense, sparsifier.model, batches)
     assert all(torch.equal(before[name], p) for name, p in dense.state_dict().items())
+    sparse = prune(dense, 0.9)[0]  # sparser than what is made from it
+    recover(prune(sparse, pattern="2:4", batches=batches)[0], sparse, batches)
     with torch.inference_mode():
         made = Model()
     with pytest.raises(SparsityError, match="first.weight was made in inference mode"):

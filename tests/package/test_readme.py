@@ -200,7 +200,10 @@ def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
     for what in ("training", "evaluation"):
         ratios = [float(r["ratio"]) for r in masked if (r["mode"], r["pass"]) == ("eager", what)]
         assert len(ratios) == 32
-        assert f"in {what} {min(ratios):.2f} to {max(ratios):.2f} times, {statistics.median(ratios):.2f} in the median" in text
+        assert (
+            f"in {what} {min(ratios):.2f} to {max(ratios):.2f} times, {statistics.median(ratios):.2f} in the median"
+            in text
+        )
     compiled = {r["layer"]: r["ratio"] for r in masked if r["mode"] == "compiled"}
     sentence = "ours costs {} times the dense layer with a bool mask and {} times with a float one"
     assert sentence.format(compiled["bool mask"], compiled["float mask"]) in text
