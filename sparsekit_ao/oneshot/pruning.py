@@ -258,19 +258,7 @@ def prune(
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
     check_method(compensate)
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
-    needs = needs_of(parse_score(score, "prune: "))
-    if needs and batches is None:
-        raise SparsityError(f"prune: score={score!r} reads what batches give ({', '.join(needs)}); give batches=")
-    has_gradients = any(need in GRADIENTS for need in needs)
-    if has_gradients and recover:
-        raise SparsityError(
-            f"prune: score={score!r} needs a forward that returns the loss, and recover one that returns outputs; call "
-            "prune, and then recover(pruned, model, batches)"
-        )
-    if has_gradients and forward is None:
-        raise SparsityError(
-            f"prune: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns it"
-        )
+    has_gradients = _needs_gradients(score, batches is not None, forward is not None, recover)
     if batches is not None:
         batches = CalibrationData.checked(model, batches, forward, token_mask, "prune").batches
     pruned = model if inplace else copy_of(model)
@@ -304,6 +292,24 @@ def prune(
     sparsifier.squash_mask()
     redo_weight_norms(pruned, normed)
     return pruned, report
+
+
+def _needs_gradients(score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> bool:
+    """Whether a score of `prune` reads gradients; raises where the arguments do not give what it reads."""
+    needs = needs_of(parse_score(score, "prune: "))
+    if needs and not has_batches:
+        raise SparsityError(f"prune: score={score!r} reads what batches give ({', '.join(needs)}); give batches=")
+    has_gradients = any(need in GRADIENTS for need in needs)
+    if has_gradients and recover:
+        raise SparsityError(
+            f"prune: score={score!r} needs a forward that returns the loss, and recover one that returns outputs; call "
+            "prune, and then recover(pruned, model, batches)"
+        )
+    if has_gradients and not has_forward:
+        raise SparsityError(
+            f"prune: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns it"
+        )
+    return has_gradients
 
 
 def check_method(method: object) -> None:
