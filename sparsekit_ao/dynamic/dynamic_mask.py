@@ -64,18 +64,16 @@ class DynamicMask(WeightMask):
                 f"the mask of a weight {tuple(x.shape)} was prepared on the meta device and is not initialized yet. "
                 "Initialize the weights, then call sparsifier.attach(optimizer), or load a checkpoint."
             )
-        if self.mask.shape != x.shape:
-            raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        mask = placed_like(self.mask, x)
         if not torch.is_grad_enabled():
-            return marked(select(x, mask))
+            return super().forward(x)
         backward = None if self.backward_mask is None or self.is_open else placed_like(self.backward_mask, x)
+        if not torch.compiler.is_compiling() and backward is None and not self.is_open:
+            return super().forward(x)
+        mask = self.mask_for(x)
         if torch.compiler.is_compiling():  # as `_TwoMasks`, in plain operations that a compiler fuses
             reached = (self.opened if backward is None else backward) & (mask == 0) & x.isfinite()
             dropped = torch.where(reached, x, 0)
             return torch.where(mask != 0, x, 0) + (dropped - dropped.detach())  # plus zero, whose gradient is not zero
-        if backward is None and not self.is_open:
-            return marked(select(x, mask))
         # autograd saves a copy, so that masks may be written before the backward pass
         return marked(_TwoMasks.apply(x, mask, None if backward is None else backward.clone()))
 

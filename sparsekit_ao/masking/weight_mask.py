@@ -1,13 +1,14 @@
 """`WeightMask`, the parametrization that masks a weight: computed, registered and removed, and its checkpoints.
 
 Masks are filled in place; only `.to()` and sharding replace the tensor. A gradient is that of the mask used in the
-forward pass, so autograd saves a copy of the mask (see `select`), which a later `step` does not change.
+forward pass, so autograd saves a copy of the mask, which a later `step` does not change. On a CPU the copy has the
+weight's dtype and is kept for later forward passes, because allocating that memory costs more than masking the weight.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,44 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
     >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor([1., 0.])
     """
+    return _selected(weight, _converted(mask, weight.dtype) if _takes_floats(weight) else mask)
+
+
+def _selected(weight: Tensor, mask: Tensor) -> Tensor:
+    """`select` by a mask that nobody writes before the backward pass; in the weight's dtype if `_takes_floats`."""
+    if _takes_floats(weight):
+        return torch.ops.aten.threshold_backward(weight, mask, 0)
+    return torch.where(mask != 0, weight, 0)
+
+
+def _takes_floats(weight: Tensor) -> bool:
+    """Whether a weight is selected by a mask of its own dtype, as on a CPU in eager mode."""
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if weight.device.type != "cpu" or weight.dtype not in FLOATS or is_sharded(weight) or is_traced:
-        return torch.where(mask != 0, weight, 0)
+    return not is_traced and weight.device.type == "cpu" and weight.dtype in FLOATS and not is_sharded(weight)
+
+
+def _converted(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask in a dtype, in fresh memory where autograd may save it."""
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)  # three times as fast to convert
-    ones = mask.to(weight.dtype, copy=torch.is_grad_enabled())
-    return torch.ops.aten.threshold_backward(weight, ones, 0)
+    return mask.to(dtype, copy=torch.is_grad_enabled())
+
+
+class _Kept(NamedTuple):
+    """A contiguous copy of the mask of an earlier forward pass, and its conversion. Neither is ever written."""
+
+    mask: Tensor
+    converted: Tensor
+
+    def is_of(self, mask: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the mask still has these values: torch counts not every write (through `.data`, say)."""
+        if self.converted.dtype != dtype or self.mask.dtype != mask.dtype:
+            return False
+        pair = [mask, self.mask]
+        size = mask.element_size()
+        if mask.is_contiguous() and not (mask.numel() * size % 8 or mask.storage_offset() * size % 8):
+            pair = [each.view(-1).view(torch.int64) for each in pair]  # eight bools are compared at once
+        return torch.equal(*pair)
 
 
 def marked(weight: Tensor) -> Tensor:
@@ -73,16 +105,40 @@ class WeightMask(FakeSparsity):
     """
 
     mask: Tensor
+    _kept: _Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The weight with dropped elements exactly zero; shape and dtype as given."""
+        return marked(_selected(x, self.mask_for(x)))
+
+    def mask_for(self, x: Tensor) -> Tensor:
+        """The mask, placed like a weight, as autograd may save it: on a CPU in the weight's dtype.
+
+        Raises:
+            SparsityError: The mask has another shape than the weight.
+        """
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
-        return marked(select(x, placed_like(self.mask, x)))
+        mask = placed_like(self.mask, x)
+        if not _takes_floats(x):
+            return mask
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by vmap or grad, say
+        if type(mask) is not Tensor or is_transformed or (mask.dtype == x.dtype and not torch.is_grad_enabled()):
+            return _converted(mask, x.dtype)
+        kept = self._kept  # read once, since several threads may run the module
+        if kept is None or not kept.is_of(mask, x.dtype):
+            with torch.inference_mode(False), torch.no_grad():  # a later pass may save what is made in this one
+                values = mask.clone(memory_format=torch.contiguous_format)
+                kept = self._kept = _Kept(values, values if values.dtype == x.dtype else _converted(values, x.dtype))
+        return kept.converted
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is kept for forward passes."""
+        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
-        was_meta = self.mask.is_meta
+        was_meta, self._kept = self.mask.is_meta, None
         super()._apply(*args, **kwargs)
         if was_meta and not self.mask.is_meta:
             self.mask.fill_(True)
