@@ -5,6 +5,7 @@
 
 from .fsdp import (
     fsdp_records,
+    gathered,
     move_record,
     refuse_gathered,
     refuse_sharded_first,

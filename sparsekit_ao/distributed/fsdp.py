@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError
 from .placement import has_process_group, is_sharded
+from .tensors import copy_values
 
 
 def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> None:
@@ -48,6 +49,45 @@ def reshard(model: nn.Module | None) -> None:
     """Reshard every FSDP2 module of the model; a forward pass may have left its parameters gathered."""
     for _, module in _wrapped(model) if has_process_group() else ():
         module.reshard()
+
+
+@contextmanager
+def gathered(model: nn.Module, modules: Sequence[nn.Module], writes: bool) -> Iterator[None]:
+    """Inside, the parameters of modules that FSDP2 sharded are whole on every rank, and their FSDP2 hooks do not run.
+
+    Args:
+        model: The model that the modules are part of; FSDP2 may have wrapped modules around them.
+        modules: Those whose parameters are gathered, with the parameters of all modules inside them.
+        writes: Whether each rank keeps its part of the changed values; it does not after an error inside.
+    """
+    reshard(model)
+    sharded = [(module, name, p) for module in modules for name, p in module.named_parameters() if is_sharded(p)]
+    if not sharded:
+        yield
+        return
+    names, inside = {id(m): name for name, m in model.named_modules()}, {m for one in modules for m in one.modules()}
+    around = {name for one in modules for name in _ancestors(names[id(one)])}
+    wrapped = [m for name, m in _wrapped(model) if name in around or m in inside]
+    hooks = [(registered, dict(registered)) for m in wrapped for registered in (m._forward_pre_hooks, m._forward_hooks)]
+    whole: list[Tensor] = []
+    try:
+        for m in wrapped:
+            m.unshard()
+            state = m._get_fsdp_state()
+            m._forward_pre_hooks.pop(state._pre_forward_hook_handle.id, None)
+            m._forward_hooks.pop(state._post_forward_hook_handle.id, None)
+        for module, name, _ in sharded:
+            if is_sharded(module.get_parameter(name)):
+                raise SparsityError(f"{name} is sharded, but not by fully_shard; prune before parallelize_module")
+        yield
+        whole = [module.get_parameter(name).detach().clone() for module, name, _ in sharded] if writes else []
+    finally:
+        for registered, before in hooks:
+            registered.clear()
+            registered.update(before)
+        reshard(model)
+    for (_, _, p), value in zip(sharded, whole, strict=bool(whole)):
+        copy_values(p.detach(), value)
 
 
 @contextmanager

@@ -97,6 +97,20 @@ def write_zeros(parameters: Sequence[Tensor], mask: Tensor, rebuilt: Sequence[Te
         parameter.copy_(value)
 
 
+def write_masked(module: nn.Module, tensor_name: str, mask: Tensor) -> None:
+    """Write zeros where a mask drops into the parameters of a parametrized tensor without a mask.
+
+    Raises:
+        SparsityError: A parametrization cannot express the masked weight.
+    """
+    register(module, tensor_name, WeightMask(mask))
+    try:
+        originals, values = parameters_under(module, tensor_name), rebuilt_originals(module, tensor_name)
+    finally:
+        remove_mask(module, tensor_name)
+    write_zeros(originals, mask, values)
+
+
 @contextmanager
 def removed(tensors: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
     """Remove masks, (module, tensor name) each, and leave the parameters as they are.

@@ -309,6 +309,13 @@ def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
     return not below(module, tensor_name)
 
 
+def is_parameter(module: nn.Module, tensor_name: str) -> bool:
+    """Whether a tensor is a parameter, with nothing but a mask on it."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return True
+    return find_mask(module, tensor_name) is not None and is_on_parameter(module, tensor_name)
+
+
 def remove_mask(module: nn.Module, tensor_name: str) -> None:
     """Take the mask away and leave the parameters as they are."""
     chain = _chain(module, tensor_name)

@@ -1,13 +1,19 @@
-"""Progress of long work: a bar on a terminal."""
+"""Progress of long work: a bar on a terminal, else lines through `logging`."""
 
+import logging
+import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 LARGE = 1 << 26  # elements from which on a bar is worth its cost
 AFTER = 2.0  # seconds of work before it is shown
+logger = logging.getLogger("sparsekit_ao")
 
 
 def progress_bar(
@@ -40,3 +46,46 @@ def phases(what: str, names: Sequence[str]) -> Iterator[str]:
         if not bar.disable:
             bar.set_postfix_str(name, refresh=bar.format_dict["elapsed"] >= AFTER)
         yield name
+
+
+@contextmanager
+def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable[[str, float], None]]:
+    """Signs of life of work that may take hours: a bar on a terminal, else a line for each step of more than seconds.
+
+    Lines are messages of level INFO of the logger `sparsekit_ao`. Where the program has not configured logging, they
+    are printed on standard error.
+
+    Args:
+        what, unit, total: The work, what it counts, and how many there are.
+        progress: False shows nothing.
+
+    Yields:
+        A function to be called after each step, with its name and its error (NaN where it has none).
+    """
+    start, count = time.perf_counter(), 0
+    with progress_bar(None, what, unit, progress=progress, total=total) as bar:
+
+        def done(name: str, error: float) -> None:
+            nonlocal count
+            count += 1
+            bar.update()
+            seconds = time.perf_counter() - start
+            if not progress or not bar.disable or seconds < AFTER:
+                return
+            parts = [f"{what}: {unit} {count} of {total}, {name}"]
+            parts += [f"error {error:.4f}"] if error == error else []
+            parts += [f"{seconds:.0f} s", f"{seconds / count * (total - count):.0f} s left", f"peak {peak_memory()}"]
+            if logger.isEnabledFor(logging.INFO):
+                logger.info(", ".join(parts))
+            elif not logger.hasHandlers() and logger.level == logging.NOTSET:
+                print(", ".join(parts), file=sys.stderr, flush=True)
+
+        yield done
+
+
+def peak_memory() -> str:
+    """The largest amount of memory that the process has held so far, and that of its GPU if it uses one."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.1f} GiB"
+    on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return f"{text}, {on_gpu / 2**30:.1f} GiB on the GPU" if on_gpu else text

@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +19,22 @@ from .. import masking
 from ..calibration import token_rows
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number, with_hints
+from ..models.loading import Device, fingerprint, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import named_tensors, owner_of
-from ..models.progress import progress_bar
-from ..models.running import TokenMask, eval_mode, first_tensor
+from ..models.running import TokenMask, eval_mode, first_tensor, keyed_generator
 from ..tables import Table
-from .sequential import Arguments, CalibrationData, captured, find_blocks, next_arguments, output_of
+from .chain import CalibrationData, Stream
+from .walk import Checkpoint, Walk, agreed, call_of
 
 PASSES = 4
 WHOLE = 0.5  # the share of the learning rate that a whole model is trained with
 RATE = 0.02  # learning rate as a fraction of the root mean square of a block's kept weights
 WARM = 0.1  # the share of steps in which the learning rate rises
 LAST = 0.2  # the share of the learning rate that is left at the end, by a cosine
-HELD_OUT = 16  # one of so many batches is held out; fewer batches are all trained on, and measured too
-PATIENCE = 2  # passes without a smaller error on the held-out batches, after which a block is finished
+MEASURED = 8  # batches on which passes are compared
+HELD_OUT = 8  # one of so many of their rows is held out, where all of them are
+ENOUGH = 2048  # or more; fewer rows would compare by noise, so all are trained on and compared
+PATIENCE = 2  # passes without a smaller error on the held-out rows, after which a block is finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +43,8 @@ class BlockRow:
 
     Attributes:
         block: Its name; "" is the whole model.
-        before: Relative error of its output on held-out batches, ||B(x~) - B_dense(x)|| / ||B_dense(x)||; of logits
-            (`outputs="kl"`) nats per row.
+        before: Relative error of its output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows that passes are
+            compared by (see `recover`); of logits (`outputs="kl"`) nats per row.
         after: The same with the recovered weights.
         passes: Passes over the batches that led to these weights.
         seconds: Spent on this block.
@@ -95,9 +99,10 @@ def recover(
     blocks: str | None = None,
     token_mask: TokenMask = None,
     seed: int = 0,
+    device: Device = None,
+    stream_memory: float | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
-    resume: int = 0,
-    checkpoint: Callable[[int], None] | None = None,
 ) -> RecoveryReport:
     """Train the repeated blocks of a pruned model, in order, to give what the dense model's blocks give.
 
@@ -106,8 +111,9 @@ def recover(
     not. Masks and zeros stay: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A model
     without repeated blocks is one block.
 
-    Both models run in eval mode. Weights in 16 bits are trained by float32 copies. In memory are both models, five
-    times one block's weights in float32, and the inputs of a block in both models for all batches. If a model has
+    Both models run in eval mode. Weights in 16 bits are trained by float32 copies. Beside the models, five times one
+    block's weights in float32 and the inputs of a block in both models for all batches are in memory. Either model may
+    be offloaded by accelerate, so that its blocks are read one by one, or sharded by `fully_shard`. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
     Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
@@ -118,7 +124,8 @@ def recover(
         dense: The model that it was made from, with blocks of the same names and outputs of the same shapes.
         batches: Unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
         forward: `(model, batch) -> outputs`, called instead of the models.
-        passes: Over all batches, for each block. The weights of the best pass on held-out batches are taken.
+        passes: Over all batches, for each block. Passes are compared by their errors on eight batches: on an eighth of
+            the rows, which is held out, or on all rows where there are fewer than 2,048. The best weights are taken.
         rate: Highest learning rate, as a fraction of the root mean square of a block's kept weights; a whole model is
             trained with half of it.
         outputs: Train the whole model once more, to give the dense model's outputs: the first tensor that the model or
@@ -126,17 +133,14 @@ def recover(
         blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
         token_mask: Which tokens count, as for `one_shot`.
         seed: The seed that determines the order of batches.
-        progress: Show a progress bar on a terminal.
-        resume: The number of blocks that an interrupted call finished; these stay as they are. Load the state dict
-            that `checkpoint` saved first. The result has the same bits as that of a call without interruption.
-        checkpoint: Called after each block with the number of finished ones, to save the model's state dict.
+        device, stream_memory, checkpoint, progress: As for `one_shot`.
 
     Returns:
         A row for each block that was trained, with its relative output error before and after.
 
     Raises:
-        SparsityError: Bad arguments, no batches, sharded weights, blocks that do not fit each other, or values that are
-            not finite. After an error or interruption, each block is as it was, finished, or as after its best pass.
+        SparsityError: Bad arguments, no batches, blocks that do not fit each other, or values that are not finite.
+            After an error or interruption, each block is as it was, finished, or as after its best pass.
 
     >>> import copy
     >>> from sparsekit_ao import ScopeSparsifier, one_shot, recover
@@ -149,58 +153,60 @@ def recover(
     >>> row.after < row.before, sparsifier.check()
     (True, 256)
     """
-    check_models(model, dense)
-    for value, what, least in ((passes, "passes", 1), (resume, "resume", 0), (seed, "seed", 0)):
+    for value, what, least in ((passes, "passes", 1), (seed, "seed", 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise SparsityError(f"recover: {what} must be an int >= {least}, got {value!r}")
     if not is_number(rate) or not 0 < float(rate) < math.inf:
         raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
     if outputs not in (None, "mse", "kl"):
         raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
-    if checkpoint is not None and not callable(checkpoint):
-        raise SparsityError(f"recover: checkpoint must be a function of a number of blocks, got {checkpoint!r}")
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
-    check_ranks(data)
-    with eval_mode(model), torch.no_grad():
-        repeated = find_blocks(data, _changed_layers(model, dense), blocks)
-    if resume > len(repeated):
-        raise SparsityError(f"recover: resume={resume}, but the model has {len(repeated)} repeated blocks")
-    teacher = Teacher(dense, data, repeated, passes=passes, rate=rate, seed=seed)
-    return teacher.match_all(outputs, resume, progress, checkpoint)
+    teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
+    call = agreed(call_of(model, "recover", teacher.described(), blocks, device, stream_memory), "recover")
+    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call} {data.fingerprint()}", "recover")
+    layers = _changed_layers(model, dense)
+    walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
+    return teacher.report(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
 
 
-def check_models(model: object, dense: object) -> None:
-    """Raise unless a pruned model can be trained to give what a dense one gives."""
-    if checked_model(model, "recover") is checked_model(dense, "recover"):
+def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
+    """Raise unless a pruned model can be trained to give what a dense one gives; None is the model itself as it is."""
+    if checked_model(model, "recover") is dense:
         raise SparsityError("recover: model and dense are one object; keep a deep copy of the model before pruning")
     if torch.is_inference_mode_enabled():
         raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
     stored: set[int] = set()  # where the values of the dense model's parameters are
-    for what, one in (("the dense model's ", dense), ("", model)):
-        for name, p in one.named_parameters():  # type: ignore[attr-defined]
-            if is_sharded(p):
-                raise SparsityError(f"recover: {what}{name} is sharded over ranks; recover before fully_shard")
+    models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, "recover"), "": model}
+    for what, one in models.items():
+        refuse_unloadable(one, "recover")
+        for name, p in one.named_parameters():
             if p.is_inference():
                 raise SparsityError(
                     f"recover: {what}{name} was made in inference mode, and such weights cannot be trained; load the "
                     "model outside of torch.inference_mode(), or clone its weights there"
                 )
-            if p.is_meta or not bool(torch.isfinite(p).all()):
-                raise SparsityError(f"recover: {what}{name} has values that are not finite, or none (meta device)")
+            if p.is_meta or is_sharded(p):
+                continue
+            if not bool(torch.isfinite(p).all()):
+                raise SparsityError(f"recover: {what}{name} has values that are not finite")
             if one is dense:
                 stored.add(p.data_ptr())
             elif p.numel() and p.data_ptr() in stored:
                 raise SparsityError(f"recover: both models share the values of {name}; keep a deep copy before pruning")
-    modules = dict(dense.named_modules())  # type: ignore[attr-defined]
-    for name, module in model.named_modules():  # type: ignore[attr-defined]
+    if dense is None:
+        return
+    modules = dict(dense.named_modules())
+    for name, module in model.named_modules():
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
         if name not in modules and not is_of_mask:
             raise SparsityError(f"recover: the dense model has no module {name!r}; give the model that was pruned")
-    _refuse_exchanged(model, dense)  # type: ignore[arg-type]
+    _refuse_exchanged(model, dense)
 
 
 def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
     """Raise where every zero of the model is one of the dense model too, which has more of them."""
+    if is_elsewhere(model) or is_elsewhere(dense):
+        return  # values are not at hand
     zeros, tensors = [0, 0], dict(named_tensors(dense))
     if {*tensors} != {name for name, _ in named_tensors(model)}:
         return  # the model was made smaller, so it is no dense one
@@ -217,7 +223,7 @@ def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
         )
 
 
-def check_ranks(data: CalibrationData) -> None:
+def _check_ranks(data: CalibrationData) -> None:
     """Raise unless every rank has the same number of batches."""
     if has_process_group():
         counts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -230,11 +236,14 @@ def check_ranks(data: CalibrationData) -> None:
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
     """Return the modules with a matrix that has another shape or other values in the dense model; else all with one."""
     changed, layers, values = [], [], dict(named_tensors(dense))
+    is_known = not is_elsewhere(model) and not is_elsewhere(dense)  # what the values are
     for name, p in named_tensors(model):
         module, tensor = owner_of(model, name)
         if p.ndim < 2:
             continue
         layers.append(module)
+        if not is_known:
+            continue
         other = values.get(name)
         weight = masking.used_weight(module, tensor)
         if other is None or weight.shape != other.shape or not torch.equal(weight, other.to(weight.device)):
@@ -243,95 +252,123 @@ def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
 
 
 class Teacher:
-    """The dense model in a recovery: its blocks, and the inputs of the next one.
+    """The dense model in a walk: what its blocks give, and how blocks of the pruned model learn that (`walk.Matching`).
 
     Args:
-        dense: The dense model.
+        dense: The dense model; None is the model itself, whose blocks are dense until the walk reaches them.
         data: Batches of the pruned model.
-        blocks: The repeated blocks of the pruned model, which form a chain; none if it is to be trained as a whole.
-        passes, rate, seed: As for `recover`.
+        passes, rate, seed, outputs: As for `recover`.
+
+    Attributes:
+        stream: The inputs of the next block in the dense model.
     """
+
+    row = BlockRow
 
     def __init__(
         self,
-        dense: nn.Module,
+        dense: nn.Module | None,
         data: CalibrationData,
-        blocks: Sequence[nn.Module],
         *,
         passes: int = PASSES,
         rate: float = RATE,
         seed: int = 0,
+        outputs: str | None = None,
     ) -> None:
-        self.data, self.dense = data, replace(data, model=dense)
-        self.passes, self.rate, self.seed = passes, rate, seed
-        names = {id(module): name for name, module in data.model.named_modules()}
-        self.names, self.blocks = [names[id(block)] for block in blocks], blocks
-        self.dense_blocks, self._last = _paired(data.model, dense, self.names)
-        self._inputs: list[Arguments] = []
-        self._next = 0  # the dense block whose inputs these are
+        _check_models(data.model, dense)
+        _check_ranks(data)
+        self.dense, self.data = dense, data
+        self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
+        self.stream: Stream | None = None
+        self._next = 0  # the dense block whose inputs the stream has
+
+    def described(self) -> tuple[object, ...]:
+        """What tells it from others, as text that is the same in every process."""
+        dense = "" if self.dense is None else fingerprint(dict(self.dense.named_parameters()))
+        return dense, self.passes, self.rate, self.seed, self.outputs
+
+    def start(self, walk: Walk) -> None:
+        """Begin the dense stream, or without blocks keep what the model gives; nothing was changed by then."""
+        self._walk, dense = walk, walk.data.model if self.dense is None else self.dense
+        if is_elsewhere(walk.data.model) and (self.outputs is not None or not walk.blocks):
+            raise SparsityError(
+                "recover: a model without repeated blocks, or with outputs=, is trained as a whole, so its weights "
+                "must be in memory; load it without offloading, and recover before fully_shard"
+            )
+        data = replace(self.data, model=dense)
+        with eval_mode(dense):
+            if walk.blocks:
+                self._dense_blocks, self._last = _paired(walk.data.model, dense, walk.names)
+                self.stream = walk.captured(data, self._dense_blocks[0])
+            elif self.dense is None:
+                for k in range(len(data.batches)):
+                    walk.kept.put(("outputs", k), _output_tensor(data.output(k)))
+
+    def advance(self, at: int, block: nn.Module) -> None:
+        """Move the dense stream on by the dense block, or by several where the model lost some."""
+        assert self.stream is not None
+        if self.dense is None:
+            self.stream.advance(block)
+            return
+        while self._next <= self._last[at]:
+            dense_block = self._dense_blocks[self._next]
+            with loaded(self.dense, [dense_block], self._walk.device), eval_mode(self.dense):
+                self.stream.advance(dense_block)
+            self._next += 1
+
+    def match(self, at: int, block: nn.Module, stream: Stream) -> BlockRow | None:
+        """Train a block, with its inputs in the pruned model, to give the outputs of the dense block."""
+        if not any(p.is_floating_point() for p in block.parameters()):
+            return None
+        dense = self.stream
+        assert dense is not None
+        student = _Student(block, lambda module, k: stream.output(module, k))
+        return self._train(student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, self._walk.names[at])
 
     @torch.no_grad()
-    def match_all(
-        self, outputs: str | None, resume: int, progress: bool, checkpoint: Callable[[int], None] | None
-    ) -> RecoveryReport:
-        """Train all blocks in order, and then the whole model if `outputs` is given or there are none."""
-        data, rows = self.data, []
-        with eval_mode(data.model), eval_mode(self.dense.model):
-            inputs = [captured(data, self.blocks[0], k) for k in range(len(data.batches))] if self.blocks else []
-            for at, block in enumerate(progress_bar(self.blocks, "recover", "block", progress=progress)):
-                if at >= resume:
-                    if any(p.is_floating_point() for p in block.parameters()):
-                        rows.append(self.match(at, inputs))
-                    if checkpoint is not None:
-                        checkpoint(at + 1)
-                for k, arguments in enumerate(inputs if at + 1 < len(self.blocks) else ()):
-                    inputs[k] = next_arguments(arguments, output_of(block, arguments))
-            if outputs is not None or not self.blocks:
-                rows.append(self.match_outputs(outputs or "mse"))
-        return RecoveryReport(rows=tuple(rows), tokens=data.counted())
+    def report(self, rows: Sequence[BlockRow]) -> RecoveryReport:
+        """Train the whole model if it has no blocks or `outputs` is given, and report on everything."""
+        rows, model, dense = [*rows], self.data.model, self.dense
+        if self.outputs is not None or not self._walk.blocks:
+            whole = _Student(model, lambda _, k: self.data.output(k))
+            targets = replace(self.data, model=dense) if dense is not None else None
 
-    def match(self, at: int, inputs: Sequence[Arguments]) -> BlockRow:
-        """Train a block of the pruned model, called with these inputs, to give the outputs of the dense block."""
-        if not self._inputs:
-            count = range(len(self.data.batches))
-            self._inputs, self._next = [captured(self.dense, self.dense_blocks[0], k) for k in count], 0
-        while self._next <= self._last[at]:
-            for k, arguments in enumerate(self._inputs):
-                output = output_of(self.dense_blocks[self._next], arguments)
-                self._inputs[k] = next_arguments(arguments, output)
-            self._next += 1
-        student = _Student(self.blocks[at], lambda block, k: output_of(block, inputs[k]))
-        return self._train(student, lambda k: _output_tensor(self._inputs[k]), "mse", at)
+            def target(k: int) -> Tensor:
+                return _output_tensor(self._walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
 
-    def match_outputs(self, loss: str) -> BlockRow:
-        """Train the whole pruned model, embeddings left out, to give the dense model's outputs."""
-        student = _Student(self.data.model, lambda _, k: self.data.output(k))
-        return self._train(student, lambda k: _output_tensor(self.dense.output(k)), loss, len(self.blocks))
+            with eval_mode(model), eval_mode(model if dense is None else dense):
+                rows.append(self._train(whole, target, self.outputs or "mse", len(self._walk.blocks), ""))
+        return RecoveryReport(rows=tuple(rows), tokens=self.data.counted())
 
-    def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int) -> BlockRow:
+    def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int, name: str) -> BlockRow:
         """Train a module to give the target of each batch, and keep the weights of the best pass."""
-        start, name = time.perf_counter(), self.names[at] if at < len(self.names) else ""
-        count, masks = len(self.data.batches), self.data.token_masks
-        every = HELD_OUT if count >= HELD_OUT else 1
-        held_out = list(range(every // 2, count, every))
-        train = list(range(count)) if every == 1 else [k for k in range(count) if k not in held_out]
-        steps, order = self.passes * len(train), torch.Generator().manual_seed(self.seed + at)
-        rate = self.rate * student.size() * (WHOLE if at == len(self.blocks) else 1)
+        start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
+        steps, draws = self.passes * count, torch.Generator().manual_seed(self.seed + at)
+        rate = self.rate * student.size() * (1 if name else WHOLE)
         optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer,  # a linear rise, and a cosine to `LAST`
             lambda k: min(1, (k + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * k / steps)) / 2),
         )
+        compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
+        rows = [len(token_rows(target(k), masks[k])) for k in compared if target(k).ndim]
+        holds_out = sum(rows) >= ENOUGH
 
-        def error(k: int) -> tuple[Tensor, Tensor]:
+        def error(k: int, held_out: bool) -> tuple[Tensor, Tensor]:
             actual = student.output(k)
             with torch.no_grad():
                 expected = target(k)
             _refuse_unfit(actual, expected, name or "the model")
-            return _error(token_rows(actual, masks[k]), token_rows(expected, masks[k]), loss)
+            actual, expected = token_rows(actual, masks[k]), token_rows(expected, masks[k])
+            if k in compared and holds_out:
+                order = torch.randperm(len(actual), generator=keyed_generator(self.seed, k)).to(actual.device)
+                some = order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]
+                actual, expected = actual[some], expected[some]
+            return _error(actual, expected, loss)
 
         def measured() -> float:
-            lost, total = _over_ranks(torch.stack([torch.stack(error(k)) for k in held_out]).double().sum(0)).tolist()
+            errors = torch.stack([torch.stack(error(k, held_out=True)) for k in compared])
+            lost, total = _over_ranks(errors.double().sum(0)).tolist()
             if not math.isfinite(lost):
                 raise SparsityError(
                     f"recover: the outputs of {name or 'the model'} are not finite; lower rate={self.rate:g}"
@@ -341,14 +378,14 @@ class Teacher:
         before = best = measured()
         best_pass = 0
         # The error of a row is about 1 at first, so that gradients are in the range of 16 bits.
-        first = error(train[0])[0] / max(target(train[0]).shape[:-1].numel(), 1)
+        first = error(0, held_out=False)[0] / max(target(0).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
         try:
             for number in range(1, self.passes + 1):
-                for k in torch.randperm(len(train), generator=order).tolist():
+                for k in torch.randperm(count, generator=draws).tolist():
                     optimizer.zero_grad()
                     with torch.enable_grad():
-                        lost = error(train[k])[0] / scale
+                        lost = error(k, held_out=False)[0] / scale
                     student.set_gradients(lost)
                     optimizer.step()
                     schedule.step()

@@ -314,14 +314,6 @@ def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> 
     return list(saved)
 
 
-def saved_pass(state_dict: object) -> dict[str, Any] | None:
-    """A copy of the unfinished pass of `one_shot`, if there is one; `one_shot` checks it when it resumes."""
-    saved = state_dict.get("one_shot") if isinstance(state_dict, Mapping) else None
-    if saved is not None and not isinstance(saved, Mapping):
-        raise SparsityError("load_state_dict: 'one_shot' must be a dict with 'rows' and 'masks', as state_dict() gives")
-    return None if saved is None else copied_state(saved)
-
-
 def _shape_of(group: TensorGroup) -> tuple[int, ...]:
     return masking.shape_of(group["module"], group["tensor_name"])
 

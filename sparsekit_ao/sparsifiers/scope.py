@@ -23,7 +23,7 @@ from ..selection import Request
 from ..structure import checked_level
 from .base import MaskSparsifier
 from .calibrated import Calibrated
-from .checkpoint import copied_state, saved_count, saved_pass
+from .checkpoint import saved_count
 from .config import ConfigContext, TensorGroup, copied, hint_of_key
 from .groups import (
     PruningGroup,
@@ -202,7 +202,7 @@ class BudgetSparsifier(MaskSparsifier):
         except SparsityError:
             if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks.values()):
                 hint = "check: every mask keeps everything, because no masks were chosen yet; call step() or one_shot"
-                raise SparsityError(f"{hint} (again, with resume=True, if it was interrupted)") from None
+                raise SparsityError(hint) from None
             raise
 
     def _miscounted(self) -> str:
@@ -376,7 +376,6 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
     """
 
     optional_keys = (*BudgetSparsifier.optional_keys, "max_sparsity")
-    unfinished_pass: dict[str, Any] | None = None  # finished rows and chosen masks of a pass; see `one_shot`
 
     def __init__(
         self,
@@ -415,8 +414,6 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
         if self.interval.is_due(self._steps + 1):
             super().step(use_path)
-            if self.enable_mask_update:
-                self.unfinished_pass = None  # whose masks are replaced
         else:
             self.require_prepared("step")
         self._steps += 1
@@ -449,20 +446,19 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         return scores
 
     def _extra_state(self) -> dict[str, Any]:
-        unfinished = {} if self.unfinished_pass is None else {"one_shot": copied_state(self.unfinished_pass)}
-        return {**super()._extra_state(), **unfinished, "steps": self._steps}
+        return {**super()._extra_state(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """As of any sparsifier, with the number of calls of `step` and the progress of `one_shot` if there are any."""
+        """As of any sparsifier, with the number of calls of `step`."""
         self.require_prepared("load_state_dict")
-        steps, unfinished = saved_count(state_dict, "steps", self._steps), saved_pass(state_dict)
+        steps = saved_count(state_dict, "steps", self._steps)
         super().load_state_dict(state_dict, strict)
-        self._steps, self.unfinished_pass = steps, unfinished
+        self._steps = steps
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
         if not self._resumes:  # else it goes on with a copy of the same model
-            self.unfinished_pass, self._steps = None, 0
+            self._steps = 0
 
     def _update_all(self) -> None:
         self._update_groups(self.pruning_groups(), groups_by_name(self.groups))

@@ -5,6 +5,7 @@ A run saves a checkpoint after every step, under another name that then replaces
 
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -79,10 +80,9 @@ def steps(parts, done, save):
 
 
 def layer_by_layer(parts, done, save):
-    if done:
-        return
+    """The call saves its finished blocks itself, in a folder beside the checkpoint."""
     batches = [torch.randn(16, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-    one_shot(parts["sparsifier"], batches, resume=True, checkpoint=lambda: save(0))
+    one_shot(parts["sparsifier"], batches, recover=True, checkpoint=save.folder)
     save(1)
 
 
@@ -106,10 +106,12 @@ def run(kind, path):
         done = saved["done"]
 
     def save(done):
+        """Replace the last checkpoint."""
         partial = path.with_suffix(".partial")
         torch.save({"done": done, **{name: part.state_dict() for name, part in parts.items()}}, partial)
         os.replace(partial, path)
 
+    save.folder = path.with_suffix(".blocks")
     advance(parts, done, save)
 
 
@@ -123,11 +125,13 @@ def kill(folder, count):
         duration, expected = time.perf_counter() - start, torch.load(whole, weights_only=True)
         for trial in range(count):
             path.unlink(missing_ok=True)
+            shutil.rmtree(blocks := path.with_suffix(".blocks"), ignore_errors=True)
             process = begin(run, kind, path)
             time.sleep(rng.random() * duration)
             os.kill(process, signal.SIGKILL)
             end(process)
-            in_the_middle += path.exists() and not same(torch.load(path, weights_only=True), expected)
+            is_begun = path.exists() and not same(torch.load(path, weights_only=True), expected)
+            in_the_middle += is_begun or (not path.exists() and any(blocks.glob("*.pt")))
             call(run, kind, path)
             found = torch.load(path, weights_only=True)
             need(same(found, expected), f"{kind}, kill {trial}: the resumed run differs from the uninterrupted one")

@@ -6,6 +6,8 @@ import itertools
 import math
 import warnings
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,8 +28,9 @@ from sparsekit_ao import (
     removal,
 )
 from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics
-from sparsekit_ao.oneshot import sequential
-from sparsekit_ao.oneshot.pruning import prune_layer
+from sparsekit_ao.oneshot import walk
+from sparsekit_ao.oneshot.chain import CalibrationData
+from sparsekit_ao.oneshot.layers import prune_layer
 
 METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
 
@@ -213,23 +216,6 @@ def test_a_report_without_batches_says_so_and_weight_norm_stays_in_eval_mode():
     assert not any(module.training for module in pruned.modules())
 
 
-def test_a_pass_in_progress_that_was_damaged_is_refused_and_a_step_ends_it():
-    def stop():
-        raise KeyboardInterrupt
-
-    sparsifier = prepared(sparsity_level=0.5, scope_coupling="all")
-    with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, correlated(), checkpoint=stop)
-    state = copy.deepcopy(sparsifier.state_dict())
-    for damage in ({"masks": {}}, {"recovered": -1}, {"rows": {"x": {}}}, {"rows": 3}):
-        sparsifier.load_state_dict({**state, "one_shot": {**state["one_shot"], **damage}})
-        with pytest.raises(SparsityError, match="one_shot: resume: the loaded pass in progress"):
-            one_shot(sparsifier, correlated(), resume=True)
-    sparsifier.load_state_dict(state)
-    sparsifier.step()
-    assert sparsifier.unfinished_pass is None
-
-
 def test_token_masks_of_other_kinds_and_batches_of_padding_are_refused():
     sparsifier, x = prepared(score="wanda"), torch.ones(2, 8)
     for mask in (torch.ones(2), 0, 3.5):
@@ -248,9 +234,9 @@ def test_check_after_an_interruption_in_the_first_block_names_one_shot():
     sparsifier = prepared()
     with pytest.raises(KeyboardInterrupt):
         one_shot(sparsifier, correlated(), lambda model, batch: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(SparsityError, match="no masks were chosen yet; .*with resume=True, if it was interrupted"):
+    with pytest.raises(SparsityError, match=r"no masks were chosen yet; call step\(\) or one_shot"):
         sparsifier.check()
-    one_shot(sparsifier, correlated(), resume=True)
+    one_shot(sparsifier, correlated())
     assert sparsifier.check()
 
 
@@ -310,39 +296,50 @@ def test_a_budget_over_all_tensors_is_chosen_before_anything_changes():
     assert all(r.after <= r.before for r in report) and sparsifier.check()
 
 
-def interrupted(at):
-    """A forward function whose call of this number is interrupted."""
+def interrupted(model, at):
+    """Interrupt this call, counted from 1, of the first layer of a model, of a block or of the last layer."""
     calls = itertools.count(1)
 
-    def forward(model, batch):
+    def before(*_):
         if next(calls) == at:
             raise KeyboardInterrupt
-        return model(batch)
 
-    return forward
+    handles = [m.register_forward_pre_hook(before) for m in (model.first, *model.blocks, model.head)]
+    return SimpleNamespace(remove=lambda: [handle.remove() for handle in handles])
 
 
-def test_an_interruption_leaves_layers_as_they_were_or_finished_and_a_second_call_goes_on():
+def test_an_interruption_leaves_layers_as_they_were_or_finished_and_the_same_call_goes_on(tmp_path):
     batches, dense = correlated(), Model()
     whole = prepared(copy.deepcopy(dense))
-    expected = one_shot(whole, batches)
-    sparsifier = prepared(copy.deepcopy(dense))
-    before = {g["tensor_fqn"]: sparsifier._dense(g).clone() for g in sparsifier.groups}
-    with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, batches, interrupted(20))
-    done = [n for n in before if not sparsifier.mask(n).all()]
-    assert 0 < len(done) < len(before)
-    for group in sparsifier.groups:
-        name = group["tensor_fqn"]
-        if name not in done:
-            assert torch.equal(sparsifier._dense(group), before[name])
-        else:
-            assert torch.equal(sparsifier.mask(name), whole.mask(name))
-    report = one_shot(sparsifier, batches, resume=True)
-    assert [r.tensor for r in report] == [r.tensor for r in expected]
-    for name in before:
-        assert torch.equal(sparsifier.mask(name), whole.mask(name))
-    one_shot(sparsifier, batches, resume=True)  # nothing to resume: a pass of its own
+    expected = one_shot(whole, batches, recover=True)
+    for at in (8, 20, 26, 33):  # calls of the model or of a block
+        sparsifier = prepared(copy.deepcopy(dense))
+        before = {g["tensor_fqn"]: sparsifier._dense(g).clone() for g in sparsifier.groups}
+        handle = interrupted(sparsifier.model, at)
+        with pytest.raises(KeyboardInterrupt):
+            one_shot(sparsifier, batches, recover=True, checkpoint=tmp_path)
+        handle.remove()
+        done = [n for n in before if not sparsifier.mask(n).all()]
+        assert len(done) < len(before)
+        for group in sparsifier.groups:
+            name = group["tensor_fqn"]
+            if name not in done:
+                assert torch.equal(sparsifier._dense(group), before[name])
+            else:
+                assert torch.equal(sparsifier.mask(name), whole.mask(name))
+    again = prepared(copy.deepcopy(dense))
+    report = one_shot(again, batches, recover=True, checkpoint=tmp_path)
+    assert [r.after for r in report] == [r.after for r in expected]
+    assert [r.after for r in report.recovery] == [r.after for r in expected.recovery]
+    for name, p in again.model.state_dict().items():
+        assert torch.equal(whole.model.state_dict()[name], p), name
+    with pytest.raises(SparsityError, match="is of a call with another model, other batches or other arguments"):
+        one_shot(again, batches, recover=True, checkpoint=tmp_path)
+    for other in ({"compensate": None}, {"recover": False}, {"batches": batches[1:]}):
+        with pytest.raises(SparsityError, match="is of a call with another model, other batches or other arguments"):
+            one_shot(
+                prepared(copy.deepcopy(dense)), **{"batches": batches, "recover": True, **other}, checkpoint=tmp_path
+            )
 
 
 def test_bfloat16_weights_and_a_model_in_train_mode():
@@ -393,14 +390,35 @@ def test_what_would_invert_too_large_a_matrix_is_refused_and_the_advice_works():
     assert sparsifier.mask("0.weight").all() and one_shot(sparsifier, [torch.randn(1, 2048, 18)], compensate="admm")
 
 
+def recorded(sparsifier, data):
+    """{name: statistics} of a walk that changes nothing."""
+    found = {}
+
+    class Recording:
+        def __init__(self):
+            self.chosen = {}
+
+        def target(self, name):
+            return sparsifier.recorder.target(name, ["input_gram"])
+
+        def masks(self, names):
+            return nullcontext()
+
+        def solve(self, names, statistics):
+            found.update(statistics)
+            return []
+
+    solving = Recording()
+    walk.Walk(data, [solving.target(g["tensor_fqn"]) for g in sparsifier.groups]).run("test", solving)
+    return found
+
+
 def test_batches_of_any_size_are_summed():
     model, rows = nn.Sequential(nn.Linear(8, 4)), torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     for sizes in ((3, 2, 30, 5), (7, 33), (40,), (2, 2), (3, 5)):
         sparsifier, used = prepared(copy.deepcopy(model), sparsity_level=0.5), rows[: sum(sizes)]
-        data = sequential.CalibrationData.checked(sparsifier.model, used.split(sizes), None, None, "test")
-        targets = [sparsifier.recorder.target(sparsifier.groups[0]["tensor_fqn"], ["input_gram"])]
-        ((_, recorded),) = sequential.SequentialPass(data, targets).record()
-        statistics = recorded["0.weight"]
+        data = CalibrationData.checked(sparsifier.model, used.split(sizes), None, None, "test")
+        statistics = recorded(sparsifier, data)["0.weight"]
         assert statistics.tokens == len(used) and isinstance(statistics.gram, RowGram) == (len(used) < 8)
         torch.testing.assert_close(statistics.input_square[0], used.square().sum(0))
         torch.testing.assert_close(torch.eye(8)[None] @ statistics.gram, (used.T @ used)[None])
@@ -408,13 +426,11 @@ def test_batches_of_any_size_are_summed():
 
 
 def test_positions_of_a_convolution_are_sampled(monkeypatch):
-    monkeypatch.setattr(sequential, "SAMPLED", 2 * 12 * 30)
+    monkeypatch.setattr(walk, "SAMPLED", 2 * 12 * 30)
     sparsifier = prepared(nn.Sequential(nn.Conv2d(3, 8, 2), nn.ConvTranspose2d(8, 4, 2)), sparsity_level=0.5)
-    data = sequential.CalibrationData.checked(sparsifier.model, [torch.randn(2, 3, 9, 7)] * 2, None, None, "test")
+    data = CalibrationData.checked(sparsifier.model, [torch.randn(2, 3, 9, 7)] * 2, None, None, "test")
     state = torch.get_rng_state()
-    targets = [sparsifier.recorder.target(g["tensor_fqn"], ["input_gram"]) for g in sparsifier.groups]
-    records = sequential.SequentialPass(data, targets).record()
-    tokens = {t.name: statistics[t.name].tokens for group, statistics in records for t in group}
+    tokens = {name: statistics.tokens for name, statistics in recorded(sparsifier, data).items()}
     assert tokens == {"0.weight": 2 * 30, "1.weight": 2 * 11} and torch.equal(torch.get_rng_state(), state)
 
 
@@ -504,7 +520,7 @@ def test_blocks_read_the_inputs_that_a_whole_forward_pass_gives(make_blocks, nam
     reports = []
     for is_walked in (True, False):
         if not is_walked:
-            monkeypatch.setattr(sequential, "find_blocks", lambda *_: [])
+            monkeypatch.setattr(walk, "find_blocks", lambda *_: [])
         sparsifier = prepared(copy.deepcopy(dense), config=config, sparsity_level=0.5)
         reports.append([(r.tensor, r.before, r.after) for r in one_shot(sparsifier, correlated())])
     assert reports[0] == reports[1]
@@ -591,18 +607,6 @@ def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
         "head.weight": "",
         "lstm.weight_ih_l0": "no inputs recorded: not compensated",
     }
-
-
-def test_another_model_does_not_go_on_where_an_interrupted_one_stopped():
-    sparsifier, batches = prepared(), correlated(2)
-    with pytest.raises(KeyboardInterrupt):
-        one_shot(sparsifier, batches, interrupted(7))
-    assert not sparsifier.mask("first.weight").all()
-    with pytest.warns(UserWarning, match="5 of 6 masks keep everything"):
-        sparsifier.squash_mask()
-    sparsifier.prepare(Model())
-    one_shot(sparsifier, batches, resume=True)
-    assert sparsifier.check()
 
 
 def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparsekit_ao import SparsityError
 from sparsekit_ao.calibration import RowGram, damped_gram
-from sparsekit_ao.oneshot.pruning import matrix_scopes
+from sparsekit_ao.oneshot.layers import matrix_scopes
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
     admm,

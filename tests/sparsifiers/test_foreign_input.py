@@ -78,14 +78,6 @@ def dynamic_sparsifier():
     return found
 
 
-def in_a_pass():
-    """Between two layers of `one_shot`."""
-    found, saved = ScopeSparsifier(0.5), []
-    found.prepare(model())
-    one_shot(found, [torch.randn(9, 8)], checkpoint=lambda: saved.append(copy.deepcopy(found)))
-    return saved[0]
-
-
 def proximal_sparsifier():
     net = model()
     optimizer = torch.optim.Adam(net.parameters())
@@ -110,7 +102,7 @@ def check_loading(load, original, data, rng):
     assert refused > COUNT // 3
 
 
-@pytest.mark.parametrize("make", [scope_sparsifier, dynamic_sparsifier, in_a_pass, proximal_sparsifier])
+@pytest.mark.parametrize("make", [scope_sparsifier, dynamic_sparsifier, proximal_sparsifier])
 def test_mutated_state_dicts(make):
     original, rng = make(), random.Random(1)
 

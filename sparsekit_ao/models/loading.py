@@ -1,0 +1,175 @@
+"""Where the weights of a model lie, and modules whose weights are on the device that computes.
+
+Weights lie in the model, or accelerate has offloaded them to the CPU or to disk (`device_map`, `cpu_offload`,
+`disk_offload`, `load_checkpoint_and_dispatch`), or FSDP2 has sharded them over ranks. Inside `loaded`, a module's
+parameters are plain tensors in all these cases.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import gathered, is_sharded
+from ..errors import SparsityError
+
+Device = torch.device | str | int | None
+SAMPLED = 64  # values of each tensor that its fingerprint reads
+
+
+class _Offloaded(NamedTuple):
+    """A tensor that accelerate keeps outside of the model.
+
+    Attributes:
+        owner, name: The module that has it, and its name there.
+        placeholder: The tensor on the meta device that stands for it.
+        values: The mapping that has its values: names in the model, or in the owner, to tensors.
+        key: Its name in `values`.
+        device: Where accelerate would load it.
+    """
+
+    owner: nn.Module
+    name: str
+    placeholder: Tensor
+    values: Any
+    key: str
+    device: Any
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate keeps weights of the model outside of it."""
+    return any(True for _ in _offloaded(model))
+
+
+def is_elsewhere(model: nn.Module) -> bool:
+    """Whether weights of the model are offloaded or sharded, so that a copy of it does not hold them."""
+    return is_offloaded(model) or any(map(is_sharded, model.parameters()))
+
+
+def refuse_unloadable(model: nn.Module, caller: str) -> None:
+    """Raise where parameters of the model have no values, or values that cannot be changed where they are."""
+    offloaded = list(_offloaded(model))
+    known = {id(each.placeholder) for each in offloaded}
+    for name, p in model.named_parameters():
+        if p.is_meta and id(p) not in known:
+            raise SparsityError(
+                f"{caller}: {name} has no values: it is on the meta device, and accelerate does not know where its "
+                "values are; load the model with from_pretrained(folder), for a model that is larger than memory with "
+                "device_map= and offload_folder="
+            )
+    for each in offloaded:
+        if each.key in getattr(each.values, "index", ()) and each.values.save_folder is None:
+            raise SparsityError(
+                f"{caller}: accelerate reads {each.key} from the model's own files and has no folder for changed "
+                "weights; load the model with from_pretrained(folder, device_map=..., offload_folder='offloaded')"
+            )
+
+
+@contextmanager
+def loaded(
+    model: nn.Module, modules: Sequence[nn.Module], device: Device = None, *, writes: bool = False
+) -> Iterator[None]:
+    """Inside, the parameters of some modules of a model are plain tensors; then they are what they were before.
+
+    Args:
+        model: The model, which FSDP2 may have sharded.
+        modules: The modules whose weights are loaded, with those of all modules inside them.
+        device: None is the device of its weights, or where accelerate would load them.
+        writes: Whether changed values are written to where they came from; they are not after an error inside.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(gathered(model, modules, writes))
+        for module in modules:
+            stack.enter_context(_from_offload(module, device, writes))
+            stack.enter_context(_moved(module, device))
+        yield
+
+
+@contextmanager
+def _moved(module: nn.Module, device: Device) -> Iterator[None]:
+    """Move parameters and buffers to a device, and back."""
+    places = [] if device is None else [(t, t.device) for t in itertools.chain(module.parameters(), module.buffers())]
+    try:
+        for tensor, _ in places:
+            tensor.data = tensor.data.to(device)
+        yield
+    finally:
+        for tensor, place in places:
+            tensor.data = tensor.data.to(place)
+
+
+@contextmanager
+def _from_offload(module: nn.Module, device: Device, writes: bool) -> Iterator[None]:
+    """Load what accelerate offloaded. Its hooks would load the old values again, so they do not run meanwhile."""
+    hooked = [m for m in module.modules() if hasattr(m, "_hf_hook") and "forward" in vars(m)]
+    forwards, tensors = [m.forward for m in hooked], list(_offloaded(module))
+    try:
+        for m in hooked:
+            m.forward = m._old_forward  # type: ignore[assignment]
+        for each in tensors:
+            place = each.device if device is None else device
+            _set(each, each.values[each.key].to(place, copy=True))  # a map on the CPU gives its own tensor
+        yield
+        for each in tensors if writes else ():
+            _write(each, getattr(each.owner, each.name).detach().cpu())
+    finally:
+        for each in tensors:
+            _set(each, each.placeholder)
+        for m, forward in zip(hooked, forwards, strict=True):
+            m.forward = forward
+
+
+def _offloaded(module: nn.Module) -> Iterator[_Offloaded]:
+    """The tensors of a module that accelerate keeps elsewhere, by the hooks that would load them."""
+    for parent in module.modules():
+        hook: Any = getattr(parent, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
+            if not getattr(one, "offload", False) or getattr(one, "weights_map", None) is None:
+                continue
+            named: list[tuple[str, Tensor]] = [*parent.named_parameters(recurse=one.place_submodules)]
+            named += parent.named_buffers(recurse=one.place_submodules) if one.offload_buffers else []
+            for path, tensor in named:
+                if tensor.is_meta:
+                    owner, _, name = path.rpartition(".")
+                    values, key = one.weights_map, path
+                    while hasattr(values, "prefix"):
+                        values, key = values.dataset, values.prefix + key
+                    yield _Offloaded(parent.get_submodule(owner), name, tensor, values, key, one.execution_device)
+
+
+def _set(each: _Offloaded, value: Tensor) -> None:
+    """Put a value, or the placeholder again, where the module looks for the tensor."""
+    if each.name in each.owner._buffers:
+        each.owner._buffers[each.name] = value
+    elif isinstance(value, nn.Parameter):
+        each.owner._parameters[each.name] = value
+    else:
+        each.owner._parameters[each.name] = nn.Parameter(value, each.placeholder.requires_grad)
+
+
+def _write(each: _Offloaded, value: Tensor) -> None:
+    """Write a value to where accelerate reads it; a file only where it changed."""
+    if each.key not in getattr(each.values, "index", ()) or each.key in each.values.state_dict:
+        values = getattr(each.values, "state_dict", each.values)
+        values[each.key] = value
+    elif not torch.equal(value, each.values[each.key]):
+        from accelerate.utils import offload_weight
+
+        index = offload_weight(value, each.key, each.values.save_folder, index={})
+        each.values.index[each.key] = index[each.key]
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes, dtypes and of some values of each tensor, where these are at hand."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        digest.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}".encode())
+        if not tensor.is_meta and not is_sharded(tensor) and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            some = flat[:: max(1, len(flat) // SAMPLED)]
+            digest.update(str(some.double().tolist()).encode())
+    return digest.hexdigest()

@@ -1,0 +1,434 @@
+"""The chain of a model's repeated blocks: which blocks they are, what a batch gives them, and how it moves on.
+
+The blocks of a model (a ModuleList, or a Sequential of equal modules) form a chain where each reads the first output
+of the one before, and all other arguments are the same. The inputs of each block then follow from the outputs of the
+one before, and the model as a whole runs on one batch only, to find the chain. Layers elsewhere are recorded by running
+the model up to them.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ..calibration import Target
+from ..errors import SparsityError
+from ..models.loading import Device, fingerprint
+from ..models.running import Forward, TokenMask, call, check_batch, check_batches, token_mask_of
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Stop(BaseException):  # not caught by `except Exception` in the user's forward
+    """Raised by a hook when the rest of a forward pass is not needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationData:
+    """A model with its calibration data, and how it runs on them.
+
+    Attributes:
+        model: To be pruned.
+        batches: Kept in a list, because the model runs on them several times.
+        forward: `(model, batch) -> anything`, or None; see `models.running.call`.
+        token_masks: The tokens that count in each batch, or None for all.
+    """
+
+    model: nn.Module
+    batches: Sequence[Any]
+    forward: Forward | None
+    token_masks: Sequence[Tensor | None]
+
+    @classmethod
+    def checked(
+        cls, model: nn.Module, batches: Any, forward: Forward | None, token_mask: TokenMask, caller: str
+    ) -> "CalibrationData":
+        """Check what a user gave, and keep the batches in a list."""
+        check_batches(batches, token_mask, forward, caller)
+        kept = list(batches)
+        if not kept:
+            raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")
+        for batch in kept:
+            check_batch(batch, forward, caller)
+        token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
+        return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
+
+    def counted(self) -> str:
+        """Say how many tokens count, where some do not."""
+        masks = [mask for mask in self.token_masks if mask is not None]
+        kept, total = sum(int(mask.bool().sum()) for mask in masks), sum(mask.numel() for mask in masks)
+        return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
+
+    def fingerprint(self) -> str:
+        """A hash of the batches, by a sample of their values."""
+        leaves = _pytree.tree_leaves([dict(b) if isinstance(b, Mapping) else b for b in self.batches])
+        return fingerprint({str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+
+    def output(self, index: int) -> Any:
+        """Run the model on a copy of one batch, which it may change in place."""
+        return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
+
+    def run(self, index: int) -> None:
+        """Run the model on one batch, until a hook stops it."""
+        with suppress(_Stop):
+            self.output(index)
+
+
+def stop(*args: Any) -> None:
+    """A forward hook after which the rest of the model does not run."""
+    raise _Stop
+
+
+@contextmanager
+def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """Call functions `(module, args, kwargs)` before their modules."""
+    with ExitStack() as stack:
+        for module, hook in hooks:
+            # before hooks of FSDP2, which would leave weights gathered where this one stops the forward pass
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        yield
+
+
+def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
+    """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
+
+    Returns:
+        The reached targets in that order, each with a number for the tensor that it reads. The targets that no batch
+        reaches. The ids of the modules that a forward pass calls more than once.
+    """
+    reached: dict[str, tuple[Target, int]] = {}
+    calls: Counter[str] = Counter()
+    repeated: set[int] = set()
+    reads: list[tuple[Tensor, int]] = []
+
+    def hook(target: Target) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu"))
+            version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
+            if not reads or reads[-1][0] is not x or reads[-1][1] != version or version < 0:
+                reads.append((x, version))
+            reached.setdefault(target.name, (target, len(reads)))
+            calls[target.name] += 1
+            if calls[target.name] > 1:
+                repeated.add(id(module))
+
+        return before
+
+    modules = [(t.adapter.module, hook(t)) for t in targets if t.adapter is not None]
+    with _hooks(modules):
+        for index in range(len(data.batches)):
+            data.run(index)
+            calls.clear()
+            if len(reached) == len(modules):
+                break
+    return list(reached.values()), [t for t in targets if t.name not in reached], repeated
+
+
+def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
+    """Return the repeated blocks of a model if their inputs can be computed from each other, else none of them."""
+    blocks = _largest_list(data.model, layers, name)
+    uses = Counter(id(m) for block in blocks for m in block.modules())
+    uses.update(id(p) for block in blocks for p in block.parameters() if p.ndim > 1)  # may be tied between blocks
+    used = [*layers, *(p for layer in layers for p in layer.parameters())]
+    is_chain = bool(blocks) and not any(uses[id(one)] > 1 for one in used) and _is_chained(data, blocks)
+    if name is not None and not is_chain:
+        raise SparsityError(
+            f"blocks={name!r} do not form a chain: each must be called once, in order, with the first output of the "
+            "one before and otherwise the same arguments, and no layer may be part of two of them; leave blocks out "
+            "to run the whole model instead"
+        )
+    return blocks if is_chain else []
+
+
+def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
+    """Return the blocks of the list that holds most of the layers, or of the one that is named.
+
+    A list is a ModuleList, or a Sequential of modules of one class that has more than half of the layers.
+    """
+    if name is not None:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise SparsityError(f"blocks={name!r} is no module of the model") from None
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kind = type(module).__name__
+            raise SparsityError(f"blocks={name!r} is a {kind}, not a ModuleList or Sequential")
+        return list(module)
+    ids = {id(layer) for layer in layers}
+    lists: dict[int, list[nn.Module]] = {}  # the first of those with so many layers
+    for m in model.modules():
+        count = sum(id(x) in ids for x in m.modules())
+        is_list = isinstance(m, nn.Sequential) and len({type(x) for x in m}) == 1 and 2 * count > len(ids)
+        if (is_list or isinstance(m, nn.ModuleList)) and count > 1 and len(m) > 1:  # type: ignore[arg-type]
+            lists.setdefault(count, list(m))  # type: ignore[call-overload]
+    return lists[max(lists)] if lists else []
+
+
+def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
+    """Whether each batch calls each block once, in order, and the first batch each with the output of the one before.
+
+    All other arguments must be the same. Other batches run with blocks that return their input, where such a run calls
+    the blocks in order: a model that is larger than memory is then read once.
+    """
+    in_order, others = list(range(len(blocks))), _others_of_first_batch(data, blocks)
+    if len(others) < len(blocks):
+        return False
+
+    called: list[int] = []
+
+    def hook(k: int) -> Callable[..., None]:
+        return lambda *_: called.append(k)
+
+    def unchanged(k: int, *args: Any, **kwargs: Any) -> Any:
+        called.append(k)
+        hidden = _hidden_of((args, kwargs))
+        return hidden if others[k] is None else type(others[k])((hidden, *others[k]))
+
+    for index in range(1, len(data.batches)):
+        called.clear()
+        with replaced(blocks, unchanged), suppress(Exception):
+            data.run(index)
+        if called != in_order:
+            called.clear()
+            with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
+                data.run(index)
+        if called != in_order:
+            return False
+    return True
+
+
+def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
+    """What each block of a chain returns after its first output, None where that is all; shorter if it is no chain.
+
+    Each block runs twice: in the model, and on copies of what the one before gave, as it will in the walk.
+    """
+    others: list[Any] = []
+    arguments: Arguments = ((), {})  # of the block that was called last, as copies
+    expected: Arguments = ((), {})  # the same with the objects that the model passes, which are compared by identity
+    called: list[int] = []
+    is_running = is_broken = False
+
+    def run(block: nn.Module) -> None:
+        nonlocal arguments, expected, is_running
+        is_running = True
+        output, is_running = output_of(block, arguments), False
+        others.append(output[1:] if type(output) in (tuple, list) else None)
+        arguments, expected = (next_arguments(each, first_output(output)) for each in (arguments, expected))
+
+    def before(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal arguments, expected, is_broken
+        if is_running or is_broken:
+            return
+        is_broken = k != len(called)
+        called.append(k)
+        if k == 0:
+            arguments = copied_tensors((args, kwargs))
+            expected = copied_tensors((args, kwargs), objects=False)
+        elif not is_broken:
+            run(blocks[k - 1])
+            is_broken = not are_same(expected, (args, kwargs))
+
+    def hook(k: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: before(k, args, kwargs)
+
+    with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
+        data.run(0)
+    if is_broken or len(called) < len(blocks):
+        return []
+    run(blocks[-1])
+    return others
+
+
+@contextmanager
+def replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a call of block k is `forward(k, *args, **kwargs)`."""
+    before = [vars(block).get("forward") for block in blocks]
+    try:
+        for k, block in enumerate(blocks):
+            block.forward = functools.partial(forward, k)
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            del block.forward
+            if own is not None:  # accelerate's
+                block.forward = own
+
+
+def captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
+    """Return what a block receives in the forward pass of one batch."""
+    calls: list[Arguments] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(copied_tensors((args, kwargs)))
+        raise _Stop
+
+    with _hooks([(block, before)]):
+        data.run(index)
+    return calls[0]
+
+
+@contextmanager
+def calls_of(modules: Iterable[nn.Module], calls: list[Arguments]) -> Iterator[None]:
+    """Inside, append copies of what modules are called with."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(copied_tensors((args, kwargs), objects=False))
+
+    with _hooks((module, before) for module in modules):
+        yield
+
+
+def output_of(block: nn.Module, arguments: Arguments) -> Any:
+    """Run a block on copies of its arguments, which it may change in place (a cache of keys and values, say)."""
+    args, kwargs = copied_tensors(arguments)
+    return block(*args, **kwargs)
+
+
+def copied_tensors(value: Any, device: Device = None, *, copies: bool = True, objects: bool = True) -> Any:
+    """Nested arguments with their tensors on a device; copies of them, and of other objects, if wanted."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(leaf.device if device is None else device, copy=copies)
+        return copy.deepcopy(leaf) if copies and objects and not isinstance(leaf, nn.Module) else leaf
+
+    return _pytree.tree_map(copied, value)
+
+
+def first_output(output: Any) -> Any:
+    """What the next block reads of a block's output: the output itself, or the first of several."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _hidden_of(arguments: Arguments) -> Any:
+    """What a block reads of the output of the one before: its first argument."""
+    args, kwargs = arguments
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def next_arguments(arguments: Arguments, hidden: Any) -> Arguments:
+    """The arguments of the next block: the first one is replaced by what the block before gave."""
+    args, kwargs = arguments
+    if args:
+        return (hidden, *args[1:]), kwargs
+    first = next(iter(kwargs), None)
+    return args, kwargs if first is None else {**kwargs, first: hidden}
+
+
+class Kept:
+    """Nested values by key, in memory or, where they would take more than `limit` bytes, in temporary files.
+
+    Args:
+        device: Where tensors are kept; None leaves them where they are.
+        limit: In bytes; None for no limit.
+    """
+
+    def __init__(self, device: Device = None, limit: float | None = None) -> None:
+        self._device, self._limit = device, math.inf if limit is None else limit
+        self._values: dict[Hashable, Any] = {}
+        self._bytes: dict[Hashable, int] = {}  # of those in memory
+        self._files: dict[Hashable, str] = {}
+        self._folder = ""
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Keep a value in place of the one before."""
+        size = sum(leaf.nbytes for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+        self._values.pop(key, None)
+        self._bytes.pop(key, None)
+        if sum(self._bytes.values()) + size <= self._limit:
+            self._values[key], self._bytes[key] = copied_tensors(value, self._device, copies=False), size
+            return
+        if not self._folder:
+            self._folder = tempfile.mkdtemp(prefix="sparsekit_ao-")
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        path = self._files.setdefault(key, os.path.join(self._folder, str(len(self._files))))
+        torch.save(value, path)
+
+    def get(self, key: Hashable) -> Any:
+        """The value of a key."""
+        return self._values[key] if key in self._values else torch.load(self._files[key], weights_only=False)
+
+
+class Stream:
+    """The inputs of a block for every batch; `advance` makes them those of the next block.
+
+    Args:
+        calls: What the first block is called with for each batch.
+        kept: Where the inputs are kept.
+        device: Where blocks run; None is where their inputs are.
+        like: Another stream of these blocks. Arguments that are equal in both, such as masks, are kept once.
+    """
+
+    def __init__(self, calls: Iterable[Arguments], kept: Kept, device: Device, like: "Stream | None" = None) -> None:
+        self._kept, self._device = kept, device
+        self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
+        for index, arguments in enumerate(calls):
+            others = next_arguments(arguments, None)
+            if like is not None and are_same(others, kept.get(like._others[index])):
+                self._others.append(like._others[index])
+            else:
+                self._others.append((id(self), "others", index))
+                kept.put(self._others[-1], others)
+            self._put(index, _hidden_of(arguments))
+
+    def __len__(self) -> int:
+        return len(self._others)
+
+    def _put(self, index: int, hidden: Any) -> None:
+        self._kept.put((id(self), "hidden", index), hidden)
+
+    def hidden(self, index: int) -> Any:
+        """The input that is the output of the block before, on the device where blocks run."""
+        return copied_tensors(self._kept.get((id(self), "hidden", index)), self._device, copies=False)
+
+    def output(self, block: nn.Module, index: int) -> Any:
+        """What a block gives for a batch. It runs on copies of its inputs, which it may change in place (a cache)."""
+        others = self._kept.get(self._others[index])
+        args, kwargs = copied_tensors(next_arguments(others, self.hidden(index)), self._device)
+        return block(*args, **kwargs)
+
+    def advance(self, block: nn.Module, is_last: bool = False) -> None:
+        """Run a block on every batch, and take its outputs as the inputs of the next one.
+
+        All outputs of the last block are kept, since what follows may read any of them.
+        """
+        for index in range(len(self)):
+            output = self.output(block, index)
+            self._put(index, first_output(output))
+            if is_last:
+                self._kept.put((id(self), "outputs", index), output)
+
+    def outputs(self, index: int) -> Any:
+        """All that the last block gave for a batch."""
+        return copied_tensors(self._kept.get((id(self), "outputs", index)))
+
+
+def are_same(a: Any, b: Any) -> bool:
+    """Whether nested arguments are equal; tensors and arrays by value, objects by attributes, or by identity or ==."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if any(isinstance(t, Tensor) and t.is_nested for t in (a, b)):
+            return False
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(are_same(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(are_same, a, b))
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return all(are_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return a is b or bool(a == b)

@@ -1,0 +1,480 @@
+"""The layers of a walk: which tensors share a choice, how each one's mask and kept weights are computed and written."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import masking
+from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target, damped_gram
+from ..distributed import copy_values, has_process_group, is_sharded
+from ..errors import SparsityError
+from ..models.loading import fingerprint
+from ..models.names import connected
+from ..scores import needs_of
+from ..sparsifiers.config import TensorGroup
+from ..sparsifiers.groups import PruningGroup, choose_masks, groups_by_name, labels_of
+from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
+
+METHODS = (None, "least_squares", *SOLVERS)
+DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
+MOST_INPUTS = 32_768  # inputs of a layer whose Gram matrix is inverted
+Masks = Mapping[str, Tensor]
+Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One layer.
+
+    Attributes:
+        tensor: Its name.
+        before: Relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN where X^T X is
+            not recorded: without inputs, or with `compensate=None`.
+        after: The same with compensated weights.
+        density: The fraction of elements that the mask keeps.
+        seconds: Spent on this layer, its share of recording not included.
+        note: What was special, or "".
+
+    >>> LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2).after
+    0.1
+    """
+
+    tensor: str
+    before: float
+    after: float
+    density: float
+    seconds: float
+    note: str = ""
+
+
+def check_method(method: object) -> None:
+    """Raise unless `compensate` is a method."""
+    if method not in METHODS:
+        raise SparsityError(f"one_shot: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+
+
+@dataclass(kw_only=True, eq=False)
+class Layer:
+    """One tensor on its way through the pass.
+
+    Attributes:
+        target: Its name, module and parameter.
+        statistics: Recorded in this pass, and gradients that the user collected before; None if no batch reached it.
+        weight: The dense weight in float32 (float64 if it is float64).
+        pruning_groups: Those of this tensor alone, stage by stage; none where its mask is chosen before.
+        mask, compensated, seconds: Its mask and new weight, once they are computed, and the time that both took.
+        unused_score: What the report says if the method chose the mask though there is a score.
+    """
+
+    target: Target
+    statistics: Statistics | None
+    weight: Tensor
+    pruning_groups: Sequence[PruningGroup]
+    mask: Tensor | None = None
+    compensated: Tensor | None = None
+    seconds: float = 0.0
+    unused_score: str = ""
+
+    @property
+    def gram(self) -> Tensor | RowGram | None:
+        """G of its inputs, or None where there is none."""
+        return None if self.statistics is None else self.statistics.gram
+
+
+class Layers:
+    """The layers that a walk prunes: which tensors share a choice, how each is solved, and its mask (`walk.Solving`).
+
+    Args:
+        groups: The group dicts of the tensors.
+        pruning_groups: Those of the tensors, stage by stage.
+        recorder: Knows how each tensor is a matrix, and what was recorded for it before.
+        method: How kept weights make up for dropped ones.
+        live_mask: The mask of a group, to be written; None where the model has no masks.
+
+    Attributes:
+        shared: The pruning groups of tensors that are coupled or share a budget.
+        shared_masks: {name: mask} of those, once they are chosen.
+        notes: {name: why a tensor is not compensated}.
+    """
+
+    row = LayerRow
+
+    def __init__(
+        self,
+        groups: Sequence[TensorGroup],
+        pruning_groups: Sequence[PruningGroup],
+        recorder: Recorder,
+        method: str | None,
+        live_mask: Callable[[TensorGroup], Tensor] | None,
+    ) -> None:
+        self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
+        self.method, self._live_mask = method, live_mask
+        self.chosen: dict[str, Tensor] = {}
+        self.shared_masks: dict[str, Tensor] = {}
+        self.notes: dict[str, str] = {}
+        self._single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
+        self.shared: list[PruningGroup] = []
+        for coupled in connected({pruning: pruning.specs for pruning in pruning_groups}):
+            if any(len(pruning.specs) > 1 for pruning in coupled):
+                self.shared += coupled
+            else:
+                self._single[next(iter(coupled[0].specs))] = coupled
+
+    def check(self, caller: str, has_data: bool) -> None:
+        """Raise where a tensor cannot be solved: it has no finite values, too many inputs, or no gradients.
+
+        Without data, where nothing is compensated, zeros are written through other parametrizations.
+        """
+        for name, group in self.groups.items():
+            module, tensor_name = group["module"], group["tensor_name"]
+            if has_data and not masking.is_parameter(module, tensor_name):
+                raise SparsityError(
+                    f"{caller}: {name} has another parametrization below its mask; remove it first "
+                    "(torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+            weight = self._dense(name)
+            if not weight.is_meta and not is_sharded(weight):  # else when it is loaded
+                _refuse_infinite(weight, name, caller)
+            adapter = self.recorder.adapter(name) if self.method in ("obs", "sparsegpt") else None
+            inputs = 0 if adapter is None else adapter.matrix(torch.empty(weight.shape, device="meta")).shape[2]
+            if inputs > MOST_INPUTS:
+                raise SparsityError(
+                    f"one_shot: {name} has {inputs:,} inputs, and compensate={self.method!r} inverts a matrix of their "
+                    f"products; use 'admm' or 'least_squares' for more than {MOST_INPUTS:,}"
+                )
+        for name, needs in self.gradients().items():
+            missing = self.recorder.of(name).missing(needs)
+            if missing:
+                score = next(p.score for p in self.pruning_groups if name in p.specs and needs_of(p.score))
+                raise SparsityError(
+                    f"one_shot: {name}: {score} needs {', '.join(missing)}; "
+                    "run sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
+                )
+
+    def gradients(self) -> dict[str, list[str]]:
+        """{name: the statistics of gradients that scores read of it}."""
+        needs: dict[str, list[str]] = {}
+        for pruning in self.pruning_groups:
+            of_score = [need for need in needs_of(pruning.score) if need in GRADIENTS]
+            for name in pruning.scored(self.recorder.of) if of_score else ():
+                needs[name] = [*needs.get(name, ()), *of_score]
+        return needs
+
+    def described(self) -> Iterator[object]:
+        """What tells this choice of masks from others, with the same text in every process."""
+        yield self.method
+        for pruning in self.pruning_groups:
+            keep = pruning.budget(self.groups)
+            yield fingerprint({"": keep}) if isinstance(keep, Tensor) else keep
+            yield pruning.label, pruning.stage, pruning.norm, pruning.score, pruning.member_scores, pruning.least
+            yield [(name, pruning.pattern(name)) for name in pruning.specs]
+
+    def target(self, name: str) -> Target:
+        """A tensor, with G for compensation and what its scores need; squares only show which layers run."""
+        adapter = self.recorder.adapter(name)
+        needs = [n for pruning in self._single[name] for n in needs_of(pruning.score) if n not in GRADIENTS]
+        if adapter is not None and adapter.has_gram:
+            needs.append("input_square" if self.method is None else "input_gram")
+        return self.recorder.target(name, needs)
+
+    @contextmanager
+    def masks(self, names: Collection[str]) -> Iterator[None]:
+        """Inside, the masks of these tensors keep everything; at the end each is the chosen one, or as before."""
+        live = {} if self._live_mask is None else {name: self._live_mask(self.groups[name]) for name in names}
+        before = {name: mask.clone() for name, mask in live.items()}
+        for mask in live.values():
+            mask.fill_(True)
+        try:
+            yield
+        except BaseException:
+            self.chosen.clear()
+            raise
+        finally:
+            for name, mask in live.items():
+                copy_values(mask, self.chosen.pop(name, before[name]))
+
+    def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
+        """Prune tensors: all are computed, each by one rank, before any of them changes."""
+        solved: dict[str, tuple[Tensor, Tensor, LayerRow]] = {}
+        targets = {name: self.target(name) for name in names}
+        owners = _shared_out({name: self._cost(target) for name, target in targets.items()})
+        with _alike():
+            for name, target in targets.items():
+                recorded = statistics.pop(name, None)  # whose memory is freed then
+                if owners[name] == _rank():
+                    weight = self._dense(name)
+                    _refuse_infinite(weight, name, "one_shot")
+                    layer = Layer(
+                        target=target,
+                        statistics=self._statistics(name, recorded),
+                        weight=weight if weight.dtype == torch.float64 else weight.float(),
+                        pruning_groups=self._single[name],
+                        mask=self.shared_masks.get(name),
+                    )
+                    with torch.autocast(weight.device.type, enabled=False):
+                        prune_layer(layer, self.groups, self.method)
+                        solved[name] = _solved(layer, weight.dtype, self.notes.get(name, ""))
+        _exchange(solved, owners, {name: self._dense(name) for name in names})
+        rows = []
+        for name, target in targets.items():
+            weight, mask, row = solved.pop(name)
+            if masking.is_parameter(target.module, target.tensor_name):
+                target.parameter.copy_(weight)
+            else:
+                masking.write_masked(target.module, target.tensor_name, mask)
+            if self._live_mask is not None:
+                self.chosen[name] = mask
+            rows.append(row)
+        return rows
+
+    def _cost(self, target: Target) -> int:
+        """What solving takes, up to a factor: the cube of the inputs."""
+        if target.adapter is None:
+            return math.prod(target.shape)
+        groups, _, inputs = target.adapter.matrix(torch.empty(target.shape, device="meta")).shape
+        return int(groups * inputs**3)
+
+    def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:
+        """What the walk recorded, with the gradients that the user collected before."""
+        before = self.recorder.of(name)
+        gradients = {need: total for need, total in before.sums.items() if need in GRADIENTS}
+        if gradients:
+            recorded = recorded or Statistics(name=name, shape=before.shape, adapter=before.adapter)
+            recorded.sums.update(gradients)
+            recorded.passes = before.passes
+        return recorded
+
+    def _dense(self, name: str) -> Tensor:
+        module, tensor_name = self.groups[name]["module"], self.groups[name]["tensor_name"]
+        is_masked = masking.find_mask(module, tensor_name) is not None
+        return masking.dense_weight(module, tensor_name) if is_masked else getattr(module, tensor_name).detach()
+
+
+class Scoring:
+    """A walk that changes nothing: what tensors are scored by that are coupled or share a budget."""
+
+    row = LayerRow
+
+    def __init__(self, layers: Layers, shared: Sequence[PruningGroup], copies: bool) -> None:
+        self._layers, self._shared = layers, shared
+        self._copies = copies  # of weights, which are at hand only while their unit is visited
+        self.chosen: dict[str, Tensor] = {}
+        self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in shared}
+        self._weights: dict[str, Tensor] = {}
+
+    def target(self, name: str) -> Target:
+        """A tensor, with the statistics of inputs that the scores of its groups need."""
+        recorder = self._layers.recorder
+        scores = [p.score for p in self._shared if name in p.specs and name in p.scored(recorder.of)]
+        return recorder.target(name, [n for score in scores for n in needs_of(score) if n not in GRADIENTS])
+
+    def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Masks stay as they are."""
+        return nullcontext()
+
+    def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
+        """Score tensors; their statistics are freed unit by unit, and saliencies kept."""
+        for pruning in self._shared:
+            for name in pruning.specs.keys() & {*names}:
+                weight = self._layers._dense(name)
+                _refuse_infinite(weight, name, "one_shot")
+                recorded = (
+                    self._layers._statistics(name, statistics.get(name))
+                    or self._layers.recorder.target(name, ()).blank()
+                )
+                if pruning.score is None and pruning.member_scores == "sum":
+                    if self._copies:
+                        self._weights[name] = weight.clone()
+                elif not recorded.missing(needs_of(pruning.score)):
+                    self._values[pruning][name] = pruning.value_of(name, weight, recorded)
+        return []
+
+    def masks_of_all(self) -> dict[str, Tensor]:
+        """Choose the masks, of the dense model, earlier stages first."""
+        layers = self._layers
+
+        def dense(name: str) -> Tensor:
+            weight = self._weights.get(name, layers._dense(name))
+            return torch.zeros(weight.shape, dtype=weight.dtype, device="cpu") if weight.is_meta else weight
+
+        def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
+            scored = pruning.values(dense, layers.recorder.of, self._values[pruning])
+            return scored, pruning.norm_of(scored.values())
+
+        weights = {name: dense(name) for pruning in self._shared for name in pruning.specs}
+        masks = {name: torch.ones(w.shape, dtype=torch.bool, device=w.device) for name, w in weights.items()}
+        _choose_by_stage(self._shared, layers.groups, values, masks)
+        return masks
+
+
+def _refuse_infinite(weight: Tensor, name: str, caller: str) -> None:
+    if not bool(torch.isfinite(weight).all()):
+        raise SparsityError(f"{caller}: {name} has weights that are not finite")
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if has_process_group() else 0
+
+
+def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
+    """{name: the rank that solves it}: the costliest first, each to the rank that has the least to do by then."""
+    loads = [0] * (torch.distributed.get_world_size() if has_process_group() else 1)
+    owners = {}
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += costs[name]
+    return owners
+
+
+@contextmanager
+def _alike() -> Iterator[None]:
+    """An error inside on one rank is an error on all of them, which would wait for that rank otherwise."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as e:
+        error = e
+    if has_process_group():
+        texts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(texts, error and str(error))
+        text = next(filter(None, texts), None)
+        if error is None and text is not None:
+            raise SparsityError(text)
+    if error is not None:
+        raise error
+
+
+def _exchange(solved: dict[str, tuple[Tensor, Tensor, LayerRow]], owners: Mapping[str, int], like: Mapping) -> None:
+    """Send what each rank has solved, {name: (weight, mask, row)}, to all ranks; `like` are tensors of these shapes."""
+    if not has_process_group():
+        return
+    rows: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rows, {name: row for name, (_, _, row) in solved.items()})
+    for name, owner in owners.items():
+        blank = torch.empty_like(like[name], memory_format=torch.contiguous_format)
+        weight, mask = solved[name][:2] if name in solved else (blank, torch.empty_like(blank, dtype=torch.bool))
+        weight, mask = weight.contiguous(), mask.contiguous()
+        for tensor in (weight, mask.view(torch.uint8)):
+            torch.distributed.broadcast(tensor, src=owner)
+        solved[name] = weight, mask, rows[owner][name]
+
+
+def warn_of_unreached(targets: Sequence[Target]) -> None:
+    """Warn of tensors whose inputs no batch shows."""
+    how = "pruned without statistics (by magnitude where the score needs inputs)"
+    if without_adapter := [t for t in targets if t.adapter is None]:
+        kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
+        names = ", ".join(t.name for t in without_adapter)
+        warnings.warn(f"one_shot: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=4)
+    if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
+        warnings.warn(f"one_shot: no batch reached {unreached}; they are {how}, not compensated", stacklevel=4)
+
+
+def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:
+    """Choose the mask of a layer, unless it has one, and compute its compensated weight; `groups` have the budgets."""
+    start, statistics, solution = time.perf_counter(), layer.statistics, None
+    if method is None or statistics is None or layer.gram is None:
+        layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
+    else:
+        weight, gram = statistics.matrix(layer.weight), damped_gram(layer.gram.to(layer.weight.dtype), DAMP)
+        if layer.mask is None and method in SOLVERS:
+            mask, solution = SOLVERS[method](weight, gram, matrix_scopes(layer, groups, statistics))
+            layer.mask = statistics.from_matrix(mask)
+            if any(c.score is not None for c in layer.pruning_groups):
+                layer.unused_score = f"{method} chose the mask, without the score; compensate='least_squares' takes it"
+        else:
+            layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
+            solution = least_squares(weight, gram, statistics.matrix(layer.mask))
+    if statistics is None or solution is None:
+        layer.compensated = layer.weight * layer.mask
+    else:
+        layer.compensated = statistics.from_matrix(solution)
+    layer.seconds = time.perf_counter() - start
+
+
+def _choose_by_stage(
+    pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup], values: Values, masks: Masks
+) -> None:
+    """Choose the masks of pruning groups, {name: mask}, by values, earlier stages first."""
+    for pruning in sorted(pruning_groups, key=lambda pruning: pruning.stage):
+        scored, norm = values(pruning)
+        choose_masks({pruning: pruning.request(masks, pruning.budget(groups), scored, norm)})
+
+
+def _mask_by_score(layer: Layer, groups: Mapping[str, TensorGroup]) -> Tensor:
+    """Choose a mask by the layer's scores, or by magnitude if they need inputs and no batch reached it."""
+    statistics = layer.statistics or layer.target.blank()
+
+    def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
+        if any(n in INPUTS for n in statistics.missing(needs_of(pruning.score))):
+            return {spec.view.param: layer.weight for spec in pruning.specs.values()}, 2
+        saliencies = pruning.values(lambda _: layer.weight, lambda _: statistics)
+        return saliencies, pruning.norm_of(saliencies.values())
+
+    return _mask_of(layer, groups, values)
+
+
+def _mask_of(layer: Layer, groups: Mapping[str, TensorGroup], values: Values) -> Tensor:
+    mask = torch.ones_like(layer.weight, dtype=torch.bool)
+    _choose_by_stage(layer.pruning_groups, groups, values, {layer.target.name: mask})
+    return mask
+
+
+def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: Statistics) -> MatrixScopes:
+    """Return the scopes of a layer's elements, as solvers take them."""
+
+    def project(saliency: Tensor, norm: float | None) -> Tensor:
+        values = statistics.from_matrix(saliency)
+        return statistics.matrix(
+            _mask_of(layer, groups, lambda p: ({spec.view.param: values for spec in p.specs.values()}, norm))
+        )
+
+    pruning = layer.pruning_groups[-1]
+    scope, spec, device = pruning.scope, pruning.specs[layer.target.name], layer.weight.device
+
+    def labels() -> tuple[Tensor, Tensor]:
+        blocks = labels_of(spec)  # -1 for elements that a view leaves out
+        block_grid = [-(-s // b) for s, b in zip(spec.view.shape, spec.shape, strict=True)]
+        ids = torch.arange(spec.numblk(), device="cpu")
+        scope_of_block, positions = torch.zeros_like(ids), torch.unravel_index(ids, block_grid)
+        for at, count, size in zip(positions, block_grid, scope.members()[0].shape, strict=True):
+            scope_of_block = scope_of_block * -(-count // size) + at // size
+        scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
+        return statistics.matrix(scopes.to(device)), statistics.matrix(blocks.to(device))
+
+    keep = torch.as_tensor(pruning.budget(groups), dtype=torch.int64)
+    return MatrixScopes(
+        name=layer.target.name,
+        project=project,
+        labels=labels,
+        keep=keep.to(device).expand(scope.grid_shape).reshape(-1),
+        blocks_per_scope=scope.numblk_per_scope(),
+        is_plain=not scope.is_partial and len(layer.pruning_groups) == 1,
+    )
+
+
+def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor, LayerRow]:
+    """The new weight of a layer in its own dtype, its mask, and a row of the report."""
+    mask, weight = layer.mask, layer.compensated
+    assert mask is not None and weight is not None
+    before = after = float("nan")
+    if layer.gram is not None and layer.statistics is not None:
+        dense, gram = layer.statistics.matrix(layer.weight), layer.gram.to(layer.weight.dtype)
+        before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
+        after = relative_error(dense, gram, layer.statistics.matrix(weight))
+        tokens, inputs = layer.statistics.tokens, dense.shape[2]
+        few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        note = "; ".join(filter(None, (few, layer.unused_score)))
+    compensated = torch.where(mask, weight, 0).to(dtype)
+    if not bool(torch.isfinite(compensated).all()):
+        raise SparsityError(f"one_shot: {layer.target.name}: the compensated weights are not finite")
+    density, name = float(mask.float().mean()), layer.target.name
+    row = LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)
+    return compensated, mask, row

@@ -1,0 +1,418 @@
+"""The walk over a model: each block is loaded, pruned, matched to its dense self and stored before the next one.
+
+    for block in blocks, in the order of the forward pass:
+        load        its weights, on the device that computes
+        advance x   the stream of the dense model, which the dense block moves on; its new x is what to match
+        record      statistics of its layers, for the inputs x~ that it has in the pruned model
+        solve       masks and kept weights of its layers
+        match       train the kept weights so that the block gives x for x~
+        advance x~  the stream of the pruned model
+        store       the weights where they came from, and in the folder of a checkpoint
+
+`prune`, `one_shot` and `recover` are calls of it. Beside the model, one block's weights and statistics and the two
+streams are in memory, whatever the number of blocks. A resumed walk runs finished blocks again to move the streams on,
+which gives the same bits as reading them from a file would, without writing them after each block.
+"""
+
+import copy
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration import SAMPLED, Recording, Statistics, Target
+from ..distributed import has_process_group
+from ..errors import SparsityError
+from ..models.loading import Device, fingerprint, loaded
+from ..models.progress import steps
+from ..models.running import eval_mode
+from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What is finished before anything else is touched: a block, or layers outside of blocks that read one tensor.
+
+    Attributes:
+        name: The block's, or the first tensor's.
+        block: The number of the block; None outside of blocks.
+        tensors: The names of the tensors that are pruned.
+        is_recorded: Whether inputs of the tensors are recorded.
+        is_after: Whether all blocks run before it.
+    """
+
+    name: str
+    block: int | None
+    tensors: tuple[str, ...]
+    is_recorded: bool = True
+    is_after: bool = False
+
+
+class Solving(Protocol):
+    """How layers are pruned in a walk.
+
+    Attributes:
+        row: The class of the rows that `solve` returns.
+        chosen: {name: mask} of solved tensors whose masks are to be written.
+    """
+
+    row: Any
+    chosen: dict[str, Tensor]
+
+    def target(self, name: str) -> Target:
+        """A tensor as it is in the model now, and which statistics to record for it."""
+
+    def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Inside, the masks of these tensors keep everything; at the end each is the chosen one, or as before."""
+
+    def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
+        """Prune tensors, all or none of them; return a row of the report for each."""
+
+
+class Matching(Protocol):
+    """How blocks are matched to those of the dense model in a walk.
+
+    Attributes:
+        row: The class of the rows that `match` returns.
+        stream: The dense stream; None before `start`, and where there are no blocks.
+    """
+
+    row: Any
+    stream: Stream | None
+
+    def start(self, walk: "Walk") -> None:
+        """Begin the dense stream; nothing was changed by then."""
+
+    def advance(self, at: int, block: nn.Module) -> None:
+        """Move the dense stream on; a block that is to be pruned is still the dense one."""
+
+    def match(self, at: int, block: nn.Module, stream: Stream) -> Any:
+        """Train a block for its inputs in the pruned model; return a row of the report, or None."""
+
+
+class Walk:
+    """One walk.
+
+    Args:
+        data: The model and its batches.
+        targets: The tensors whose inputs are recorded.
+        blocks: The name of the list of repeated blocks; None finds the one with most of the layers.
+        layers: The layers by which it is found; None takes those of the targets.
+        device: Where blocks run; None is where their weights are.
+        stream_memory: Bytes of the streams that are kept in memory; what exceeds them is in temporary files.
+
+    Attributes:
+        blocks: The repeated blocks; none where the model runs once for each layer.
+        names: Their names.
+        unreached: Targets that no batch reaches.
+    """
+
+    def __init__(
+        self,
+        data: CalibrationData,
+        targets: Sequence[Target],
+        *,
+        blocks: str | None = None,
+        layers: Sequence[nn.Module] | None = None,
+        device: Device = None,
+        stream_memory: float | None = None,
+    ) -> None:
+        self.data, self.device = data, device
+        with eval_mode(data.model), torch.no_grad():
+            self._reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
+            layers = [target.module for target, _ in self._reached] if layers is None else layers
+            self.blocks = find_blocks(data, layers, blocks)
+        names = {id(module): name for name, module in data.model.named_modules()}
+        self.names = [names[id(block)] for block in self.blocks]
+        self.kept = Kept(None if device is None else "cpu", stream_memory)
+        self.stream: Stream | None = None
+
+    def captured(self, data: CalibrationData, block: nn.Module, like: Stream | None = None) -> Stream:
+        """The stream of a model, at its first block."""
+        calls = (captured(data, block, index) for index in range(len(data.batches)))
+        return Stream(calls, self.kept, self.device, like)
+
+    def units(self, rest: Collection[str], has_all: bool) -> list[Unit]:
+        """What the walk visits, in order: units with tensors, and the blocks between them.
+
+        Args:
+            rest: Tensors that are pruned without statistics.
+            has_all: Whether all blocks are visited, as for matching.
+        """
+        block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
+        groups: dict[tuple[int | None, int], list[str]] = {}
+        for target, read in self._reached:
+            block = block_of.get(id(target.module))
+            groups.setdefault((block, read if block is None else 0), []).append(target.name)
+        keys, units, begun = list(groups), list[Unit](), 0
+        in_blocks = [at for at, (block, _) in enumerate(keys) if block is not None]
+        first_after = in_blocks[-1] + 1 if in_blocks else len(keys)
+        for at, (block, read) in enumerate(keys):
+            upto = len(self.blocks) if at == first_after else begun if block is None else block
+            units += [Unit(name=self.names[k], block=k, tensors=()) for k in range(begun, upto)]
+            begun = upto + (block is not None)
+            tensors = tuple(groups[block, read])
+            name = tensors[0] if block is None else self.names[block]
+            units.append(Unit(name=name, block=block, tensors=tensors, is_after=at >= first_after))
+        for k in range(begun, len(self.blocks) if has_all else 0):
+            units.append(Unit(name=self.names[k], block=k, tensors=()))
+        return [*units, *(Unit(name=name, block=None, tensors=(name,), is_recorded=False) for name in rest)]
+
+    def run(
+        self,
+        caller: str,
+        solving: Solving | None,
+        matching: Matching | None = None,
+        *,
+        rest: Collection[str] = (),
+        checkpoint: "Checkpoint | None" = None,
+        progress: bool = True,
+        writes: bool = True,
+    ) -> tuple[list[Any], list[Any]]:
+        """Visit all units; return the rows of pruned tensors and those of matched blocks.
+
+        Args:
+            caller: The name of the user's call, for progress and errors.
+            solving, matching: How layers are pruned, and blocks matched; None where they are not.
+            rest: Tensors that are pruned without statistics.
+            checkpoint: Where finished units are saved, and read from.
+            progress: Whether signs of life are shown.
+            writes: Whether anything changes.
+        """
+        self.stream = None
+        units = self.units(rest, matching is not None)
+        solved: list[Any] = []
+        matched: list[Any] = []
+        finished = 0
+        what = "block" if self.blocks else "layer"
+        with eval_mode(self.data.model), torch.no_grad(), steps(caller, what, len(units), progress) as done:
+            try:
+                if matching is not None:
+                    with nullcontext() if solving is None else solving.masks([n for u in units for n in u.tensors]):
+                        matching.start(self)
+                for unit in units:
+                    rows, row = self._visit(unit, units[-1], finished, solving, matching, checkpoint, writes)
+                    solved += rows
+                    matched += [] if row is None else [row]
+                    finished += 1
+                    errors = [row.after] if row is not None else [r.after for r in rows if r.after == r.after]
+                    done(unit.name, sum(errors) / len(errors) if errors else math.nan)
+            except BaseException as error:
+                if finished:
+                    again = "Load the model as it was before and make the same call again, which goes on from there"
+                    text = again if checkpoint else "With checkpoint=folder, the same call would go on from there"
+                    error.add_note(f"{caller}: {finished} of {len(units)} steps are finished. {text}.")
+                raise
+        return solved, matched
+
+    def _visit(
+        self,
+        unit: Unit,
+        last: Unit,
+        number: int,
+        solving: Solving | None,
+        matching: Matching | None,
+        checkpoint: "Checkpoint | None",
+        writes: bool,
+    ) -> tuple[list[Any], Any]:
+        """Finish one unit; return its rows."""
+        with ExitStack() as stack:
+            if solving is not None:
+                stack.enter_context(solving.masks(unit.tensors))
+            modules = self._modules(unit)
+            device = None if unit.block is None else self.device
+            stack.enter_context(loaded(self.data.model, modules, device, writes=writes))
+            if unit.block is None:
+                return self._finish(unit, number, modules, solving, None, checkpoint)
+            block = self.blocks[unit.block]
+            if self.stream is None:
+                self.stream = self.captured(self.data, block, None if matching is None else matching.stream)
+            if matching is not None:
+                matching.advance(unit.block, block)
+            rows = self._finish(unit, number, modules, solving, matching, checkpoint)
+            if unit is not last:
+                self.stream.advance(block, is_last=unit.block + 1 == len(self.blocks))
+            return rows
+
+    def _modules(self, unit: Unit) -> list[nn.Module]:
+        """The modules whose weights a unit reads and writes."""
+        if unit.block is not None:
+            return [self.blocks[unit.block]]
+        owners = [self.data.model.get_submodule(name.rpartition(".")[0]) for name in unit.tensors]
+        return list(dict.fromkeys(owners))
+
+    def _finish(
+        self,
+        unit: Unit,
+        number: int,
+        modules: Sequence[nn.Module],
+        solving: Solving | None,
+        matching: Matching | None,
+        checkpoint: "Checkpoint | None",
+    ) -> tuple[list[Any], Any]:
+        """Prune and match a unit whose weights are loaded, or take over what an interrupted walk saved of it."""
+        named: dict[str, Tensor] = {}
+        for at, module in enumerate(modules):
+            named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
+        saved = None if checkpoint is None else checkpoint.read(number, unit, named)
+        if saved is not None:
+            for name, p in named.items():
+                p.copy_(saved["weights"][name])
+            if solving is not None:
+                solving.chosen.update(saved["masks"])
+            rows = [solving.row(**row) for row in saved["solved"]] if solving is not None else []
+            return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
+        was = "" if checkpoint is None else fingerprint(named)
+        # matching may fail after solving, and a block is finished or as it was
+        before = {name: p.clone() for name, p in named.items()} if solving is not None and matching is not None else {}
+        rows, row = [], None
+        try:
+            if solving is not None and unit.tensors:
+                rows = solving.solve(unit.tensors, self._statistics(unit, modules, solving))
+            if matching is not None and unit.block is not None:
+                assert self.stream is not None
+                row = matching.match(unit.block, self.blocks[unit.block], self.stream)
+        except BaseException:
+            for name, p in before.items():
+                named[name].copy_(p)
+            raise
+        if checkpoint is not None:
+            masks = {} if solving is None else {n: solving.chosen[n] for n in unit.tensors if n in solving.chosen}
+            state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
+            checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
+        return rows, row
+
+    def _statistics(self, unit: Unit, modules: Sequence[nn.Module], solving: Solving) -> dict[str, Statistics]:
+        """Record the inputs of a unit's tensors, all at once, for the model as it is by now."""
+        if not unit.is_recorded:
+            return {}
+        targets = [self._sampled(solving.target(name)) for name in unit.tensors]
+        with ExitStack() as stack:
+            if unit.block is None:
+                called = [target.adapter.module for target in targets if target.adapter is not None]
+                if not any(id(module) in self._repeated for module in called):
+                    stack.enter_context(called[-1].register_forward_hook(stop))
+                skips = unit.is_after and self._skips_blocks(called)
+            recording = stack.enter_context(Recording(targets, keep_rows=True))
+            for index, mask in enumerate(self.data.token_masks):
+                recording.token_mask = mask
+                if unit.block is not None:
+                    assert self.stream is not None
+                    self.stream.output(self.blocks[unit.block], index)
+                else:
+                    with self._given_blocks(index) if skips else nullcontext():
+                        self.data.run(index)
+        return recording.statistics
+
+    def _sampled(self, target: Target) -> Target:
+        """A target of which a convolution takes so many positions from each batch that all fit into memory."""
+        adapter = copy.copy(target.adapter)
+        if adapter is not None:
+            inputs = adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
+            adapter.sampled = max(1, SAMPLED // (inputs * len(self.data.batches)))
+        return replace(target, adapter=adapter)
+
+    @contextmanager
+    def _given_blocks(self, index: int) -> Iterator[None]:
+        """Inside, the model runs with blocks that do not run: each returns what the last one gave in the stream."""
+        stream = self.stream
+        assert stream is not None
+
+        def outputs(k: int, *args: Any, **kwargs: Any) -> Any:
+            return stream.outputs(index)
+
+        with replaced(self.blocks, outputs):
+            yield
+
+    def _skips_blocks(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether layers after the blocks read the same without running the blocks, as the first batch shows.
+
+        They do not where a layer reads what a block in the middle gave.
+        """
+        inputs: list[list[Any]] = []
+        for skips in (False, True):
+            inputs.append([])
+            with calls_of(layers, inputs[-1]), self._given_blocks(0) if skips else nullcontext():
+                self.data.run(0)
+        return are_same(*inputs)
+
+
+class Checkpoint:
+    """A folder with a file for each finished unit of a walk, which the same call goes on from.
+
+    Over ranks, the first one writes, and all of them read.
+
+    Args:
+        folder: Made if it does not exist.
+        call: What tells this call from others; see `call_of`.
+        caller: The name of the user's call, for errors.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
+        self._folder, self._caller = Path(folder), caller
+        self._writes = not has_process_group() or torch.distributed.get_rank() == 0
+        found: list[Any] = [True, 0]
+        if self._writes:
+            about = self._folder / "call.txt"
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if about.exists():
+                found = [about.read_text() == call, sum(1 for _ in self._folder.glob("*.pt"))]
+            else:
+                about.write_text(call)
+        if has_process_group():
+            torch.distributed.broadcast_object_list(found, src=0)
+        if not found[0]:
+            raise SparsityError(
+                f"{caller}: checkpoint={str(folder)!r} is of a call with another model, other batches or other "
+                "arguments; to go on from it, load the model as it was before that call and give the same arguments, "
+                "else give another folder"
+            )
+        self._count: int = found[1]
+
+    def read(self, number: int, unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """What was saved of a unit, or None; raises if its tensors are not what they were then."""
+        if number >= self._count:
+            return None
+        saved: dict[str, Any] = torch.load(self._path(number), map_location="cpu")
+        if saved["was"] != fingerprint(tensors):
+            raise SparsityError(
+                f"{self._caller}: {unit.name} has other weights than when the interrupted call began; load the model "
+                "as it was before that call"
+            )
+        return saved
+
+    def write(self, number: int, state: Mapping[str, Any]) -> None:
+        """Save a finished unit; a file that is there is complete, since it is renamed at the end."""
+        if self._writes:
+            unfinished = self._folder / "unfinished"
+            torch.save(dict(state), unfinished)
+            unfinished.replace(self._path(number))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:05}.pt"
+
+
+def call_of(model: nn.Module, *arguments: object) -> str:
+    """What tells calls apart: a hash of the model's tensors, and the text of other arguments."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(arguments))  # where an argument's object lies in memory
+    return f"{fingerprint(dict(model.named_parameters()))} {text}"
+
+
+def agreed(call: str, caller: str) -> str:
+    """Return the call; raise unless all ranks make it."""
+    if has_process_group():
+        calls: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(calls, call)
+        if len(set(calls)) > 1:
+            raise SparsityError(
+                f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
+                "give the same arguments but for the batches"
+            )
+    return call

@@ -1,0 +1,221 @@
+"""Where weights and streams lie changes nothing: in memory, on another device, offloaded to the CPU or to disk."""
+
+import copy
+import logging
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
+from sparsekit_ao.models.loading import is_offloaded, loaded
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Llama that transformers saved, in bfloat16."""
+    torch.manual_seed(0)
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50}
+    config = LlamaConfig(**keys, num_hidden_layers=LAYERS, initializer_range=0.1, tie_word_embeddings=False)
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    return path
+
+
+BATCHES = [torch.randint(50, (4, 8), generator=torch.Generator().manual_seed(k)) for k in range(4)]
+
+
+def in_memory(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+
+
+def on_disk(folder, tmp_path):
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {f"model.layers.{k}": "disk" for k in range(LAYERS)}
+    return in_memory(folder, device_map=places, offload_folder=tmp_path / "offloaded")
+
+
+def all_on_disk(folder, tmp_path):
+    return accelerate.disk_offload(in_memory(folder), tmp_path / "all", execution_device="cpu")
+
+
+def on_cpu(folder, tmp_path):
+    return accelerate.cpu_offload(in_memory(folder), execution_device="cpu")
+
+
+def dispatched(folder, tmp_path):
+    with accelerate.init_empty_weights():
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    places = {"model": "disk", "lm_head": "cpu"}
+    keys = {"offload_folder": tmp_path / "dispatched", "dtype": torch.bfloat16}
+    return accelerate.load_checkpoint_and_dispatch(model, folder, places, **keys)
+
+
+PLACES = {"disk": on_disk, "all on disk": all_on_disk, "cpu": on_cpu, "dispatched": dispatched}
+
+
+def values(model):
+    """{name: value} of a model, wherever its weights are."""
+    found = {}
+    for prefix, module in model.named_modules():
+        with loaded(model, [module] if not [*module.children()] else []):
+            found |= {f"{prefix}.{name}": p.detach().clone() for name, p in module.named_parameters(recurse=False)}
+    return found
+
+
+def need_same(model, expected):
+    for name, value in values(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
+OPTIONS = {"pattern": "2:4", "batches": BATCHES, "recover": True, "inplace": True}
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    model, report = prune(in_memory(folder), **OPTIONS)
+    return values(model), [row.after for row in report], [row.after for row in report.recovery]
+
+
+def test_a_device_and_streams_in_files_give_the_same_bits(folder, expected):
+    for options in ({"device": "cpu"}, {"stream_memory": 0}, {"stream_memory": 5000, "device": "cpu"}):
+        model, report = prune(in_memory(folder), **OPTIONS, **options)
+        need_same(model, expected[0])
+        assert [row.after for row in report] == expected[1]
+    for p in model.model.layers.parameters():
+        assert p.ndim < 2 or (p.view(-1, 4) == 0).sum(1).eq(2).all()
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("place", PLACES)
+def test_an_offloaded_model_is_pruned_and_recovered_to_the_same_bits(place, folder, expected, tmp_path):
+    model = PLACES[place](folder, tmp_path)
+    before = model(BATCHES[0]).logits
+    with pytest.raises(SparsityError, match="give inplace=True"):
+        prune(model, "2:4")
+    same, report = prune(model, **OPTIONS)
+    assert same is model and is_offloaded(model)
+    assert [row.after for row in report] == expected[1] and [row.after for row in report.recovery] == expected[2]
+    need_same(model, expected[0])
+    with torch.no_grad():
+        after = model(BATCHES[0]).logits
+        assert not torch.equal(before, after)
+    if place == "disk":  # the others transformers does not save, changed or not
+        model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+        again = in_memory(tmp_path / "saved")
+        need_same(again, expected[0])
+        assert torch.equal(again(BATCHES[0]).logits, after)
+
+
+def test_an_offloaded_model_is_pruned_without_batches_and_by_one_budget(folder, tmp_path):
+    for options in (
+        {"sparsity_level": 0.5},
+        {"sparsity_level": 0.5, "batches": BATCHES, "compensate": None, "score": "wanda"},
+    ):
+        here, _ = prune(in_memory(folder), inplace=True, **options)
+        there, report = prune(on_disk(folder, tmp_path), inplace=True, **options)
+        need_same(there, values(here))
+        assert all(row.density == pytest.approx(0.5, abs=0.01) for row in report)
+
+
+def test_recover_reads_an_offloaded_dense_model_block_by_block(folder, tmp_path):
+    pruned, _ = prune(in_memory(folder), pattern="2:4", inplace=True)
+    here, there = copy.deepcopy(pruned), pruned
+    rows = recover(here, in_memory(folder), BATCHES)
+    assert recover(there, on_disk(folder, tmp_path), BATCHES).rows[0].after == rows.rows[0].after
+    need_same(there, values(here))
+    with pytest.raises(SparsityError, match="is trained as a whole, so its weights must be in memory"):
+        recover(on_disk(folder, tmp_path / "other"), here, BATCHES, outputs="kl")
+
+
+def test_an_error_in_the_middle_leaves_an_offloaded_block_as_it_was_and_the_call_goes_on(folder, expected, tmp_path):
+    def stop(*_):
+        if torch.is_grad_enabled():
+            raise KeyboardInterrupt
+
+    model = on_disk(folder, tmp_path)
+    handle = model.model.layers[1].mlp.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt) as error:
+        prune(model, **OPTIONS, checkpoint=tmp_path / "call")
+    handle.remove()
+    assert (
+        "1 of 4 steps are finished. Load the model as it was before and make the same call" in error.value.__notes__[0]
+    )
+    now, dense = values(model), values(in_memory(folder))
+    for name, value in now.items():
+        is_finished = name.startswith("model.layers.0.")
+        assert torch.equal(value, (expected[0] if is_finished else dense)[name]), name
+    with pytest.raises(SparsityError, match="model.layers.0 has other weights than when the interrupted call began"):
+        prune(model, **OPTIONS, checkpoint=tmp_path / "call")
+    again, report = prune(on_disk(folder, tmp_path / "again"), **OPTIONS, checkpoint=tmp_path / "call")
+    need_same(again, expected[0])
+    assert [row.after for row in report] == expected[1] and [row.after for row in report.recovery] == expected[2]
+
+
+def test_what_cannot_be_loaded_or_written_is_refused_with_what_to_do(folder, tmp_path):
+    model = on_disk(folder, tmp_path)
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model)
+    with pytest.raises(
+        SparsityError, match="has no values|accelerate offloads weights of this model, and masks cannot"
+    ):
+        one_shot(sparsifier, BATCHES)
+    with torch.device("meta"):
+        nowhere = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(SparsityError, match=r"0.weight has no values: it is on the meta device.*from_pretrained"):
+        prune(nowhere, inplace=True)
+
+
+def test_signs_of_life_without_a_terminal(folder, caplog, capsys, monkeypatch):
+    monkeypatch.setattr("sparsekit_ao.models.progress.AFTER", 0)
+    with caplog.at_level(logging.INFO, logger="sparsekit_ao"):
+        prune(in_memory(folder), **OPTIONS)
+    assert len(caplog.messages) == LAYERS + 1
+    assert caplog.messages[1].startswith("prune: block 2 of 4, model.layers.1, error 0.")
+    assert "s left, peak " in caplog.messages[1] and "GiB" in caplog.messages[1]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="sparsekit_ao"):
+        prune(in_memory(folder), **OPTIONS, progress=False)
+    assert not caplog.messages and "prune:" not in capsys.readouterr().err
+
+
+def test_layers_after_the_blocks_are_recorded_without_running_the_blocks_where_that_is_the_same():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.calls = nn.Linear(8, 8), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.layer(x).relu()
+
+    class Model(nn.Module):
+        def __init__(self, reads_middle):
+            super().__init__()
+            self.blocks, self.head, self.reads_middle = (
+                nn.ModuleList(Block() for _ in range(3)),
+                nn.Linear(8, 4),
+                reads_middle,
+            )
+
+        def forward(self, x):
+            hidden = [x]
+            for block in self.blocks:
+                hidden.append(block(hidden[-1]))
+            return self.head(hidden[-1] + hidden[1] if self.reads_middle else hidden[-1])
+
+    batches, calls, results = [torch.randn(16, 8) for _ in range(4)], {}, {}
+    for reads_middle in (False, True):
+        torch.manual_seed(0)
+        model = Model(reads_middle)
+        _, report = prune(model, 0.5, batches=batches, inplace=True)
+        calls[reads_middle] = sum(block.calls for block in model.blocks)
+        assert report.blocks == 3 and all(row.after < row.before for row in report)
+        # the head's statistics are those of the model as it is now
+        with torch.no_grad():
+            results[reads_middle] = report.rows[-1].before
+    assert calls[True] - calls[False] == 3 * 4
