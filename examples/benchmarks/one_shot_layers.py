@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparsekit_ao import ScopeSparsifier, one_shot, patterns
 from sparsekit_ao.calibration import damped_gram
 from sparsekit_ao.oneshot import solvers
-from sparsekit_ao.oneshot.layers import DAMP, Layer, matrix_scopes
+from sparsekit_ao.oneshot.solving import DAMP, Layer, matrix_scopes
 
 sys.path.append(str(Path(__file__).parent.parent))  # for minilm
 LAYERS = (

@@ -4,6 +4,7 @@
 """
 
 from .fsdp import (
+    abandon_forward,
     fsdp_records,
     gathered,
     move_record,
@@ -13,6 +14,6 @@ from .fsdp import (
     reshard,
     without_fsdp_class,
 )
-from .placement import has_process_group, is_sharded
+from .placement import has_process_group, is_sharded, rank
 from .select import choose_sharded, common_mesh
 from .tensors import all_agree, copy_values, from_local, full_tensor, is_placed_like, local, placed_like, sum_over_ranks

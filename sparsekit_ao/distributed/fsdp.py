@@ -51,6 +51,14 @@ def reshard(model: nn.Module | None) -> None:
         module.reshard()
 
 
+def abandon_forward(model: nn.Module) -> None:
+    """Shard every FSDP2 module of a model again after an exception that ended a forward pass in the middle."""
+    for _, module in _wrapped(model) if has_process_group() else ():
+        if module._get_fsdp_state()._is_root is not False and hasattr(module, "reset_iter_state"):  # since torch 2.13
+            module.reset_iter_state()
+    reshard(model)
+
+
 @contextmanager
 def gathered(model: nn.Module, modules: Sequence[nn.Module], writes: bool) -> Iterator[None]:
     """Inside, the parameters of modules that FSDP2 sharded are whole on every rank, and their FSDP2 hooks do not run.
@@ -60,7 +68,7 @@ def gathered(model: nn.Module, modules: Sequence[nn.Module], writes: bool) -> It
         modules: Those whose parameters are gathered, with the parameters of all modules inside them.
         writes: Whether each rank keeps its part of the changed values; it does not after an error inside.
     """
-    reshard(model)
+    abandon_forward(model)
     sharded = [(module, name, p) for module in modules for name, p in module.named_parameters() if is_sharded(p)]
     if not sharded:
         yield

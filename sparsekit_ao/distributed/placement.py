@@ -38,6 +38,11 @@ def has_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def rank() -> int:
+    """The number of this process in the default group; 0 without one."""
+    return torch.distributed.get_rank() if has_process_group() else 0
+
+
 def is_sharded(t: object) -> bool:
     """Whether a tensor is a `DTensor`, whatever its placements."""
     return hasattr(t, "placements")

@@ -1,7 +1,6 @@
 """Progress of long work: a bar on a terminal, else lines through `logging`."""
 
 import logging
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,6 +84,8 @@ def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable
 
 def peak_memory() -> str:
     """The largest amount of memory that the process has held so far, and that of its GPU if it uses one."""
+    import resource  # Windows has none
+
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.1f} GiB"
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0

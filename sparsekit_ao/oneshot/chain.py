@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..calibration import Target
+from ..distributed import abandon_forward
 from ..errors import SparsityError
 from ..models.loading import Device, fingerprint
 from ..models.running import Forward, TokenMask, call, check_batch, check_batches, token_mask_of
@@ -84,8 +85,10 @@ class CalibrationData:
 
     def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
-        with suppress(_Stop):
+        try:
             self.output(index)
+        except _Stop:
+            abandon_forward(self.model)
 
 
 def stop(*args: Any) -> None:
@@ -103,16 +106,16 @@ def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[N
         yield
 
 
-def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[Target, int]], list[Target], set[int]]:
+def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[Target, int]], list[Target], set[str]]:
     """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
 
     Returns:
         The reached targets in that order, each with a number for the tensor that it reads. The targets that no batch
-        reaches. The ids of the modules that a forward pass calls more than once.
+        reaches. The names of those whose module a forward pass calls more than once.
     """
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
-    repeated: set[int] = set()
+    repeated: set[str] = set()
     reads: list[tuple[Tensor, int]] = []
 
     def hook(target: Target) -> Callable[..., None]:
@@ -124,7 +127,7 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
             reached.setdefault(target.name, (target, len(reads)))
             calls[target.name] += 1
             if calls[target.name] > 1:
-                repeated.add(id(module))
+                repeated.add(target.name)
 
         return before
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from .. import masking
 from ..calibration import token_rows
-from ..distributed import has_process_group, is_sharded
+from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, fingerprint, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import named_tensors, owner_of
@@ -439,7 +439,7 @@ class _Student(nn.Module):
         embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         parameters = [(n, p) for n, p in self.named_parameters() if p.is_floating_point() and id(p) not in embeddings]
         masks = {
-            id(masking.parameter_under(m, name)): mask.mask != 0
+            id(masking.parameter_under(m, name)): full_tensor(mask.mask) != 0
             for m in module.modules()
             for name in masking.parametrized_names(m)
             if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)

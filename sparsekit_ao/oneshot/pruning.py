@@ -20,8 +20,8 @@ from ..sparsifiers.config import Exclusion
 from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import Table
 from .chain import CalibrationData
-from .layers import LayerRow, Layers, Scoring, check_method, warn_of_unreached
 from .matching import RecoveryReport, Teacher
+from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
 from .walk import Checkpoint, Walk, agreed, call_of
 
 

@@ -18,7 +18,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
-from ..distributed import has_process_group
+from ..distributed import abandon_forward, has_process_group, rank
 from ..errors import SparsityError
 from ..models.loading import Device, fingerprint, loaded
 from ..models.progress import steps
@@ -129,10 +129,27 @@ class Walk:
             self._reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
             layers = [target.module for target, _ in self._reached] if layers is None else layers
             self.blocks = find_blocks(data, layers, blocks)
+        if has_process_group():
+            self._agree(targets)
         names = {id(module): name for name, module in data.model.named_modules()}
         self.names = [names[id(block)] for block in self.blocks]
         self.kept = Kept(None if device is None else "cpu", stream_memory)
         self.stream: Stream | None = None
+
+    def _agree(self, targets: Sequence[Target]) -> None:
+        """Visit on each rank what the batches of any rank reach, in one order, and blocks only if all have a chain."""
+        own = [(target.name, read) for target, read in self._reached], [*self._repeated], bool(self.blocks)
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, own)
+        reads: dict[str, int] = {}
+        for reached, _, _ in ranks:
+            for name, read in reached:
+                reads.setdefault(name, read)
+        named = {target.name: target for target in targets}
+        self._reached = [(named[name], read) for name, read in reads.items()]
+        self.unreached = [target for target in targets if target.name not in reads]
+        self._repeated = {name for _, repeated, _ in ranks for name in repeated}
+        self.blocks = self.blocks if all(has_blocks for _, _, has_blocks in ranks) else []
 
     def captured(self, data: CalibrationData, block: nn.Module, like: Stream | None = None) -> Stream:
         """The stream of a model, at its first block."""
@@ -192,7 +209,11 @@ class Walk:
         matched: list[Any] = []
         finished = 0
         what = "block" if self.blocks else "layer"
-        with eval_mode(self.data.model), torch.no_grad(), steps(caller, what, len(units), progress) as done:
+        with (
+            eval_mode(self.data.model),
+            torch.no_grad(),
+            steps(caller, what, len(units), progress and rank() == 0) as done,
+        ):
             try:
                 if matching is not None:
                     with nullcontext() if solving is None else solving.masks([n for u in units for n in u.tensors]):
@@ -210,6 +231,8 @@ class Walk:
                     text = again if checkpoint else "With checkpoint=folder, the same call would go on from there"
                     error.add_note(f"{caller}: {finished} of {len(units)} steps are finished. {text}.")
                 raise
+            finally:
+                abandon_forward(self.data.model)  # where an error ended one
         return solved, matched
 
     def _visit(
@@ -227,13 +250,15 @@ class Walk:
             if solving is not None:
                 stack.enter_context(solving.masks(unit.tensors))
             modules = self._modules(unit)
-            device = None if unit.block is None else self.device
-            stack.enter_context(loaded(self.data.model, modules, device, writes=writes))
-            if unit.block is None:
-                return self._finish(unit, number, modules, solving, None, checkpoint)
+            if unit.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
+                is_saved = checkpoint is not None and checkpoint.has(number)
+                recorded = {} if solving is None or is_saved else self._statistics(unit, solving)
+                stack.enter_context(loaded(self.data.model, modules, writes=writes))
+                return self._finish(unit, number, modules, solving, None, checkpoint, recorded)
             block = self.blocks[unit.block]
             if self.stream is None:
                 self.stream = self.captured(self.data, block, None if matching is None else matching.stream)
+            stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
             if matching is not None:
                 matching.advance(unit.block, block)
             rows = self._finish(unit, number, modules, solving, matching, checkpoint)
@@ -256,6 +281,7 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
+        recorded: dict[str, Statistics] | None = None,
     ) -> tuple[list[Any], Any]:
         """Prune and match a unit whose weights are loaded, or take over what an interrupted walk saved of it."""
         named: dict[str, Tensor] = {}
@@ -275,7 +301,7 @@ class Walk:
         rows, row = [], None
         try:
             if solving is not None and unit.tensors:
-                rows = solving.solve(unit.tensors, self._statistics(unit, modules, solving))
+                rows = solving.solve(unit.tensors, self._statistics(unit, solving) if recorded is None else recorded)
             if matching is not None and unit.block is not None:
                 assert self.stream is not None
                 row = matching.match(unit.block, self.blocks[unit.block], self.stream)
@@ -289,15 +315,16 @@ class Walk:
             checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         return rows, row
 
-    def _statistics(self, unit: Unit, modules: Sequence[nn.Module], solving: Solving) -> dict[str, Statistics]:
+    def _statistics(self, unit: Unit, solving: Solving) -> dict[str, Statistics]:
         """Record the inputs of a unit's tensors, all at once, for the model as it is by now."""
-        if not unit.is_recorded:
+        targets = [solving.target(name) for name in unit.tensors] if unit.is_recorded else []
+        targets = [self._sampled(target) for target in targets if target.needs]
+        if not targets:
             return {}
-        targets = [self._sampled(solving.target(name)) for name in unit.tensors]
         with ExitStack() as stack:
             if unit.block is None:
                 called = [target.adapter.module for target in targets if target.adapter is not None]
-                if not any(id(module) in self._repeated for module in called):
+                if not self._repeated.intersection(unit.tensors):
                     stack.enter_context(called[-1].register_forward_hook(stop))
                 skips = unit.is_after and self._skips_blocks(called)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
@@ -357,7 +384,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
         self._folder, self._caller = Path(folder), caller
-        self._writes = not has_process_group() or torch.distributed.get_rank() == 0
+        self._writes = rank() == 0
         found: list[Any] = [True, 0]
         if self._writes:
             about = self._folder / "call.txt"
@@ -365,7 +392,7 @@ class Checkpoint:
             if about.exists():
                 found = [about.read_text() == call, sum(1 for _ in self._folder.glob("*.pt"))]
             else:
-                about.write_text(call)
+                _replace(about, lambda path: path.write_text(call))
         if has_process_group():
             torch.distributed.broadcast_object_list(found, src=0)
         if not found[0]:
@@ -376,9 +403,13 @@ class Checkpoint:
             )
         self._count: int = found[1]
 
+    def has(self, number: int) -> bool:
+        """Whether a unit was finished before."""
+        return number < self._count
+
     def read(self, number: int, unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """What was saved of a unit, or None; raises if its tensors are not what they were then."""
-        if number >= self._count:
+        if not self.has(number):
             return None
         saved: dict[str, Any] = torch.load(self._path(number), map_location="cpu")
         if saved["was"] != fingerprint(tensors):
@@ -389,14 +420,19 @@ class Checkpoint:
         return saved
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Save a finished unit; a file that is there is complete, since it is renamed at the end."""
+        """Save a finished unit."""
         if self._writes:
-            unfinished = self._folder / "unfinished"
-            torch.save(dict(state), unfinished)
-            unfinished.replace(self._path(number))
+            _replace(self._path(number), lambda path: torch.save(dict(state), path))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:05}.pt"
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name and then rename it, so that a file of this name is always complete."""
+    unfinished = path.with_suffix(".unfinished")
+    write(unfinished)
+    unfinished.replace(path)
 
 
 def call_of(model: nn.Module, *arguments: object) -> str:

@@ -1,10 +1,15 @@
 """Cases for `test_sharded`: statistics of layers are summed over two ranks, and `one_shot` prunes alike on both."""
 
+import copy
+import unittest.mock
+
 import pytest
 import torch
+from pruned_models import Model
 from torch import distributed, nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
+from sparsekit_ao.oneshot import solving
 
 
 def prepared(model, **options):
@@ -82,6 +87,65 @@ def same_recovery():
         recover(model, dense, own[: 2 + distributed.get_rank()])
 
 
+def wrapped(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def one_walk_over_ranks():
+    """Masks are those of all data, every layer is solved by one rank, and FSDP2 gives the same bits."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    dense, batches = Model(width=32, blocks=2), list(torch.randn(8, 256, 32, dtype=torch.float64))
+    dense.first = nn.Linear(32, 32)
+    dense.double()  # sums over ranks are rounded otherwise than those of one process, and masks of ties with them
+    own = batches[rank::world]
+    whole, _ = prune(dense, pattern="2:4", batches=batches, progress=False)  # all ranks sum it, which scales all sums
+    solve, counts = solving.prune_layer, []
+    with unittest.mock.patch.object(
+        solving, "prune_layer", lambda layer, *args: counts.append(0) or solve(layer, *args)
+    ):
+        model, report = prune(dense, pattern="2:4", batches=own, recover=True, progress=False)
+    total = torch.tensor(len(counts))
+    distributed.all_reduce(total)
+    assert int(total) == len(report.rows) and len(counts) < len(report.rows)
+    shared, _ = prune(dense, pattern="2:4", batches=own, progress=False)
+    same = [(p != 0) == (q != 0) for p, q in zip(whole.parameters(), shared.parameters(), strict=True) if p.ndim > 1]
+    assert sum(int(each.sum()) for each in same) >= 0.999 * sum(each.numel() for each in same)
+    sharded = wrapped(copy.deepcopy(dense))
+    prune(sharded, pattern="2:4", batches=own, recover=True, inplace=True, progress=False)
+    masked = copy.deepcopy(dense)
+    sparsifier = prepared_for_two_of_four(masked)
+    one_shot(sparsifier, own, recover=True, progress=False)
+    sparsifier.check()
+    sparsifier.squash_mask()
+    for name, p in model.named_parameters():
+        assert torch.equal(sharded.get_parameter(name).full_tensor(), p), name
+        assert torch.equal(masked.get_parameter(name).full_tensor(), p), name
+    torch.testing.assert_close(sharded(own[0]), model(own[0]))
+    recovered = wrapped(copy.deepcopy(shared))
+    recover(recovered, wrapped(copy.deepcopy(dense)), own, progress=False)
+    recover(shared, dense, own, progress=False)
+    for name, p in shared.named_parameters():
+        assert torch.equal(recovered.get_parameter(name).full_tensor(), p), name
+    with pytest.raises(
+        SparsityError, match="prune: the ranks have different models or arguments; load the same weights"
+    ):
+        prune(Model(width=16 + rank), pattern="2:4", batches=own)
+
+
+def prepared_for_two_of_four(model):
+    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
+    sparsifier.prepare(model)
+    wrapped(model)
+    return sparsifier
+
+
 def cases():
-    for case in (sums, unreached, of_fsdp, same_masks, same_recovery):
+    for case in (sums, unreached, of_fsdp, same_masks, same_recovery, one_walk_over_ranks):
         yield f"statistics: {case.__name__}", case

@@ -41,6 +41,7 @@ def cases_of_four():
     yield from sharded_selection.cases()
     yield from sharded_training.cases_of_four()
     yield from sharded_dynamic.cases_of_four()
+    yield "one walk", sharded_calibration.one_walk_over_ranks
 
 
 def cases_of_one():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier
-from sparsekit_ao.oneshot.layers import Layer
+from sparsekit_ao.oneshot.solving import Layer
 
 STRUCTURES = {
     "2:4": {"nnz": 2, "scope_shape": (1, 4)},

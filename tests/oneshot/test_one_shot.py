@@ -30,7 +30,7 @@ from sparsekit_ao import (
 from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics
 from sparsekit_ao.oneshot import walk
 from sparsekit_ao.oneshot.chain import CalibrationData
-from sparsekit_ao.oneshot.layers import prune_layer
+from sparsekit_ao.oneshot.solving import prune_layer
 
 METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
 

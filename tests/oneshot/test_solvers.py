@@ -9,7 +9,6 @@ from torch import nn
 
 from sparsekit_ao import SparsityError
 from sparsekit_ao.calibration import RowGram, damped_gram
-from sparsekit_ao.oneshot.layers import matrix_scopes
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
     admm,
@@ -19,6 +18,7 @@ from sparsekit_ao.oneshot.solvers import (
     relative_error,
     sparsegpt,
 )
+from sparsekit_ao.oneshot.solving import matrix_scopes
 
 
 def problem(outputs=6, inputs=8, tokens=40, seed=0):

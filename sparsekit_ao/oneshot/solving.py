@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import masking
 from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target, damped_gram
-from ..distributed import copy_values, has_process_group, is_sharded
+from ..distributed import copy_values, has_process_group, is_sharded, rank
 from ..errors import SparsityError
 from ..models.loading import fingerprint
 from ..models.names import connected
@@ -208,7 +208,7 @@ class Layers:
         with _alike():
             for name, target in targets.items():
                 recorded = statistics.pop(name, None)  # whose memory is freed then
-                if owners[name] == _rank():
+                if owners[name] == rank():
                     weight = self._dense(name)
                     _refuse_infinite(weight, name, "one_shot")
                     layer = Layer(
@@ -317,10 +317,6 @@ class Scoring:
 def _refuse_infinite(weight: Tensor, name: str, caller: str) -> None:
     if not bool(torch.isfinite(weight).all()):
         raise SparsityError(f"{caller}: {name} has weights that are not finite")
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if has_process_group() else 0
 
 
 def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
