@@ -18,8 +18,9 @@ from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..tables import Table
 from .manifest import make_manifest
+from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
-from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
+from .remove import Removal, find_removal, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 

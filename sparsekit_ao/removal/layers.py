@@ -19,7 +19,8 @@ from ..models.running import Forward, call, check_batches, eval_mode, first_tens
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compaction import Compaction, verified
-from .remove import Removal, Zeros, attention_by_type, check_multiple, config_of, rounded
+from .modules import Zeros, attention_by_type, config_of
+from .remove import Removal, check_multiple, rounded
 from .sizes import fitting_engines, has_config
 from .verify import Reference
 
