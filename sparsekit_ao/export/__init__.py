@@ -2,7 +2,7 @@
 
 from ..masking import dense_state_dict
 from .lora import merge_lora
-from .pretrained import load_masks, load_pretrained, save_decilm, save_pretrained
+from .pretrained import load_masks, load_pretrained, save_pretrained
 from .quantization import quantize
 from .two_four import load_2_4, pack_2_4, to_2_4
 from .weights import Conversion, ExportRow, LayerReport, check, report
@@ -20,7 +20,6 @@ __all__ = [
     "pack_2_4",
     "quantize",
     "report",
-    "save_decilm",
     "save_pretrained",
     "to_2_4",
 ]

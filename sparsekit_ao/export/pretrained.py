@@ -247,9 +247,10 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
 
-    This is `per_layer_config` of transformers 5, whose configs resolve it and whose models do not read it yet.
+    This is `per_layer_config` of transformers 5. It stays here although no model reads it yet, because configs do: tests
+    load it with `AutoConfig`.
     """
-    data, sizes = json.loads(path.read_text()), _layer_sizes(model)
+    data, sizes = json.loads(path.read_text()), layer_sizes(model)
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
     if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # which a layer with fewer heads keeps
@@ -271,7 +272,7 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
     return "; per_layer_config in it does, for code that reads that (no model of transformers 5.23 does)"
 
 
-def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
+def layer_sizes(model: nn.Module) -> list[dict[str, int]]:
     """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
@@ -287,82 +288,6 @@ def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
             return []
         sizes.append(layer_sizes)
     return sizes
-
-
-_DECILM = '''"""The config of a model whose layers differ; engines read `block_configs`."""
-
-from types import SimpleNamespace
-
-from transformers import LlamaConfig
-
-
-class DeciLMConfig(LlamaConfig):
-    model_type = "nemotron-nas"
-
-    def __init__(self, block_configs=(), **kwargs):
-        super().__init__(**kwargs)
-        self.blocks = [dict(block) for block in block_configs]
-
-    @property
-    def block_configs(self):
-        return [SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in b.items()}) for b in self.blocks]
-'''
-
-
-def save_decilm(model: Any, path: str | Path) -> None:
-    """Save a Llama whose layers have different sizes as a DeciLM (Nemotron-NAS) folder, which vLLM loads.
-
-    `block_configs` in config.json has the number of query heads for each key head, and of MLP units, of every layer,
-    and `no_op` for those that `shrink_layers` removed.
-    Tensors have Llama's names. The folder has the code of its config (`trust_remote_code=True`). vLLM is not run here.
-
-    Args:
-        model: A `LlamaForCausalLM`, as `shrink(..., uniform=False)` returns it.
-        path: Folder.
-
-    Raises:
-        SparsityError: Of another class; layers have different numbers of query heads, or a number that their key heads
-            do not divide, which the format cannot hold.
-
-    >>> small, report = sparsekit_ao.shrink(llama, inputs, cost="flops", uniform=False)  # doctest: +SKIP
-    >>> save_decilm(small, "smaller")  # doctest: +SKIP
-    """
-    if type(model).__name__ != "LlamaForCausalLM" or not (sizes := _layer_sizes(model)):
-        raise SparsityError(f"save_decilm: expected a LlamaForCausalLM, got {type(model).__name__}")
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    heads, key_heads, head_dims = ([layer[key] for layer in sizes if key in layer] for key in keys)
-    if len({*heads}) > 1 or any(heads[0] % n for n in key_heads) or {*head_dims} != {model.config.head_dim}:
-        raise SparsityError(
-            f"save_decilm: layers must have one number of query heads, {heads[0]}, which their key heads divide, and "
-            f"heads of {model.config.head_dim}; they have {heads} and {key_heads}, of {head_dims}. Shrink heads with "
-            "uniform=True, and MLPs by their own couplings."
-        )
-    if "head_dim" not in (first := next(filter(None, sizes))):
-        raise SparsityError("save_decilm: vLLM's first block with an MLP needs an attention too, and this has none")
-    parts = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-    zeros = [name for name, module in model.named_modules() if isinstance(module, Zeros)]
-    unread = {f"{name.rpartition('.')[0]}.{parts[name.rpartition('.')[2]]}.weight" for name in zeros}
-    folder = Path(path)
-    model.save_pretrained(folder, state_dict={k: v for k, v in model.state_dict().items() if k not in unread})
-    data = json.loads((folder / "config.json").read_text()) | {
-        "architectures": ["DeciLMForCausalLM"],
-        "model_type": "nemotron-nas",
-        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
-        "hidden_size": first["hidden_size"],
-        "num_attention_heads": heads[0],
-        "intermediate_size": max(layer.get("intermediate_size", 1) for layer in sizes),
-        "num_key_value_heads": max(key_heads),
-        "block_configs": [
-            {
-                "attention": {"no_op": not keys, "n_heads_in_group": heads[0] // keys if keys else None},
-                "ffn": {"no_op": width is None, "intermediate_size": width},
-            }
-            for keys, width in ((layer.get("num_key_value_heads"), layer.get("intermediate_size")) for layer in sizes)
-        ],
-    }
-    data.pop("per_layer_config", None)
-    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
-    (folder / "configuration_decilm.py").write_text(_DECILM)
 
 
 def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:

@@ -461,8 +461,8 @@ _OF_ENGINES = frozenset((
 def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     """Judge which engines load a model that its config describes: transformers was run, the others were not.
 
-    These read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
-    quantizes rows in blocks of 32.
+    Those read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
+    quantizes rows in blocks of 32. The rules stay here although no engine is run, because `report.fits` quotes them.
     """
     config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
     heads = getattr(config, "num_attention_heads", None)
