@@ -247,8 +247,8 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
 
-    This is `per_layer_config` of transformers 5. It stays here although no model reads it yet, because configs do: tests
-    load it with `AutoConfig`.
+    This is `per_layer_config` of transformers 5. It stays here although no model reads it yet, because configs do,
+    and tests load it with `AutoConfig`.
     """
     data, sizes = json.loads(path.read_text()), layer_sizes(model)
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
