@@ -184,7 +184,10 @@ class BaseScheduler:
 
 
 class LambdaSL(BaseScheduler):
-    """Set each level to `base_sl` times a function of the epoch, or of a list with one function for each group."""
+    """Set each level to `base_sl` times a function of the epoch, or of a list with one function for each group.
+
+    It stays beside `ScheduleSL`, which has other arguments and states: torch.ao's users load their schedules with it.
+    """
 
     def __init__(self, sparsifier: BaseSparsifier, sl_lambda: Any, last_epoch: int = -1, verbose: bool = False) -> None:
         self.sl_lambdas = _of_groups(sparsifier, sl_lambda)
@@ -198,7 +201,8 @@ class LambdaSL(BaseScheduler):
 class CubicSL(BaseScheduler):
     """Raise levels from `init_sl` (before it 0, if `initially_zero`) to `base_sl` by a cube (arXiv 1710.01878).
 
-    The last epoch is `init_t + delta_t * total_t`. Each argument may be a list with one value for each group.
+    The last epoch is `init_t + delta_t * total_t`. Each argument may be a list with one value for each group. It stays
+    beside `ScheduleSL` for the same reason as `LambdaSL`.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def prepare(kind: str, width: int, depth: int, batch: int) -> Callable[[], None]
         if kind == "open":
             sparsifier.iteration = 10**9 - 1  # the next iteration's gradients are used by an update
             sparsifier._capture.clear()  # as step() does; step() itself would update the masks
-            sparsifier._set_open()
+            sparsifier._capture.set_open(**sparsifier.settings.opening(10**9, is_pending=False))
         train(model, optimizer, x)
         if kind in ("closed", "update"):
             sparsifier.step()

@@ -256,19 +256,19 @@ def _kth_largest(
     a scope has fewer keys than `keep`, the results are the lowest integer and 0; where `keep` is 0, the highest and 0.
     """
     keys = [s.keys for s in shards]
-    left_out = torch.zeros_like(keep)  # keys that are no longer in `keys` and are larger than all trials to come
+    left_out = torch.zeros_like(keep)  # keys that are no longer in `keys` and are larger than all guesses to come
     limits, reached = torch.full_like(keep, -(1 << (bits - 1))), torch.zeros_like(keep)
     for bit in range(bits - 1, -1, -1):
-        trial = limits + (1 << bit) if bit < bits - 1 else torch.zeros_like(limits)  # 2^63 is too large to be added
-        hits = [k >= s.per_row(trial) for s, k in zip(shards, keys, strict=True)]
+        guess = limits + (1 << bit) if bit < bits - 1 else torch.zeros_like(limits)  # 2^63 is too large to be added
+        hits = [k >= s.per_row(guess) for s, k in zip(shards, keys, strict=True)]
         local_counts = [h.sum(1) for h in hits]
         counts = sum_over_ranks(left_out + _per_scope(shards, local_counts, keep))
         is_enough = counts >= keep
-        limits, reached = torch.where(is_enough, trial, limits), torch.where(is_enough, counts, reached)
+        limits, reached = torch.where(is_enough, guess, limits), torch.where(is_enough, counts, reached)
         for i, (s, h, n) in enumerate(zip(shards, hits, local_counts, strict=True)):
             if len(h) > 1:
                 continue
-            is_above = bool(is_enough[s.scopes])  # on which side of the trial the limit is
+            is_above = bool(is_enough[s.scopes])  # on which side of the guess the limit is
             if 8 * int(n if is_above else h.numel() - n) <= h.numel():  # few keys need comparing from now on
                 keys[i] = keys[i][h == is_above][None]
                 left_out[s.scopes] += n.to(keep.device) if s.is_counted and not is_above else 0

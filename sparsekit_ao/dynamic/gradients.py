@@ -9,6 +9,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -131,12 +132,20 @@ class DecayHooks(StepHooks):
             local(parameter.grad).add_(added if scale is None else added * scale)
 
 
+class GradientState(Enum):
+    """How far the gradient of one tensor has come in this iteration; README.md says who moves it."""
+
+    CLOSED = "closed"  # the mask is closed, so `.grad` is the gradient of kept weights, which no update reads
+    OPEN = "open"  # `.grad` is dense, and not captured yet
+    TAKEN = "taken"  # it was captured and `.grad` was masked; what backward still adds is added to the captured one
+    STEPPED = "stepped"  # the optimizer has stepped with it; another gradient in this iteration replaces it
+
+
 class GradientCapture(StepHooks):
     """Dense gradients of open masks, copied before the optimizers' steps.
 
     Attributes:
         gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
-        is_open: Masks are open, so `.grad` is dense.
         keep: The coming step feeds an update: keep the captured gradients.
         masked: Mask `.grad` before the step; False leaves it dense, so that momentum includes inactive weights.
     """
@@ -144,15 +153,14 @@ class GradientCapture(StepHooks):
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[str, Tensor] = {}
+        self.keep, self.masked = False, True
+        self._states: dict[str, GradientState] = {}
         self._stepped: list[bool] = []
-        self.is_open, self.keep, self.masked = False, False, True
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
-        self._used: set[str] = set()  # captured gradients that an optimizer has stepped with
         self._before_open: dict[str, Snapshot | None] = {}  # gradients from before masks were opened
         self._before_closure: dict[str, Snapshot | None] = {}  # gradients when a closure was called
-        self._sampled: dict[str, Tensor] = {}  # of gradients as backward left them
-        self._sample_handles: list[Any] = []
-        self._warned: set[str] = set()
+        self._clipping = ClippingWarning()
+        self._warned_of_steps = False
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Register the hooks; none of the optimizers has stepped."""
@@ -168,7 +176,12 @@ class GradientCapture(StepHooks):
         super().watch(groups, model)
         for group in groups:
             mask_of(group).set_open(False)
-        self.is_open = False
+        self._begin_states(is_open=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether masks are open, so that `.grad` is dense; all masks are opened and closed together."""
+        return any(state is not GradientState.CLOSED for state in self._states.values())
 
     @property
     def has_stepped(self) -> bool:
@@ -177,8 +190,9 @@ class GradientCapture(StepHooks):
 
     def restore(self, gradients: Mapping[str, Tensor], has_stepped: bool) -> None:
         """Continue in the middle of an iteration, with optimizers that are attached now or later in this iteration."""
-        self.gradients, self._restored, self._used = dict(gradients), has_stepped, set()
+        self.gradients, self._restored = dict(gradients), has_stepped
         self._stepped = [False] * len(self.optimizers)
+        self._begin_states(self.is_open)
 
     def shard_like_weights(self) -> None:
         """Shard captured gradients like their weights, which may have been sharded since `restore`."""
@@ -188,57 +202,26 @@ class GradientCapture(StepHooks):
     def set_open(self, is_open: bool, *, keep: bool, masked: bool) -> None:
         """Open or close every mask for the coming iteration; masks are written only if that changes."""
         self.keep, self.masked = keep, masked
-        for handle in self._sample_handles:
-            handle.remove()
-        self._sample_handles, self._sampled = [], {}
-        if is_open and keep and "clipped" not in self._warned:
-            self._sample_gradients()
+        self._clipping.sample(self.groups if is_open and keep else ())
         if is_open == self.is_open:
             return
         if is_open:
             self._before_open = {g["tensor_fqn"]: _snapshot(original(g).grad) for g in self.groups}
         for group in self.groups:
             mask_of(group).set_open(is_open)
-        self.is_open = is_open
+        self._begin_states(is_open)
 
     def clear(self) -> None:
         """Drop what was captured; a new iteration begins."""
         self.restore({}, has_stepped=False)
 
-    def _sample_gradients(self) -> None:
-        """Sample each gradient when backward has accumulated it, so that `_warn_if_clipped` knows what it was."""
-        for group in self.groups:
-            parameter, name = original(group), group["tensor_fqn"]
-            if parameter.requires_grad and not is_sharded(parameter):
-                add = parameter.register_post_accumulate_grad_hook
-                self._sample_handles.append(add(lambda p, name=name: self._sampled.update({name: _sample(p.grad)})))
-
-    def _warn_if_clipped(self, gradients: Mapping[str, Tensor]) -> None:
-        """Warn if dense gradients were multiplied by one factor since backward, as clipping by their norm does.
-
-        The inverses of whole numbers and powers of two are no such factors: averages and gradient scaling use them.
-        """
-        names = [name for name in gradients if name in self._sampled]
-        if not names or "clipped" in self._warned:
-            return
-        before = torch.cat([self._sampled[name].double().cpu() for name in names])
-        after = torch.cat([_sample(gradients[name]).double().cpu() for name in names])
-        factor = float((before * after).sum() / before.square().sum())
-        rounding = max(torch.finfo(gradients[name].dtype).eps for name in names)
-        if not 0 < factor < 1 - 4 * rounding or bool(
-            ((after - factor * before).abs() > 8 * rounding * after.abs()).any()
-        ):
-            return
-        inverse, tolerance = 1 / factor, max(1e-5, 4 * rounding)
-        near = round(inverse) if inverse < 4096 else 2.0 ** round(math.log2(inverse))
-        if abs(inverse / near - 1) > tolerance:
-            self._warned.add("clipped")
-            warnings.warn(
-                f"DynamicSparsifier: gradients were multiplied by {factor:.4g} between backward and the optimizer's "
-                "step while they were dense, so clipping by their norm counted dropped weights too. Call "
-                "sparsifier.take_gradients() after backward (and after scaler.unscale_), before clipping",
-                stacklevel=5,
-            )
+    def _begin_states(self, is_open: bool) -> None:
+        """Begin with masks that are open or closed, and with what `restore` has brought."""
+        opened = {True: GradientState.TAKEN, False: GradientState.OPEN}
+        self._states = {
+            name: opened[name in self.gradients] if is_open else GradientState.CLOSED
+            for name in (g["tensor_fqn"] for g in self.groups)
+        }
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:
@@ -249,19 +232,20 @@ class GradientCapture(StepHooks):
         for name, parameter, kept, before in self._open_gradients(optimizer):
             grad = local(parameter.grad)
             dense = grad.clone() if before is None else torch.where(kept != 0, grad, before + grad)
-            self.gradients[name] = from_local(dense, parameter)
+            self.gradients[name], self._states[name] = from_local(dense, parameter), GradientState.TAKEN
             grad.copy_(select(grad, kept))
 
     @torch.no_grad()
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Keep the dense gradients (divided by `scale`), and leave in `.grad` what the optimizer is to step with."""
         opened = list(self._open_gradients(optimizer))
-        self._warn_if_clipped({name: parameter.grad for name, parameter, _, before in opened if before is None})
+        self._clipping.check({name: parameter.grad for name, parameter, _, before in opened if before is None})
         for name, parameter, kept, before in opened:
             grad = local(parameter.grad)
             dense = grad.clone() if scale is None else grad / scale
             if before is not None:  # kept elements may have been clipped since
                 dense = torch.where(kept != 0, before, before + dense)
+            self._states[name] = GradientState.TAKEN
             if self.keep:
                 self.gradients[name] = from_local(dense, parameter)
             if self.masked:
@@ -290,10 +274,8 @@ class GradientCapture(StepHooks):
                 )
         for group, parameter in self.gradients_of(optimizer) if self.is_open else ():
             name, noted = group["tensor_fqn"], self._before_closure
-            is_new = name in self._used or (name in noted and not _is_unchanged(parameter.grad, noted[name]))
-            noted.pop(name, None)
-            self._used.discard(name)
-            before = None if is_new else self.gradients.get(name)
+            is_same = name not in noted or _is_unchanged(parameter.grad, noted.pop(name))
+            before = self.gradients.get(name) if is_same and self._states.get(name) is GradientState.TAKEN else None
             yield name, parameter, local(mask_of(group).mask), None if before is None else local(before)
 
     def momenta(self) -> dict[str, Tensor | None]:
@@ -310,12 +292,12 @@ class GradientCapture(StepHooks):
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._before_closure = {}
-        if self.is_open:  # another step in this iteration has another gradient
-            self._used.update(g["tensor_fqn"] for g in self._trained(optimizer))
+        if self.is_open:
+            self._states |= dict.fromkeys((g["tensor_fqn"] for g in self._trained(optimizer)), GradientState.STEPPED)
         skipped = getattr(optimizer, "found_inf", None) if self.keep else None
         index = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
-        if self._stepped[index] and "twice" not in self._warned:
-            self._warned.add("twice")
+        if self._stepped[index] and not self._warned_of_steps:
+            self._warned_of_steps = True
             warnings.warn(
                 f"DynamicSparsifier: {type(optimizer).__name__} has taken several steps since the last "
                 "sparsifier.step(), which counts iterations, so updates come later than they should; call "
@@ -325,8 +307,62 @@ class GradientCapture(StepHooks):
         self._stepped[index] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        blank: dict[str, Any] = {"_before_open": {}, "_before_closure": {}, "_sampled": {}, "_sample_handles": []}
-        return {**super().__getstate__(), **blank}
+        """As for all hooks; snapshots and samples are about gradients, which a copy of the model does not have."""
+        clipping = ClippingWarning(self._clipping.is_over)
+        return {**super().__getstate__(), "_before_open": {}, "_before_closure": {}, "_clipping": clipping}
+
+
+class ClippingWarning:
+    """Warns once if dense gradients are clipped by their norm, which then counts dropped weights too.
+
+    Each gradient is sampled when backward has accumulated it, and compared with what the optimizer's step finds.
+
+    Args:
+        is_over: The warning has been issued, so nothing is sampled any more.
+    """
+
+    def __init__(self, is_over: bool = False) -> None:
+        self.is_over = is_over
+        self._samples: dict[str, Tensor] = {}
+        self._handles: list[Any] = []
+
+    def sample(self, groups: Sequence[TensorGroup]) -> None:
+        """Sample the gradients of these groups, and no others, in the coming iteration."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._samples = [], {}
+        for group in () if self.is_over else groups:
+            parameter, name = original(group), group["tensor_fqn"]
+            if parameter.requires_grad and not is_sharded(parameter):
+                add = parameter.register_post_accumulate_grad_hook
+                self._handles.append(add(lambda p, name=name: self._samples.update({name: _sample(p.grad)})))
+
+    def check(self, gradients: Mapping[str, Tensor]) -> None:
+        """Warn if these gradients were multiplied by one factor since backward.
+
+        The inverses of whole numbers and powers of two are no such factors: averages and gradient scaling use them.
+        """
+        names = [name for name in gradients if name in self._samples]
+        if not names or self.is_over:
+            return
+        before = torch.cat([self._samples[name].double().cpu() for name in names])
+        after = torch.cat([_sample(gradients[name]).double().cpu() for name in names])
+        factor = float((before * after).sum() / before.square().sum())
+        rounding = max(torch.finfo(gradients[name].dtype).eps for name in names)
+        if not 0 < factor < 1 - 4 * rounding or bool(
+            ((after - factor * before).abs() > 8 * rounding * after.abs()).any()
+        ):
+            return
+        inverse, tolerance = 1 / factor, max(1e-5, 4 * rounding)
+        near = round(inverse) if inverse < 4096 else 2.0 ** round(math.log2(inverse))
+        if abs(inverse / near - 1) > tolerance:
+            self.is_over = True
+            warnings.warn(
+                f"DynamicSparsifier: gradients were multiplied by {factor:.4g} between backward and the optimizer's "
+                "step while they were dense, so clipping by their norm counted dropped weights too. Call "
+                "sparsifier.take_gradients() after backward (and after scaler.unscale_), before clipping",
+                stacklevel=5,
+            )
 
 
 def _sample(grad: Any) -> Tensor:

@@ -16,6 +16,7 @@ from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import original
 from .budgets import Budgets
 from .criteria import Slots
+from .dynamic_mask import mask_of
 
 __all__ = ["INITS", "Init", "lottery_ticket", "parse_init", "random_blocks", "resume"]
 
@@ -154,6 +155,17 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
         g["tensor_fqn"]: masks[s] if weights[s].is_meta else placed_like(masks[s], weights[s])
         for s, g in groups.items()
     }
+
+
+def initialize_masks(
+    budgets: Budgets, waiting: Mapping[str, TensorGroup], known: Mapping[str, Tensor], init: Init, seed: int
+) -> None:
+    """Fill the masks of groups that wait for their weights, {tensor_fqn: group}, with known masks or new ones."""
+    for k, pruning in enumerate(budgets.pruning_groups):
+        names = [name for name in pruning.specs if name in waiting]
+        masks = known if all(name in known for name in names) else group_masks(budgets, k, init, seed)
+        for name in names:
+            mask_of(waiting[name]).initialize(masks[name])
 
 
 def refuse_meta(groups: Sequence[TensorGroup], advice: str) -> None:

@@ -21,11 +21,9 @@ from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
 from ..sparsifiers.optimizer_state import (
-    check_state,
     keeps_zeros,
     original,
     reset_state,
-    trainer_of,
     unwrap_optimizer,
     unwrap_optimizers,
 )
@@ -34,29 +32,28 @@ from ..sparsifiers.stages import checked_pattern, without_pattern
 from ..sparsifiers.usage import refuse_meta_masks
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
-from .gradients import ORDER, GradientCapture
-from .inits import group_masks, initial_masks, parse_init, refuse_meta
-from .update import NewValues, UpdateStatistics, make_settings, run_update, zero_dropped, zero_dropped_state
+from .gradients import GradientCapture
+from .inits import Init, initial_masks, initialize_masks, parse_init, refuse_meta
+from .update import NewValues, Settings, UpdateStatistics, make_settings, run_update, zero_dropped, zero_dropped_state
 
 #: what a checkpoint keeps besides masks and groups, and its kinds
 _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Mapping}
 
 
 class DynamicSparsifier(Calibrated, BudgetSparsifier):
-    """Train with `sparsity_level` of all blocks dropped (0.9 by default, over all tensors); which, changes at updates.
+    """Train while a fraction `sparsity_level` of all blocks is dropped, and choose other blocks at updates.
 
     The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
-    each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero, and
-    grown ones start from zero, with zero optimizer state; one that is pruned and grown in the same update is unchanged.
-
-    A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the overall one. A
-    tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
+    each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero. Grown
+    ones start from zero, with zero optimizer state, and a weight that is pruned and grown in the same update is
+    unchanged. A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the
+    overall one. A tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
-        sparsity_level: The overall fraction dropped, which `init` distributes over the tensors.
+        sparsity_level: The overall fraction dropped, 0.9 by default, which `init` distributes over the tensors.
         optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later.
-        nnz: Instead, blocks kept in each scope of every tensor.
-        init: "erk", "er", "uniform", "random" (as uniform), "resume", or from `inits`.
+        nnz: The number of blocks kept in each scope of every tensor, instead of `sparsity_level`.
+        init: "erk", "er", "uniform", "random" (the same as uniform), "resume", or a value that `inits` makes.
         update_every: Iterations from one update to the next; None for masks that never change.
         update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
@@ -65,7 +62,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         grow: "gradient", "momentum", "random", None, or a criterion of `criteria`.
         redistribute: "gradient", "momentum", "nonzero", None, or a criterion of `criteria`.
         target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
-        seed: Of random choices, together with the tensor name, the iteration and the purpose.
+        seed: Random choices depend on it, and on the tensor's name, the iteration and the purpose.
         state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient. With
             "zero" Adam's first step is several times too large.
         new_values: Function (weight, generator) -> values of grown weights, in the weight's shape; zeros by default.
@@ -73,7 +70,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:
-        SparsityError: Arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
+        SparsityError: Arguments contradict each other; whatever needs a tensor is checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,17 +114,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         schedule = {"update_every": update_every, "update_fraction": update_fraction, "until": until, "target": target}
         criteria = {"prune": prune, "grow": grow, "redistribute": redistribute}
         self.settings = make_settings(**schedule, **criteria, seed=seed, state_init=state_init, new_values=new_values)
-        pattern = checked_pattern(structure.get("pattern"), "")
-        if pattern is not None and pattern.sparsity_level is not None and sparsity_level is None:
-            sparsity_level, structure["pattern"] = pattern.sparsity_level, replace(pattern, sparsity_level=None)
-        count = pattern.arguments[0] if pattern is not None and pattern.budget_key == "nnz" else nnz
-        names = {"sparsity_level": sparsity_level, "nnz": count, "target": target}
-        budgets = [name for name, value in names.items() if value is not None]
-        budgets += [f"init={self.init.name!r}"] if self.init.masks is not None else []
-        if len(budgets) > 1:
-            raise SparsityError(f"{budgets[0]} and {budgets[1]} are mutually exclusive; give one")
-        if sparsity_level is None and count is None and (pattern is None or pattern.budget_key is None):
-            sparsity_level = 0.9 if target is None else self.settings.target_at(0)
+        sparsity_level, structure = _overall_level(sparsity_level, nnz, structure, self.init, self.settings)
         super().__init__(sparsity_level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: UpdateStatistics | None = None
@@ -173,10 +160,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         group = super()._complete(entry, place)
-        is_fixed = (
-            without_pattern(entry, place, self.keys).get("sparsity_level") is not None or group.get("nnz") is not None
-        )
-        return {**group, "fixed": is_fixed}
+        has_level = without_pattern(entry, place, self.keys).get("sparsity_level") is not None
+        return {**group, "fixed": has_level or group.get("nnz") is not None}
 
     def _check_fit(self, group: TensorGroup) -> None:
         super()._check_fit(group)
@@ -189,22 +174,17 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
                 "own to grow by. Remove that one first, or leave the tensor out."
             )
 
-    def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        super()._check_groups(groups)
-        if self._phase == "prepared":
-            return
+    def _begin(self, groups: Sequence[TensorGroup]) -> None:
+        """Check what only `prepare` must know, spread the overall budget, and draw the masks to start with."""
         if self._capture.optimizers:
-            self._check_optimizers(self._capture.optimizers, groups)
+            self.settings.check_optimizers(self._capture.optimizers, groups)
         if self._resumes:
             refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
         else:
-            self.settings.check_budgets(self._budgets(groups))
-
-    def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Spread the overall budget over the groups, and draw the masks to start with."""
-        if not self._resumes:
+            budgets = self._budgets(groups)
+            self.settings.check_budgets(budgets)
             level, later = self.defaults["sparsity_level"], self.settings.extreme_targets()
-            self._initial_masks = initial_masks(self._budgets(groups), self.init, level, later, self.settings.seed)
+            self._initial_masks = initial_masks(budgets, self.init, level, later, self.settings.seed)
         super()._begin(groups)
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
@@ -218,21 +198,6 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         return Budgets(
             pruning_groups=self.pruning_groups(groups), groups=groups_by_name(groups), densities=self.init.densities
         )
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
-        """Raise unless one of these trains each parameter and stores what updates read, and all train some."""
-        momentum, squares = self.settings.needs_momentum, self.settings.needs_squares
-        used = set()
-        for group in groups:
-            parameter, name = original(group), group["tensor_fqn"]
-            index = trainer_of(optimizers, parameter, name, *([ORDER] if is_sharded(parameter) else []))
-            check_state(optimizers[index], parameter, name, momentum=momentum, squares=squares)
-            used.add(index)
-        if groups and len(used) < len(optimizers):
-            raise SparsityError(
-                "an optimizer was given that trains none of the sparsified parameters, so no update could wait for its "
-                "step; leave it out"
-            )
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
@@ -254,7 +219,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             self._after_update(self.groups)
         if not any(original(g).is_meta for g in self.groups):
             self._initial_masks = {}
-        self._set_open()
+        self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
 
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers, and finish what `prepare` could not do while weights were on the meta device.
@@ -264,16 +229,10 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         for group in self.groups:
             self.live_mask(group)
         if optimizers:
-            self._check_optimizers(optimizers, self.groups)
+            self.settings.check_optimizers(optimizers, self.groups)
         waiting = {g["tensor_fqn"]: g for g in self.groups if not mask_of(g).is_initialized}
         refuse_meta([*waiting.values()], "Call to_empty and initialize the weights first, then attach(optimizer).")
-        budgets = self._budgets(self.groups)
-        for k, pruning in enumerate(budgets.pruning_groups):
-            names = [name for name in pruning.specs if name in waiting]
-            is_known = all(name in self._initial_masks for name in names)
-            masks = self._initial_masks if is_known else group_masks(budgets, k, self.init, self.settings.seed)
-            for name in names:
-                mask_of(waiting[name]).initialize(masks[name])
+        initialize_masks(self._budgets(self.groups), waiting, self._initial_masks, self.init, self.settings.seed)
         zero_dropped([*waiting.values()])
         zero_dropped_state([*waiting.values()], optimizers)
         self._capture.shard_like_weights()
@@ -300,7 +259,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         if not was_masked or not all(map(keeps_zeros, optimizers)):
             zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         self._capture.clear()
-        self._set_open()
+        self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
         if self._capture.masked and not was_masked:
             zero_dropped_state(self.groups, optimizers)
 
@@ -323,13 +282,6 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             is_pending = False
         self._pending = is_pending
 
-    def _set_open(self) -> None:
-        """Open the masks if the coming iteration feeds an update, or momentum that one will read."""
-        settings, coming = self.settings, self.iteration + 1
-        feeds = settings.is_due(coming) or (self._pending and settings.may_update(coming))
-        always = settings.needs_momentum and settings.may_update(coming)
-        self._capture.set_open(always or (feeds and settings.needs_gradient), keep=feeds, masked=not always)
-
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
         zero_dropped(groups)
         zero_dropped_state(groups, self._capture.optimizers)
@@ -338,15 +290,14 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         """The next step of an optimizer keeps the zeros too; `attach` it again before another `prepare`."""
         masked = [(original(g), self.live_mask(g)) for g in self.groups]
         super()._squash(model, kept)
-        for parameter, mask in masked if model is self.model else ():
+        if model is not self.model:
+            return
+        for parameter, mask in masked:
             if parameter.grad is not None:
                 parameter.grad = placed_like(parameter.grad, parameter)
                 grad = local(parameter.grad)
                 grad.copy_(select(grad, local(mask)))
             reset_state(self._capture.optimizers, parameter, mask == 0)
-
-    def _end(self) -> None:
-        super()._end()
         self._capture.detach()
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
@@ -359,61 +310,74 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         `with_gradients` adds an entry for the gradient of every tensor, which a state has that was saved between an
         optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
         """
-        return {**super().state_dict(), "dynamic": self._progress(with_gradients)}
+        state = super().state_dict()
+        if with_gradients:
+            blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in self.groups}
+            state["dynamic"]["gradients"] = {**blank, **state["dynamic"]["gradients"]}
+        return state
+
+    def _extra_state(self) -> dict[str, Any]:
+        captured = {fqn: g.detach().clone() for fqn, g in self._capture.gradients.items()}
+        progress = {"iteration": self.iteration, "pending": self._pending, "stepped": self._capture.has_stepped}
+        return {**super()._extra_state(), "dynamic": {**progress, "taken": list(captured), "gradients": captured}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue exactly where `state_dict` was saved, even while an update was pending."""
         self.require_prepared("load_state_dict")
-        progress = self._checked_progress(state_dict)
+        progress = _checked_progress(state_dict, self.groups)
         super().load_state_dict(state_dict, strict)
         self.iteration, self._pending = progress["iteration"], progress["pending"]
         self._capture.restore(progress["gradients"], progress["stepped"])
         for group in self.groups:  # masks that were loaded are initialized, if they had memory
             mask = mask_of(group)
             mask.is_initialized |= group["tensor_fqn"] in state_dict["state"] and not mask.mask.is_meta
-        self._set_open()
-
-    def _progress(self, with_gradients: bool = False) -> dict[str, Any]:
-        blank = {g["tensor_fqn"]: torch.zeros_like(original(g).detach()) for g in self.groups if with_gradients}
-        captured = {fqn: g.detach().clone() for fqn, g in self._capture.gradients.items()}
-        return {
-            "iteration": self.iteration,
-            "pending": self._pending,
-            "stepped": self._capture.has_stepped,
-            "taken": list(captured),
-            "gradients": {**blank, **captured},
-        }
-
-    def _checked_progress(self, state_dict: object) -> dict[str, Any]:
-        """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights."""
-        if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
-            raise SparsityError("load_state_dict: this state is not a dynamic sparsifier's; it has no 'dynamic' entry")
-        saved = state_dict["dynamic"]
-        for key, kind in _PROGRESS.items():
-            value = saved.get(key) if isinstance(saved, Mapping) else None
-            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                raise SparsityError(
-                    f"load_state_dict: 'dynamic' needs {key!r} of type {kind.__name__.lower()}, as state_dict() gives, "
-                    f"got {value!r}"
-                )
-        taken, gradients = saved.get("taken", list(saved["gradients"])), {}
-        if not isinstance(taken, list) or not all(isinstance(name, str) for name in taken):
-            raise SparsityError(f"load_state_dict: 'dynamic' needs 'taken' as a list of names, got {taken!r}")
-        captured = set(taken) & set(saved["gradients"])
-        for name, weight in ((g["tensor_fqn"], original(g)) for g in self.groups if g["tensor_fqn"] in captured):
-            gradient = saved["gradients"][name]
-            if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:
-                shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-                text = f"the saved gradient is {shape}, the weight {tuple(weight.shape)}"
-                raise SparsityError(f"load_state_dict: {name}: {text}")
-            gradients[name] = placed_like(gradient.detach().clone().to(weight.device), weight)
-        return {**saved, "gradients": gradients}
-
-    def _pickled(self) -> dict[str, Any]:
-        return {**super()._pickled(), "dynamic": self._progress()}
+        self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user; captured gradients are included."""
-        capture, progress = GradientCapture(), self._progress()
+        capture, progress = GradientCapture(), self._extra_state()["dynamic"]
         capture.restore(progress["gradients"], progress["stepped"])
         return {**super().__getstate__(), "_capture": capture, "_initial_masks": {}}
+
+
+def _overall_level(
+    level: float | None, nnz: int | None, structure: Mapping[str, Any], init: Init, settings: Settings
+) -> tuple[float | None, dict[str, Any]]:
+    """The overall level, and the structure without it; raises where several arguments say what is kept."""
+    pattern = checked_pattern(structure.get("pattern"), "")
+    if pattern is not None and pattern.sparsity_level is not None and level is None:
+        level, structure = pattern.sparsity_level, {**structure, "pattern": replace(pattern, sparsity_level=None)}
+    count = pattern.arguments[0] if pattern is not None and pattern.budget_key == "nnz" else nnz
+    values = {"sparsity_level": level, "nnz": count, "target": settings.target, f"init={init.name!r}": init.masks}
+    budgets = [name for name, value in values.items() if value is not None]
+    if len(budgets) > 1:
+        raise SparsityError(f"{budgets[0]} and {budgets[1]} are mutually exclusive; give one")
+    if level is None and count is None and (pattern is None or pattern.budget_key is None):
+        level = 0.9 if settings.target is None else settings.target_at(0)
+    return level, dict(structure)
+
+
+def _checked_progress(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, Any]:
+    """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights."""
+    if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
+        raise SparsityError("load_state_dict: this state is not a dynamic sparsifier's; it has no 'dynamic' entry")
+    saved = state_dict["dynamic"]
+    for key, kind in _PROGRESS.items():
+        value = saved.get(key) if isinstance(saved, Mapping) else None
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise SparsityError(
+                f"load_state_dict: 'dynamic' needs {key!r} of type {kind.__name__.lower()}, as state_dict() gives, "
+                f"got {value!r}"
+            )
+    taken, gradients = saved.get("taken", list(saved["gradients"])), {}
+    if not isinstance(taken, list) or not all(isinstance(name, str) for name in taken):
+        raise SparsityError(f"load_state_dict: 'dynamic' needs 'taken' as a list of names, got {taken!r}")
+    captured = set(taken) & set(saved["gradients"])
+    for name, weight in ((g["tensor_fqn"], original(g)) for g in groups if g["tensor_fqn"] in captured):
+        gradient = saved["gradients"][name]
+        if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:
+            shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            text = f"the saved gradient is {shape}, the weight {tuple(weight.shape)}"
+            raise SparsityError(f"load_state_dict: {name}: {text}")
+        gradients[name] = placed_like(gradient.detach().clone().to(weight.device), weight)
+    return {**saved, "gradients": gradients}

@@ -17,18 +17,26 @@ from torch.optim import Optimizer
 
 from ..calibration import Statistics
 from ..densities import allocate, shares
-from ..distributed import copy_values, full_tensor, local, placed_like, sum_over_ranks
+from ..distributed import copy_values, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError, is_number
 from ..masking import select
 from ..models.running import keyed_generator
 from ..schedules import Schedule, constant, is_schedule
 from ..selection import keep_mask
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.optimizer_state import dequantized, original, refuse_closed_state, reset_state, second_moments
+from ..sparsifiers.optimizer_state import (
+    check_state,
+    dequantized,
+    original,
+    refuse_closed_state,
+    reset_state,
+    second_moments,
+    trainer_of,
+)
 from .budgets import Budgets, exchange
 from .criteria import Criterion, Slots, Tensors, parse_criterion
 from .dynamic_mask import mask_of
-from .gradients import GradientCapture
+from .gradients import ORDER, GradientCapture
 
 NewValues = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -114,6 +122,15 @@ class Settings:
         """Return whether an update may still happen in this iteration."""
         return self.updates and (self.until is None or iteration <= self.until)
 
+    def opening(self, iteration: int, is_pending: bool) -> dict[str, bool]:
+        """Return the arguments of `GradientCapture.set_open` for an iteration, with an update pending from earlier.
+
+        Masks are open if the iteration feeds an update that reads gradients, or momentum that one will read.
+        """
+        feeds = self.is_due(iteration) or (is_pending and self.may_update(iteration))
+        always = self.needs_momentum and self.may_update(iteration)
+        return {"is_open": always or (feeds and self.needs_gradient), "keep": feeds, "masked": not always}
+
     def fraction_at(self, iteration: int) -> float:
         """Return the fraction of the active blocks that an update prunes."""
         if self.grow is None and self.target is not None:  # the target alone decides
@@ -163,6 +180,21 @@ class Settings:
         if self.redistribute is not None:
             budgets.refuse_uneven_scopes()
             budgets.refuse_without_exchange()
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
+        """Raise unless one of these trains each parameter and stores what updates read, and all train some."""
+        momentum, squares = self.needs_momentum, self.needs_squares
+        used = set()
+        for group in groups:
+            parameter, name = original(group), group["tensor_fqn"]
+            index = trainer_of(optimizers, parameter, name, *([ORDER] if is_sharded(parameter) else []))
+            check_state(optimizers[index], parameter, name, momentum=momentum, squares=squares)
+            used.add(index)
+        if groups and len(used) < len(optimizers):
+            raise SparsityError(
+                "an optimizer was given that trains none of the sparsified parameters, so no update could wait for its "
+                "step; leave it out"
+            )
 
 
 def make_settings(**arguments: Any) -> Settings:

@@ -1,7 +1,8 @@
 """A masked or pruned model for use elsewhere: dense state dicts, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
-from .pretrained import load_masks, load_pretrained, merge_lora, save_decilm, save_pretrained
+from .lora import merge_lora
+from .pretrained import load_masks, load_pretrained, save_pretrained
 from .quantization import quantize
 from .two_four import load_2_4, pack_2_4, to_2_4
 from .weights import Conversion, ExportRow, LayerReport, check, report
@@ -19,7 +20,6 @@ __all__ = [
     "pack_2_4",
     "quantize",
     "report",
-    "save_decilm",
     "save_pretrained",
     "to_2_4",
 ]

@@ -1,11 +1,11 @@
-"""Hugging Face models and adapters: `save_pretrained`, `load_pretrained` and `load_masks`, and `merge_lora`."""
+"""Folders of Hugging Face models: `save_pretrained`, `load_pretrained` and `load_masks`."""
 
 import functools
 import inspect
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from ..errors import SparsityError
-from ..masking import dense_state_dict_of, find_mask, installed, remove_mask, select
-from ..models.names import is_of_transformers, owner_of, parameter_of
+from ..masking import dense_state_dict_of, select
+from ..models.names import is_of_transformers, owner_of
 from ..removal.compaction import Compaction
 from ..removal.manifest import cut_to
-from ..removal.remove import Zeros
+from ..removal.modules import Zeros
 from ..removal.sizes import Change, apply_changes, undone
-from ..sparsifiers.base import MaskSparsifier
+from .lora import Masks, adapted, masked_tensors
 from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
-Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
 def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
@@ -77,7 +75,7 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
             f"save_pretrained: {type(model).__name__}.save_pretrained takes no state_dict. Squash a deep copy and save "
             "that: copied = copy.deepcopy(model); sparsifier.squash_mask(model=copied); copied.save_pretrained(path)"
         )
-    if _adapted(model) or callable(getattr(model, "get_base_model", None)):
+    if adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
     if isinstance(sparsifier, Compaction):
         return _save_compacted(model, sparsifier, Path(path), **kwargs)
@@ -87,7 +85,7 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
 def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
     from safetensors.torch import save_file
 
-    masks = {name: mask for name, _, _, mask in _masked_tensors([model], sparsifier, "save_pretrained")}
+    masks = {name: mask for name, _, _, mask in masked_tensors([model], sparsifier, "save_pretrained")}
     values = dense_state_dict_of(model, _Masked.of if is_of_transformers(model, "PreTrainedModel") else select)
     for name, mask in masks.items():
         wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
@@ -249,9 +247,10 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
 
-    This is `per_layer_config` of transformers 5, whose configs resolve it and whose models do not read it yet.
+    This is `per_layer_config` of transformers 5. It stays here although no model reads it yet, because configs do,
+    and tests load it with `AutoConfig`.
     """
-    data, sizes = json.loads(path.read_text()), _layer_sizes(model)
+    data, sizes = json.loads(path.read_text()), layer_sizes(model)
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
     if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # which a layer with fewer heads keeps
@@ -273,7 +272,7 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
     return "; per_layer_config in it does, for code that reads that (no model of transformers 5.23 does)"
 
 
-def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
+def layer_sizes(model: nn.Module) -> list[dict[str, int]]:
     """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
@@ -289,82 +288,6 @@ def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
             return []
         sizes.append(layer_sizes)
     return sizes
-
-
-_DECILM = '''"""The config of a model whose layers differ; engines read `block_configs`."""
-
-from types import SimpleNamespace
-
-from transformers import LlamaConfig
-
-
-class DeciLMConfig(LlamaConfig):
-    model_type = "nemotron-nas"
-
-    def __init__(self, block_configs=(), **kwargs):
-        super().__init__(**kwargs)
-        self.blocks = [dict(block) for block in block_configs]
-
-    @property
-    def block_configs(self):
-        return [SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in b.items()}) for b in self.blocks]
-'''
-
-
-def save_decilm(model: Any, path: str | Path) -> None:
-    """Save a Llama whose layers have different sizes as a DeciLM (Nemotron-NAS) folder, which vLLM loads.
-
-    `block_configs` in config.json has the number of query heads for each key head, and of MLP units, of every layer,
-    and `no_op` for those that `shrink_layers` removed.
-    Tensors have Llama's names. The folder has the code of its config (`trust_remote_code=True`). vLLM is not run here.
-
-    Args:
-        model: A `LlamaForCausalLM`, as `shrink(..., uniform=False)` returns it.
-        path: Folder.
-
-    Raises:
-        SparsityError: Of another class; layers have different numbers of query heads, or a number that their key heads
-            do not divide, which the format cannot hold.
-
-    >>> small, report = sparsekit_ao.shrink(llama, inputs, cost="flops", uniform=False)  # doctest: +SKIP
-    >>> save_decilm(small, "smaller")  # doctest: +SKIP
-    """
-    if type(model).__name__ != "LlamaForCausalLM" or not (sizes := _layer_sizes(model)):
-        raise SparsityError(f"save_decilm: expected a LlamaForCausalLM, got {type(model).__name__}")
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    heads, key_heads, head_dims = ([layer[key] for layer in sizes if key in layer] for key in keys)
-    if len({*heads}) > 1 or any(heads[0] % n for n in key_heads) or {*head_dims} != {model.config.head_dim}:
-        raise SparsityError(
-            f"save_decilm: layers must have one number of query heads, {heads[0]}, which their key heads divide, and "
-            f"heads of {model.config.head_dim}; they have {heads} and {key_heads}, of {head_dims}. Shrink heads with "
-            "uniform=True, and MLPs by their own couplings."
-        )
-    if "head_dim" not in (first := next(filter(None, sizes))):
-        raise SparsityError("save_decilm: vLLM's first block with an MLP needs an attention too, and this has none")
-    parts = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-    zeros = [name for name, module in model.named_modules() if isinstance(module, Zeros)]
-    unread = {f"{name.rpartition('.')[0]}.{parts[name.rpartition('.')[2]]}.weight" for name in zeros}
-    folder = Path(path)
-    model.save_pretrained(folder, state_dict={k: v for k, v in model.state_dict().items() if k not in unread})
-    data = json.loads((folder / "config.json").read_text()) | {
-        "architectures": ["DeciLMForCausalLM"],
-        "model_type": "nemotron-nas",
-        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
-        "hidden_size": first["hidden_size"],
-        "num_attention_heads": heads[0],
-        "intermediate_size": max(layer.get("intermediate_size", 1) for layer in sizes),
-        "num_key_value_heads": max(key_heads),
-        "block_configs": [
-            {
-                "attention": {"no_op": not keys, "n_heads_in_group": heads[0] // keys if keys else None},
-                "ffn": {"no_op": width is None, "intermediate_size": width},
-            }
-            for keys, width in ((layer.get("num_key_value_heads"), layer.get("intermediate_size")) for layer in sizes)
-        ],
-    }
-    data.pop("per_layer_config", None)
-    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
-    (folder / "configuration_decilm.py").write_text(_DECILM)
 
 
 def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:
@@ -479,125 +402,3 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
                 raise SparsityError(f"{MASKS}: {len(packed)} bytes do not hold a mask of shape {shape} for {name}")
             masks[name] = torch.from_numpy(bits[:size]).bool().reshape(shape)
     return masks
-
-
-def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
-    """Merge LoRA adapters into a pruned model and apply its masks again.
-
-    peft's `merge_and_unload` adds a dense product to each weight, so zeros are lost, or, while masks are registered,
-    the adapter. Here, the merged weight is masked, and the part of the adapter that a mask drops is reported, because
-    the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
-
-    Args:
-        model: Of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
-        sparsifier: Prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
-            {name: mask}, as from `load_masks`, with names of the base model, or of `model`.
-
-    Returns:
-        The base model, without adapters, and a `Conversion` whose notes and difference are the fraction of each
-        adapter's norm that its mask drops, and the largest of them. Masks that were registered still are, and their
-        tensors have the names of the base model from now on.
-
-    Raises:
-        SparsityError: No adapters; some are merged already, disabled, or not finite; the base model has no tensor of a
-            mask's name and shape; a masked layer is in `modules_to_save`. Nothing is then changed.
-
-    >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
-    >>> merged.save_pretrained("merged")  # doctest: +SKIP
-    """
-    if not _adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
-        raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
-    for layer in _adapted(model):
-        kind, advice = type(layer).__name__, "call model.unmerge_adapter() first"
-        if getattr(layer, "merged_adapters", ()):
-            raise SparsityError(f"merge_lora: an adapter is merged into a {kind} already; {advice}")
-        if getattr(layer, "disable_adapters", False):
-            raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
-        for name, tensor in layer.named_parameters():
-            if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
-                raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
-    tensors = _masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
-    masks = {name: find_mask(module, key) for name, module, key, _ in tensors}
-    registered = {name: mask for name, mask in masks.items() if mask is not None}
-    idle = sorted(set(getattr(model, "peft_config", ())) - set(model.active_adapters))
-    before = {name: parameter_of(module, key).detach().clone() for name, module, key, _ in tensors}
-    shares: dict[str, float] = {}
-    with torch.no_grad():
-        for name, module, key, mask in tensors:
-            if name in registered:
-                remove_mask(module, key)
-            parameter_of(module, key).copy_(select(before[name], mask))  # by whose norms DoRA scales the product
-        try:
-            merged: nn.Module = model.merge_and_unload()
-        finally:
-            for name, module, key, mask in tensors:
-                parameter: Tensor = parameter_of(module, key)
-                norm = float((parameter - select(before[name], mask)).float().norm())
-                if norm:
-                    shares[name] = float(select(parameter, ~mask).float().norm()) / norm
-                hidden = parameter + before[name] if name in registered else torch.zeros_like(parameter)
-                parameter.copy_(torch.where(mask, parameter, hidden))
-            with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
-                pass
-    if registered and isinstance(sparsifier, MaskSparsifier) and sparsifier.model is model:
-        sparsifier.move_to(merged)
-    size = sum(values.nbytes for values in before.values())
-    notes = [f"{name}: its mask drops {share:.0%} of the adapter's norm" for name, share in shares.items()]
-    notes += [f"the adapter {name!r} is not active, so it is not merged but removed" for name in idle]
-    return merged, Conversion(
-        target="merge_lora",
-        converted=tuple(shares),
-        left={name: "no adapter changes it" for name in before if name not in shares},
-        before=size,
-        after=size,
-        difference=max(shares.values(), default=0.0),
-        notes=tuple(notes),
-    )
-
-
-def _adapted(model: nn.Module) -> list[nn.Module]:
-    """The layers that have adapters of peft, whose attributes these list."""
-    return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
-
-
-def _masked_tensors(
-    models: Sequence[nn.Module], sparsifier: Masks, target: str
-) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """(name, module, name in it, mask) of every masked tensor, in the first of the models that has its name."""
-    if isinstance(sparsifier, MaskSparsifier):
-        masks = {name: s["mask"] for name, s in sparsifier.state.items() if s.get("mask") is not None}
-    elif isinstance(sparsifier, Mapping):
-        masks = dict(sparsifier)
-    else:
-        kind = f"{type(sparsifier).__module__}.{type(sparsifier).__name__}"
-        raise SparsityError(f"{target}: expected a sparsifier of sparsekit_ao, or {{name: mask}}, got {kind}")
-    if not masks:
-        raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
-    tensors = []
-    for name, mask in masks.items():
-        module, key = next(filter(None, (_owner(model, name) for model in models)), (None, ""))
-        if module is None:
-            raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
-        if hasattr(module, "modules_to_save"):
-            raise SparsityError(
-                f"{target}: {name} is in modules_to_save, so peft replaces it by a copy without its mask. Pass the "
-                "other masks as {name: mask}, and prune this weight again afterwards."
-            )
-        parameter = parameter_of(module, key)
-        if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
-            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
-        kept = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
-        tensors.append((name, module, key, kept.to(parameter.device)))
-    return tensors
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The module that holds a tensor, and the tensor's name in it; adapters are looked through."""
-    try:
-        module, key = owner_of(model, name)
-    except AttributeError:
-        return None
-    module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
-    is_tensor = module._parameters.get(key) is not None or parametrize.is_parametrized(module, key)
-    return (module, key) if is_tensor or hasattr(module, "modules_to_save") else None

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from ..coupling import Coupling
 from ..coupling.discovery.tracing import code_line
 from ..errors import SparsityError
-from ..masking.normalized import Normed, plain_copy, redo_weight_norms
+from ..masking.normalized import plain_copy, redo_weight_norms
 from ..tables import Table
 from .manifest import make_manifest
+from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
-from .remove import Removal, check_lists, drop_modules, find_removal, outside_dropped, plain_tensors, remove_units
+from .remove import Removal, find_removal, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
-from .verify import Comparison, Reference, light_copy, plain_weights
+from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
 Known = dict[tuple[Coupling, int], list[Removal]]  # by coupling (without attributes) and multiple
 UNLISTED = "possibly a removed size (list it in attrs): "
@@ -232,9 +233,9 @@ def compact(
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     model = plain_copy(model)
     removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
-    reference = Reference(model, example_inputs)
+    reference = Reference(model, example_inputs, tolerance)
     reference.check_lengths()
-    small, report = verified(model, removals, reference, tolerance)
+    small, report = verified(reference, removals)
     why = "no unit is zero in all of its weights (or multiple_of keeps all); prune by its entries, then squash_mask"
     return small, replace(report, left_out=tuple(f"{r.coupling.name}: {why}" for r in removals if r.is_empty))
 
@@ -252,54 +253,36 @@ def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
 
 
 def verified(
-    model: nn.Module,
-    removals: Sequence[Removal],
-    reference: Reference,
-    tolerance: float,
-    *,
-    with_config: bool = False,
-    normed: Normed = (),
+    reference: Reference, removals: Sequence[Removal], *, with_config: bool = False
 ) -> tuple[nn.Module, Compaction]:
-    """Return a model without some units, if it gives the same outputs; see `compact`, `fit_config`, `norms`."""
+    """Return the model of a reference without some units, if it gives the same outputs; see `compact`, `fit_config`."""
+    model = reference.model
     small, changes, notes, reference.unrounded = without_units(model, removals)
-    redo_weight_norms(small, normed)
-    comparison = compared(reference, small, tolerance)
-    others = reference.with_other_inputs() if tolerance < 1 and not isinstance(comparison, str) else None
-    if others is not None and isinstance(text := compared(others, small, tolerance), str):
+    redo_weight_norms(small, reference.normed)
+    comparison = compared(reference, small)
+    others = reference.with_other_inputs() if reference.tolerance < 1 and not isinstance(comparison, str) else None
+    if others is not None and isinstance(text := compared(others, small), str):
         comparison = f"{text} with other values of inputs that are equal along a dimension (pass typical inputs)"
     if isinstance(comparison, str):
         if with_config:  # `shrink` tries the couplings by themselves
             raise SparsityError(f"the smaller model {comparison}")
-        lines = _causes(model, removals, reference, tolerance)
+        lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
         lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]
         raise SparsityError(
             f"the compacted model {comparison}. Look for a missing member, a wrong axis, an attribute that holds a "
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
         )
-    notes += _fused_notes(reference, small, tolerance)
-    not_in_config, dense_flops = None, reference.flops
+    notes += _fused_notes(reference, small)
+    not_in_config = None
     if with_config and has_config(model):
-        if tolerance >= 1:  # outputs may change, but not by the config
-            reference, tolerance = Reference(small, reference.example_inputs), 1e-5
-        config_changes, not_in_config = fit_config(model, small, removals, reference, tolerance)
+        # If outputs may change, they still must not change by the config.
+        exact = reference if reference.tolerance < 1 else Reference(small, reference.example_inputs)
+        config_changes, not_in_config = fit_config(model, small, removals, exact)
         changes = [*changes, *config_changes]
-    rows = [
-        KeptUnits(
-            name=removal.coupling.name,
-            kind=removal.coupling.kind,
-            kept=removal.kept,
-            of=removal.scope_units,
-            scopes=removal.keep.numel() // removal.scope_units,
-            partly=removal.partly,
-        )
-        for removal in removals
-    ]
-    numbers = re.compile(r"(?<![^.])\d+(?![^.])")  # of repeated layers, which become stars
-    integers = [c for c in changes if isinstance(c.now, int) and c.was != c.now]
     report = Compaction(
-        couplings=tuple(rows),
-        before=size_of(model, dense_flops),
+        couplings=tuple(map(_kept_units, removals)),
+        before=size_of(model, reference.flops),
         after=size_of(small, comparison.flops),
         difference=comparison.difference,
         in_float64=comparison.in_float64,
@@ -307,18 +290,36 @@ def verified(
         uncounted=reference.uncounted,
         not_compared=tuple(reference.opaque),
         unlisted=tuple(unlisted_sizes(small, removals, changes)),
-        changed=tuple(dict.fromkeys(f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers)),
+        changed=_as_texts(changes),
         not_in_config=not_in_config,
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
 
 
-def _fused_notes(reference: Reference, small: nn.Module, tolerance: float) -> list[str]:
+def _kept_units(removal: Removal) -> KeptUnits:
+    return KeptUnits(
+        name=removal.coupling.name,
+        kind=removal.coupling.kind,
+        kept=removal.kept,
+        of=removal.scope_units,
+        scopes=removal.keep.numel() // removal.scope_units,
+        partly=removal.partly,
+    )
+
+
+def _as_texts(changes: Sequence[Change]) -> tuple[str, ...]:
+    """Write changed integers as lines; repeated layers, whose numbers become stars, share one line."""
+    numbers = re.compile(r"(?<![^.])\d+(?![^.])")
+    integers = [c for c in changes if isinstance(c.now, int) and c.was != c.now]
+    return tuple(dict.fromkeys(f"{numbers.sub('*', c.path)}: {c.was} -> {c.now}" for c in integers))
+
+
+def _fused_notes(reference: Reference, small: nn.Module) -> list[str]:
     """What differs where torch fuses attention, as inference does: an encoder then gives zeros at padded positions."""
     with warnings.catch_warnings(action="ignore"):  # of nested tensors, which the encoder makes
-        fused = reference.with_fused_attention() if tolerance < 1 else None
-        text = "" if fused is None else compared(fused, small, tolerance)
+        fused = reference.with_fused_attention() if reference.tolerance < 1 else None
+        text = "" if fused is None else compared(fused, small)
     if not (isinstance(text, str) and text):
         return []
     return [
@@ -328,12 +329,12 @@ def _fused_notes(reference: Reference, small: nn.Module, tolerance: float) -> li
     ]
 
 
-def _causes(model: nn.Module, removals: Sequence[Removal], reference: Reference, tolerance: float) -> list[str]:
+def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
     """What is wrong with each coupling by itself, as text."""
     lines = []
     for removal in (removal for removal in removals if not removal.is_empty):
-        single = without_units(model, [removal], trial=reference)[0]
-        alone = compared(reference, single, tolerance, discarded=True)
+        single = without_units(reference.model, [removal], discarded=True)[0]
+        alone = compared(reference, single, discarded=True)
         lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
@@ -369,11 +370,11 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
 
 
 def without_units(
-    model: nn.Module, removals: Sequence[Removal], *, trial: Reference | None = None
+    model: nn.Module, removals: Sequence[Removal], *, discarded: bool = False
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    In a trial, the copy has the dtype that the reference compares, and computes its large tensors when they are read.
+    A model that is discarded after a comparison has the dtype of that, and computes large tensors when they are read.
 
     Raises:
         SparsityError: They cannot be removed.
@@ -381,9 +382,9 @@ def without_units(
     check_lists(model, removals, "")
     changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]
     replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
-    small = light_copy(model, trial.dtype) if trial else copy.deepcopy(model, replaced)
+    small = light_copy(model, run_dtype(model)) if discarded else copy.deepcopy(model, replaced)
     remove_units(small, removals)
-    if trial is None:
+    if not discarded:
         plain_weights(small)
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
@@ -396,14 +397,14 @@ def without_units(
     return small, changes + folded, notes, unrounded
 
 
-def compared(reference: Reference, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison | str:
+def compared(reference: Reference, small: nn.Module, *, discarded: bool = False) -> Comparison | str:
     """Compare a smaller model, or describe what is wrong with it; see `Reference.compare`."""
     try:
-        comparison = reference.compare(small, tolerance, discarded=discarded)
+        comparison = reference.compare(small, discarded=discarded)
     except Exception as e:
         line = code_line(reversed(list(traceback.walk_tb(e.__traceback__))))
         return f"does not run: {e}" + (f" (at {line})" if line else "")
-    if comparison.decisive <= tolerance:
+    if comparison.decisive <= reference.tolerance:
         return comparison
     if comparison.decisive == float("inf"):
         return "gives other outputs: other shapes, integers, inf or nan"

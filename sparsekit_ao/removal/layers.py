@@ -19,7 +19,8 @@ from ..models.running import Forward, call, check_batches, eval_mode, first_tens
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compaction import Compaction, verified
-from .remove import Removal, Zeros, attention_by_type, check_multiple, config_of, rounded
+from .modules import Zeros, attention_by_type, config_of
+from .remove import Removal, check_multiple, rounded
 from .sizes import fitting_engines, has_config
 from .verify import Reference
 
@@ -226,15 +227,14 @@ def _without(
         (forward or call)(model, next(iter(batches)))
     pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.coupling.parts)]
     dropped = [name for name, kept in pairs if not kept]
-    dense = Reference(model, calls[0])
+    dense = Reference(model, calls[0], sys.float_info.max)
     with ExitStack() as hooks:
         for name in dropped:
             zeros = lambda *call: _changed(torch.zeros_like, call[-1])  # noqa: E731
             hooks.enter_context(model.get_submodule(name).register_forward_hook(zeros))
-        reference, tolerance = (Reference(model, calls[0]), 1e-5) if dropped else (dense, sys.float_info.max)
-        small, report = verified(model, removals, reference, tolerance, with_config=True)
+        small, report = verified(Reference(model, calls[0]) if dropped else dense, removals, with_config=True)
     if dropped:
-        report = replace(report, difference=dense.compare(small, sys.float_info.max).difference)
+        report = replace(report, difference=dense.compare(small).difference)
     if dropped and report.not_in_config:
         why = f"{type(small).__name__} constructs {', '.join(dropped)}, whatever per_layer_config says"
         report = replace(report, not_in_config=why)

@@ -4,6 +4,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,14 +65,35 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
     return multiple
 
 
-def counts_at_levels(
-    model: nn.Module, couplings: Sequence[Coupling], levels: Mapping[str, float], multiples: Mapping[str, int]
-) -> dict[str, int]:
-    """Return {coupling: kept units of a scope} where each drops a fraction of its own, rounded to multiples."""
-    return {
-        name: rounded(sparsity_to_nnz(levels[name], units, "shrink: ratio: "), units, multiples[name])
-        for name, units in ((coupling.name, coupling.bind(model)[0].grid[-1]) for coupling in couplings)
-    }
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """How many units of a scope a coupling may lose, or one of its layers.
+
+    Attributes:
+        units: The units of a scope.
+        level: The fraction of them that is dropped where no cost of the whole model decides.
+        limit: The largest fraction that is dropped where a cost decides.
+        multiple: A multiple of it is kept, or all units.
+
+    >>> quota = Quota(units=12, level=0.5, limit=0.9, multiple=4)
+    >>> quota.kept, quota.least
+    (8, 4)
+    """
+
+    units: int
+    level: float
+    limit: float
+    multiple: int
+
+    @property
+    def kept(self) -> int:
+        """The units that are kept at the level."""
+        return rounded(sparsity_to_nnz(self.level, self.units, "shrink: ratio: "), self.units, self.multiple)
+
+    @property
+    def least(self) -> int:
+        """The units that are always kept."""
+        return rounded(sparsity_to_nnz(self.limit, self.units, "max_sparsity: "), self.units, self.multiple)
 
 
 def counts_within(
@@ -82,23 +104,23 @@ def counts_within(
     ratio: float,
     *,
     power: int,
-    multiples: Mapping[str, int],
-    limits: Mapping[str, float],
+    quotas: Mapping[str, Quota],
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
-    Units are dropped one by one, or `multiples` of them. Next is the one with the least increase of its coupling's lost
+    Units are dropped one by one, or in multiples. Next is the one with the least increase of its coupling's lost
     importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
     from being cut to their limit (examples/benchmarks/compare_accuracy.py). The last step may save more than is needed,
     as that of a whole head does. It stays, and steps before it are taken back until the cost is close to what is
-    allowed. `limits` are the largest fractions that are dropped; importances, scores to a power, add up.
+    allowed. Importances, scores to a power, add up.
     """
-    full = {coupling.name: coupling.bind(model)[0].grid[-1] for coupling in couplings}
+    full = {coupling.name: quotas[coupling.name].units for coupling in couplings}
     cost_at = partial(_cost_with, model, couplings, cost)
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # by one integer
-        units, multiple = full[names[0]], max(multiples[name] for name in names)
-        least = rounded(max(sparsity_to_nnz(limits[name], units, "max_sparsity: ") for name in names), units, multiple)
+        units, multiple = full[names[0]], max(quotas[name].multiple for name in names)
+        limit = min(quotas[name].limit for name in names)
+        least = replace(quotas[names[0]], limit=limit, multiple=multiple).least
         if least == units or any(full[name] != units for name in names):
             continue  # of different numbers, equal fractions would be needed
         half = max(least, rounded(units // 2, units - multiple, multiple))

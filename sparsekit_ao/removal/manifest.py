@@ -15,8 +15,9 @@ from ..coupling.bound import Part
 from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms, undo_weight_norms
 from ..structure import AxisPattern
+from .modules import check_lists, drop_modules, layer_fields
 from .norms import CONFIG_EPS, EPS_NAMES
-from .remove import Removal, check_lists, drop_modules, layer_fields, plain_tensors, remove_units
+from .remove import Removal, plain_tensors, remove_units
 from .sizes import FILLED, Change, apply_changes, check_old_values
 
 VERSION = 1

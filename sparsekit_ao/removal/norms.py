@@ -110,11 +110,11 @@ def _fold(
 
 def _is_folded(norm: nn.Module, change: Change, weight: Tensor, keep: Tensor, wanted: Tensor) -> bool:
     """Whether a smaller norm with this weight and the changed eps gives what the larger one does."""
-    trial = copy.deepcopy(norm).to(weight.dtype)
-    trial.weight = nn.Parameter(weight, requires_grad=False)
-    setattr(trial, change.path.rpartition(".")[2], change.now)
+    folded = copy.deepcopy(norm).to(weight.dtype)
+    folded.weight = nn.Parameter(weight, requires_grad=False)
+    setattr(folded, change.path.rpartition(".")[2], change.now)
     try:
-        output = _outputs(trial, weight, keep, whole=False)
+        output = _outputs(folded, weight, keep, whole=False)
     except Exception:  # its size is stored elsewhere, too
         return False
     return torch.allclose(wanted.double(), output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6)

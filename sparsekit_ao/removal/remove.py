@@ -1,4 +1,4 @@
-"""Units that a coupling holds as zeros, and their removal from tensors, torch.nn's layers and lists of modules.
+"""Units that a coupling holds as zeros, and their removal from tensors and torch.nn's layers.
 
 To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
 """
@@ -16,11 +16,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from ..coupling import BoundCoupling, Member
-from ..coupling.bound import Part, is_list
 from ..errors import CouplingError, SparsityError
 from ..models.names import owner_of
 from ..models.progress import progress_bar
-from ..models.running import tensors_in
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
 from .verify import Computed, in_format_of, light_copy, replace_tensors
@@ -335,126 +333,6 @@ def _remaining_groups(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _Kep
         if unit in outer:
             remaining = remaining // pattern.sizes[unit] * kept
     return remaining
-
-
-def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
-    """Raise unless all lists and parts of the couplings are in the model, each once and with a module for each unit."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    seen: dict[int, str] = {}
-    for removal in removals:
-        name, units = removal.coupling.name, removal.coupling.units
-        for path in removal.coupling.lists:
-            module = modules.get(path)
-            if module is None or not is_list(module) or len(module) != units:
-                raise SparsityError(f"{where}coupling {name!r}: {path!r} is no nn.ModuleList of {units} modules")
-            if id(module) in seen:
-                raise SparsityError(
-                    f"{where}the couplings {seen[id(module)]!r} and {name!r} both drop modules of {path!r}"
-                )
-            seen[id(module)] = name
-        parts = [modules.get(part.name) for part in removal.coupling.parts]
-        if parts and (len(parts) != units or any(m is None or not [*m.parameters()] for m in parts)):
-            raise SparsityError(f"{where}coupling {name!r}: its parts are no {units} modules of the model")
-
-
-def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Drop the modules of dropped units from their lists, in place; later ones move up, also in what numbers them.
-
-    Dropped parts of blocks are replaced by `Zeros`. The config says so, by `per_layer_config`.
-    """
-    # All lists are looked up first, since one list may be in a module of another.
-    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
-    lists = [(model.get_submodule(p), config_of(model, p)[1], layer_fields(model, p), removal) for p, removal in paths]
-    for modules, config, fields, removal in lists:
-        kept = removal.keep.flatten().nonzero().flatten().tolist()
-        for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
-            del modules[at]  # type: ignore[operator]
-        before = getattr(modules, "_dense_indices", range(removal.keep.numel()))
-        vars(modules)["_dense_indices"] = [before[at] for at in kept]  # `recover` pairs blocks by it
-        layers = [layer for block in modules.children() for layer in block.modules()]
-        numbered = [layer for layer in layers if vars(layer).get("layer_idx") in kept]  # in caches of keys and values
-        for layer in numbered:
-            vars(layer)["layer_idx"] = kept.index(vars(layer)["layer_idx"])
-        for field, entries in fields.items():
-            setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
-    for removal in (removal for removal in removals if removal.coupling.parts):
-        keep = dict(zip(removal.coupling.parts, removal.keep.flatten().tolist(), strict=True))
-        for same_type in attention_by_type(model, removal.coupling.parts).values():
-            kept_layers = [layers for part, (_, layers) in same_type.items() if keep[part]]
-            for number, layers in zip(sorted(number for number, _ in same_type.values()), kept_layers, strict=False):
-                for layer in layers:
-                    vars(layer)["layer_idx"] = number
-        for (name, kind, outputs), kept in keep.items():
-            block, _, child = name.rpartition(".")
-            if not kept:
-                setattr(model.get_submodule(block), child, Zeros(kind, outputs))
-        _write_skips(model, removal.coupling.parts[0].name.rsplit(".", 2)[0])
-
-
-class Zeros(nn.Module):
-    """What is left of a removed attention or MLP: zeros like its first input, without parameters."""
-
-    def __init__(self, kind: str, outputs: int) -> None:
-        super().__init__()
-        self.kind, self.outputs = kind, outputs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros, first in a tuple of as many outputs as the removed module returned."""
-        zeros = torch.zeros_like(next(tensor for _, tensor in tensors_in("", [args, kwargs])))
-        return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
-
-
-def config_of(model: nn.Module, path: str) -> tuple[str, Any]:
-    """Return the path of the config of the modules of a list, of the nearest module around them, and the config."""
-    while path and not hasattr(vars(model.get_submodule(path)).get("config"), "to_dict"):
-        path = path.rpartition(".")[0]
-    return f"{path}.config".removeprefix("."), vars(model.get_submodule(path)).get("config")
-
-
-def layer_fields(model: nn.Module, path: str) -> dict[str, list[Any]]:
-    """Return {path: entries} of the fields of a config that have one for each block of a list: `layer_types`, say."""
-    (place, config), blocks = config_of(model, path), [*model.get_submodule(path).children()]
-    if config is None or not any("layer_idx" in vars(m) for block in blocks for m in block.modules()):
-        return {}
-    lists = {key: value for key, value in vars(config).items() if "layer" in key and isinstance(value, list)}
-    return {f"{place}.{key}": value for key, value in lists.items() if len(value) == len(blocks)}
-
-
-def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict[Part, tuple[int, list[nn.Module]]]]:
-    """Return {type in a cache, with its name in a block: {part: (its number, the modules that have it)}} of attention.
-
-    Caches count tokens by the first number, or the first of a type, so that kept parts of a type must be numbered from
-    its first number on.
-    """
-    types: dict[str, dict[Part, tuple[int, list[nn.Module]]]] = {}
-    for part in parts:
-        layers = [m for m in model.get_submodule(part.name).modules() if type(vars(m).get("layer_idx")) is int]
-        if layers and part.kind == "attention":
-            number = vars(layers[0])["layer_idx"]
-            layer_types = getattr(config_of(model, part.name)[1], "layer_types", None) or []
-            cache_type = str(layer_types[number]) if number < len(layer_types) else ""
-            types.setdefault(f"{cache_type} {part.name.rpartition('.')[2]}", {})[part] = (number, layers)
-    return types
-
-
-def _write_skips(model: nn.Module, path: str) -> None:
-    """Write into the config of a decoder which attention and MLPs of the blocks of a list are `Zeros`."""
-    config, blocks = config_of(model, path)[1], [*model.get_submodule(path).children()]
-    is_of_blocks = getattr(config, "num_hidden_layers", None) == len(blocks) and not config.is_encoder_decoder
-    if not (is_of_blocks and hasattr(config, "per_layer_config")):
-        return
-    per_layer = {int(at): keys for at, keys in (config.to_dict().get("per_layer_config") or {}).items()}
-    for at, block in enumerate(blocks):
-        if kinds := sorted(module.kind for module in block.children() if isinstance(module, Zeros)):
-            per_layer[at] = per_layer.get(at, {}) | {"skip": kinds}
-    config.per_layer_config = per_layer
-
-
-def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
-    """Leave out the removals whose members are all in modules that others drop."""
-    paths = [(path, removal.keep.flatten()) for removal in removals for path in removal.coupling.lists]
-    prefixes = tuple(f"{path}.{at}." for path, keep in paths for at, kept in enumerate(keep.tolist()) if not kept)
-    return [r for r in removals if not all(m.fqn.startswith(prefixes) for m in r.coupling.members)]
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
-from ..masking.normalized import Normed, plain_copy, undo_weight_norms
+from ..masking.normalized import plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
 from ..models.running import check_example
@@ -22,10 +22,11 @@ from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..structure import checked_level
 from .compaction import Compaction, Known, check_comparable, check_names, size_of
-from .levels import Cost, Rows, cost_function, counts_at_levels, counts_within, multiple_for
+from .levels import Cost, Quota, Rows, cost_function, counts_within, multiple_for
 from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config
-from .trials import NOT_TRIED, Trials, by_name, in_config, removable, with_own_names
+from .trials import NOT_TRIED, Trials, in_config, removable, with_own_names
+from .verify import Reference
 
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
@@ -108,54 +109,49 @@ def shrink(
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
     level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
-    whole, model = model, plain_copy(model)
-    normed = undo_weight_norms(model)
+    plain = plain_copy(model)
+    normed = undo_weight_norms(plain)
+    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance, normed=normed)
     # What can be removed, and is allowed to be
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)
-    trial: dict[str, Any] = {"ratio": level, "tolerance": tolerance}
-    discovery = removable(model, example_inputs, couplings, exclude=exclude, multiple_of=multiple_of, **trial)
+    how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
+    discovery = removable(plain, example_inputs, couplings, ratio=level, **how)
     known = [*(c.name for c in discovery.couplings), *(name for name, _ in discovery.left_out)]
     known += dict.fromkeys(c.kind for c in discovery.couplings)
-    by_names = {"ratio": ratio, "multiple_of": multiple_of, "max_sparsity": max_sparsity}
-    check_names("shrink: ", known, **by_names, kinds=dict.fromkeys(kinds or ()))
-    is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(model)
-    ratio, multiple_of, max_sparsity = (by_name(x, discovery.couplings) for x in (ratio, multiple_of, max_sparsity))
+    numbers = {"ratio": ratio, "multiple_of": multiple_of, "max_sparsity": max_sparsity}
+    check_names("shrink: ", known, **numbers, kinds=dict.fromkeys(kinds or ()))
     multiples = {
-        c.name: tensor_parallel * (_number(multiple_of, c.name, 1) or multiple_for(model, c))
-        for c in discovery.couplings
+        c.name: tensor_parallel * (_number(multiple_of, c, 1) or multiple_for(plain, c)) for c in discovery.couplings
     }
     next(phase)
-    if uniform or (uniform is None and is_open):
-        trial |= {"multiples": multiples, "normed": normed}
-        trial |= {} if cost_of is None else {"any_width": True, "ratio": 0.5}  # half of a number fits more often
-        described, widths = in_config(model, discovery, example_inputs, **trial)
-        if uniform := bool(uniform or described.couplings):
+    is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
+    is_uniform = is_open if uniform is None else uniform
+    if is_uniform:
+        is_any, fraction = (False, level) if cost_of is None else (True, 0.5)  # half of a number fits more often
+        described, widths = in_config(plain, discovery, reference_of, fraction, multiples, any_width=is_any)
+        if is_uniform := bool(uniform or described.couplings):
             discovery, multiples = described, widths
     # Which layers are pruned, and how many units each keeps
-    named = [c for c in discovery.couplings if kinds is None or {c.name, c.kind} & {*kinds}]
-    levels = {c.name: _number(ratio, c.name, 0.0) if cost_of is None else level for c in named}
-    limits = {c.name: _number(max_sparsity, c.name, 0.9) for c in named}
-    chosen, left_out = _chosen(model, discovery, levels, multiples)
-    layers = _of_layers(model, chosen, cost_of is not None and (uniform is False or not hasattr(model, "config")))
-    multiples = {layer.name: multiples[name] for layer, name in layers.items()}
-    levels, limits = ({layer.name: by[name] for layer, name in layers.items()} for by in (levels, limits))
+    quotas = _quotas(plain, discovery, kinds, ratio if cost_of is None else level, max_sparsity, multiples)
+    chosen, left_out = _chosen(plain, discovery, quotas)
+    has_one_number = hasattr(plain, "config") and (is_uniform or not (is_open or uniform is False))
+    layers, quotas = _of_layers(plain, chosen, quotas, cost_of is not None and not has_one_number)
 
     def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
         if cost_of is None:
-            counts = counts_at_levels(model, some, levels, multiples)
+            counts = {layer.name: quotas[layer.name].kept for layer in some}
         else:  # squares of norms add up, and saliencies do
-            power = 2 if score is None else 1
-            counts = counts_within(model, some, scores, cost_of, saved, power=power, multiples=multiples, limits=limits)
-        return Trials(model, _without_lowest(model, some, scores, counts, multiples), example_inputs, tolerance)
+            counts = counts_within(plain, some, scores, cost_of, saved, power=2 if score is None else 1, quotas=quotas)
+        return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
     # Their units of the lowest scores are made zero and removed
     next(phase)
-    scored = partial(_scored, model, inputs=example_inputs, score=score, forward=forward)
-    removals, small, report, failing = _removed(list(layers), scored, pruned, normed, bool(uniform))
+    scored = partial(_scored, plain, inputs=example_inputs, score=score, forward=forward)
+    removals, small, report, failing = _removed(layers, scored, pruned, is_uniform)
     next(phase, None)
-    left_out += [*failing, *_unreached(removals, levels, multiples)]
-    return small, _with_reasons(report, whole, small, discovery, left_out, tensor_parallel)
+    left_out += [*failing, *_unreached(removals, quotas)]
+    return small, _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
 
 
 def _checked_ratio(
@@ -187,7 +183,6 @@ def _removed(
     layers: list[Coupling],
     scored: Callable[[list[Coupling]], tuple[Rows, Mapping[str, SparsityError]]],
     pruned: Callable[[list[Coupling], Rows], Trials],
-    normed: Normed,
     uniform: bool,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Prune and remove until what was pruned is what can be removed, and with `uniform` what the config can hold.
@@ -205,17 +200,17 @@ def _removed(
         left_out += [(name, "the score rates all of its units 0") for name in zero]
         trials = pruned(rated, scores)
         try:
-            removals, small, report = trials.removed(rated, normed)
+            removals, small, report = trials.removed(rated)
             layers = rated
         except SparsityError:
             layers, failing = trials.sort(rated)
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
             if failing:
                 continue
-            removals, small, report = trials.removed(layers, normed)
+            removals, small, report = trials.removed(layers)
         if uniform and layers and report.not_in_config:
             rest = [[other for other in layers if other is not coupling] for coupling in layers]
-            fitting = next((at for at, some in enumerate(rest) if not trials.misfit(some, normed)), 0)
+            fitting = next((at for at, some in enumerate(rest) if not trials.misfit(some)), 0)
             why = f"the config cannot hold it together with others ({report.not_in_config}); uniform=False removes it"
             left_out.append((layers[fitting].name, why))
             layers = rest[fitting]
@@ -244,18 +239,25 @@ def _with_reasons(
     )
 
 
-def _of_layers(model: nn.Module, couplings: Sequence[Coupling], each: bool) -> dict[Coupling, str]:
-    """Divide couplings into layers where these differ in size, or always with `each`: {layer: name of its coupling}."""
+def _of_layers(
+    model: nn.Module, couplings: Sequence[Coupling], quotas: Mapping[str, Quota], each: bool
+) -> tuple[list[Coupling], dict[str, Quota]]:
+    """Divide couplings into layers where these differ in size, or always with `each`; and the quota of each layer."""
     layers: list[tuple[Coupling, str]] = []
     for coupling in couplings:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
         layers += [(c, coupling.name) for c in (coupling.of_layers(model) if differ or each else [coupling])]
     renamed = with_own_names([layer for layer, _ in layers])
-    return {layer: name for layer, (_, name) in zip(renamed, layers, strict=True)}
+    pairs = [(layer, quotas[name]) for layer, (_, name) in zip(renamed, layers, strict=True)]
+    return renamed, {layer.name: replace(quota, units=layer.bind(model)[0].grid[-1]) for layer, quota in pairs}
 
 
 def _without_lowest(
-    model: nn.Module, couplings: Sequence[Coupling], scores: Rows, counts: Mapping[str, int], multiples: Any
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    scores: Rows,
+    counts: Mapping[str, int],
+    quotas: Mapping[str, Quota],
 ) -> Known:
     """Removals that keep the units of the highest scores, under the keys by which `find_removals` looks them up."""
     known = Known()
@@ -263,7 +265,7 @@ def _without_lowest(
         pairs = zip(c.bind(model), scores[c.name], strict=True)
         keeps = [(b, keep_mask(rows.reshape(-1, b.grid[-1]), counts[c.name]).cpu()) for b, rows in pairs]
         removals = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
-        known[replace(c, attrs={}), multiples[c.name]] = removals
+        known[replace(c, attrs={}), quotas[c.name].multiple] = removals
     return known
 
 
@@ -275,16 +277,14 @@ def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name)
 
 
-def _unreached(
-    removals: Iterable[tuple[str, Removal]], levels: Mapping[str, float], multiples: Mapping[str, int]
-) -> list[tuple[str, str]]:
+def _unreached(removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota]) -> list[tuple[str, str]]:
     """(name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
     reasons = {}
     for name, removal in removals:
-        units = removal.scope_units
-        if removal.is_empty and multiples[name] > 1:
-            reasons[name] = f"a multiple of {multiples[name]} keeps all of its {units} units"
-        elif removal.kept == min(multiples[name], units) and levels[name] == 1:
+        units, quota = removal.scope_units, quotas[name]
+        if removal.is_empty and quota.multiple > 1:
+            reasons[name] = f"a multiple of {quota.multiple} keeps all of its {units} units"
+        elif removal.kept == min(quota.multiple, units) and quota.level == 1:
             reasons[name] = f"a layer needs a unit, so {removal.kept} of {units} are kept in each scope"
     return list(reasons.items())
 
@@ -361,21 +361,43 @@ def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def _number(numbers: Any, name: str, default: float) -> Any:
-    """The number of a coupling: one for all, or by name."""
-    return numbers.get(name, default) if isinstance(numbers, Mapping) else numbers
+def _quotas(
+    model: nn.Module,
+    discovery: Discovery,
+    kinds: Sequence[str] | None,
+    levels: float | Mapping[str, float],
+    limits: float | Mapping[str, float],
+    multiples: Mapping[str, int],
+) -> dict[str, Quota]:
+    """The quotas of couplings of these kinds, or names, by name."""
+    return {
+        c.name: Quota(
+            units=c.bind(model)[0].grid[-1],
+            level=_number(levels, c, 0.0),
+            limit=_number(limits, c, 0.9),
+            multiple=multiples[c.name],
+        )
+        for c in discovery.couplings
+        if kinds is None or {c.name, c.kind} & {*kinds}
+    }
+
+
+def _number(numbers: Any, coupling: Coupling, default: float) -> Any:
+    """The number of a coupling: one for all, or by its name or kind."""
+    if not isinstance(numbers, Mapping):
+        return numbers
+    return numbers.get(coupling.name, numbers.get(coupling.kind, default))
 
 
 def _chosen(
-    model: nn.Module, discovery: Discovery, levels: Mapping[str, float], multiples: Mapping[str, int]
+    model: nn.Module, discovery: Discovery, quotas: Mapping[str, Quota]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
-    pruned = [coupling for coupling in discovery.couplings if levels.get(coupling.name)]
+    pruned = [coupling for coupling in discovery.couplings if coupling.name in quotas and quotas[coupling.name].level]
     why = "the ratio of it is 0, or does not name it"
     left_out = [*discovery.left_out, *((c.name, why) for c in discovery.couplings if c not in pruned)]
     places = {coupling: _places(model, coupling) for coupling in pruned}
-    kept = counts_at_levels(model, list(places), levels, multiples)
-    dropped = {coupling: 1 - kept[coupling.name] / coupling.bind(model)[0].grid[-1] for coupling in places}
+    dropped = {coupling: 1 - quotas[coupling.name].kept / quotas[coupling.name].units for coupling in places}
     chosen: list[Coupling] = []
     for rivals in connected(places):
         sets = []

@@ -334,7 +334,6 @@ def fit_config(
     small: nn.Module,
     removals: Sequence[Removal],
     reference: Reference,
-    tolerance: float,
     *,
     discarded: bool = False,
 ) -> tuple[list[Change], str]:
@@ -371,7 +370,7 @@ def fit_config(
                 changes.append(change)
             else:
                 apply_changes(small, undone([change]))
-        misfit = wrong[0] if wrong else _other_outputs(small, reference, tolerance, discarded)
+        misfit = wrong[0] if wrong else _other_outputs(small, reference, discarded)
         if not misfit:
             apply_changes(small, undone(head_dims))
             needed = head_dims if _misfits(small) else []
@@ -425,7 +424,7 @@ def _misfits(model: nn.Module) -> list[str]:
     ]
 
 
-def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, discarded: bool) -> str:
+def _other_outputs(small: nn.Module, reference: Reference, discarded: bool) -> str:
     """Say what is wrong with outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
@@ -442,7 +441,7 @@ def _other_outputs(small: nn.Module, reference: Reference, tolerance: float, dis
             if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
                 values.data = buffers[name]
         for model in (fresh,) if discarded else (small, fresh):
-            if not reference.compare(model, tolerance, discarded=discarded).decisive <= tolerance:
+            if not reference.compare(model, discarded=discarded).decisive <= reference.tolerance:
                 return "a model constructed from the config gives other outputs"
     except Exception as e:
         return f"a model constructed from the config does not run: {e}"
@@ -462,8 +461,8 @@ _OF_ENGINES = frozenset((
 def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     """Judge which engines load a model that its config describes: transformers was run, the others were not.
 
-    These read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
-    quantizes rows in blocks of 32.
+    Those read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
+    quantizes rows in blocks of 32. The rules stay here although no engine is run, because `report.fits` quotes them.
     """
     config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
     heads = getattr(config, "num_attention_heads", None)

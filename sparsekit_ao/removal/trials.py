@@ -15,7 +15,7 @@ from ..coupling import BoundCoupling, Coupling, Discovery, discover
 from ..coupling.bound import match_names
 from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
-from ..masking.normalized import Normed, plain_copy, redo_weight_norms
+from ..masking.normalized import plain_copy, redo_weight_norms
 from ..models.names import named_tensors
 from ..models.progress import progress_bar
 from ..sparsifiers.config import excluded_names
@@ -90,14 +90,12 @@ def removable(
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
-    failed = Counter[str]()
+    reference_of, failed = partial(Reference, inputs=example_inputs, tolerance=tolerance), Counter[str]()
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
         def trials(some: Sequence[Coupling]) -> Trials:
-            return Trials(
-                model, _random(model, some, ratio, multiple_of), example_inputs, tolerance, bar.update, failed
-            )
+            return Trials(model, _random(model, some, ratio, multiple_of), reference_of, bar.update, failed)
 
         good, failing = _sorted(model, tried, trials)
     names = [coupling.name for coupling in tried]
@@ -192,15 +190,15 @@ def _sorted(
 class Trials:
     """Trial removals: compactions of a model in which the units that `known` lists for each coupling are zero.
 
-    `done` is called after each trial, and `failed` counts for each kind the couplings that could not be removed.
+    `reference_of` returns the reference of the masked model. `done` is called after each trial, and `failed` counts for
+    each kind the couplings that could not be removed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         known: Known,
-        inputs: Any,
-        tolerance: float,
+        reference_of: Callable[[nn.Module], Reference],
         done: Callable[[], object] = lambda: None,
         failed: Counter[str] | None = None,
     ) -> None:
@@ -209,7 +207,7 @@ class Trials:
         self._problems: dict[tuple[Coupling, ...], str] = {}
         self._known, self._multiples = known, {coupling.name: multiple for coupling, multiple in known}
         self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
-        self._tolerance, self._done, self.reference = tolerance, done, Reference(self._masked, inputs)
+        self._done, self.reference = done, reference_of(self._masked)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
@@ -220,24 +218,24 @@ class Trials:
     def _problem(self, couplings: Sequence[Coupling]) -> str:
         try:
             removals = self._removals(couplings)
-            small = without_units(self._masked, removals, trial=self.reference)[0]
+            small = without_units(self._masked, removals, discarded=True)[0]
         except SparsityError as e:
             return str(e)
         finally:
             self._done()
-        comparison = compared(self.reference, small, self._tolerance, discarded=True)
+        comparison = compared(self.reference, small, discarded=True)
         return comparison if isinstance(comparison, str) else ""
 
     def _removals(self, couplings: Sequence[Coupling]) -> list[Removal]:
         multiples = {coupling.name: self._multiples.get(coupling.name, 1) for coupling in couplings}
         return find_removals(self._masked, couplings, multiples, self._known)
 
-    def removed(self, couplings: Sequence[Coupling], normed: Normed) -> tuple[list[Removal], nn.Module, Compaction]:
+    def removed(self, couplings: Sequence[Coupling]) -> tuple[list[Removal], nn.Module, Compaction]:
         """The removals of these couplings; the smaller model and the report as of `verified`, with its config."""
-        removals, model, reference = self._removals(couplings), self._masked, self.reference
-        return removals, *verified(model, removals, reference, self._tolerance, with_config=True, normed=normed)
+        removals = self._removals(couplings)
+        return removals, *verified(self.reference, removals, with_config=True)
 
-    def misfit(self, couplings: Sequence[Coupling], normed: Normed, kept: int = 1) -> str:
+    def misfit(self, couplings: Sequence[Coupling], kept: int = 1) -> str:
         """How a model constructed from the config of the one without zero units of these couplings differs from it.
 
         At least so many units are kept in each scope.
@@ -245,9 +243,9 @@ class Trials:
         removals = self._removals(couplings)
         drops = [(r, ~r.keep) for r in removals]
         removals = [replace(r, keep=r.keep | (drop & (drop.cumsum(-1) <= kept - r.kept))) for r, drop in drops]
-        small, _, notes, _ = without_units(self._masked, removals, trial=self.reference)
-        redo_weight_norms(small, normed)
-        why = fit_config(self._masked, small, removals, self.reference, self._tolerance, discarded=True)[1]
+        small, _, notes, _ = without_units(self._masked, removals, discarded=True)
+        redo_weight_norms(small, self.reference.normed)
+        why = fit_config(self._masked, small, removals, self.reference, discarded=True)[1]
         return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
     def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
@@ -327,11 +325,9 @@ class Trials:
 def in_config(
     model: nn.Module,
     discovery: Discovery,
-    inputs: Any,
+    reference_of: Callable[[nn.Module], Reference],
     ratio: float,
     multiples: Mapping[str, int],
-    tolerance: float,
-    normed: Normed,
     any_width: bool = False,
 ) -> tuple[Discovery, dict[str, int]]:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
@@ -339,20 +335,20 @@ def in_config(
     Couplings that fail are tried again together with others that have as many units, since one field may hold both.
     Also returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
     """
-    trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), inputs, tolerance)
+    trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), reference_of)
     together = {coupling: [coupling] for coupling in discovery.couplings}
-    failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling], normed))}
+    failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling]))}
     units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
         equal = [coupling for coupling in failing if units[coupling] == number]
-        if len(equal) > 1 and not trials.misfit(equal, normed):
+        if len(equal) > 1 and not trials.misfit(equal):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
             together |= dict.fromkeys(equal, equal)
     widths = dict(multiples)
     for coupling in (c for c in discovery.couplings if any_width and c not in failing):
         whole, name = coupling.bind(model)[0].grid[-1], coupling.name
         steps = [m for m in range(multiples[name], whole, multiples[name]) if whole % m == 0] or [multiples[name]]
-        fit = (m for m in steps if not trials.misfit(together[coupling], normed, (whole - 1) // m * m))
+        fit = (m for m in steps if not trials.misfit(together[coupling], (whole - 1) // m * m))
         widths[name] = next(fit, whole)
     kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())

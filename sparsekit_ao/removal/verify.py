@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..errors import SparsityError
+from ..masking.normalized import Normed
 from ..models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
 
 Outputs = list[tuple[str, Tensor]]
@@ -44,20 +45,34 @@ class Comparison:
 
 
 class Reference:
-    """The masked model and its outputs on the example inputs, with the FLOPs of one forward.
+    """The masked model and its outputs on the example inputs, to which smaller models are compared.
 
-    Copies are run, so neither models nor inputs change; those of 16-bit floats in float32, since their rounding would
+    Copies run, so neither models nor inputs change. Models of 16-bit floats run in float32, since their rounding would
     hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy. Objects in the output that are not
-    inspected are in `opaque`. Values of parameters of the smaller model, before they were rounded to 16 bits, are in
-    `unrounded`. Operators that `flops` leave out are in `uncounted`.
+    about as much from its own float64 copy.
+
+    Args:
+        model: The masked model.
+        inputs: Example inputs, as for `compact`.
+        tolerance: The largest difference of an output that is accepted; see `compact`.
+        normed: Weight norms that were undone in the model, and are put on a smaller model that is returned.
+        fused: Let torch fuse attention, as it does in inference.
+
+    Attributes:
+        flops: FLOPs of one forward.
+        uncounted: Operators that `flops` leaves out.
+        opaque: Objects in the output that are not inspected.
+        unrounded: Values of parameters of the smaller model, before they were rounded to 16 bits.
 
     Raises:
-        SparsityError: It does not run, or returns no tensor, only zeros, or a nan.
+        SparsityError: The model does not run, or returns no tensor, only zeros, or a nan.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, *, fused: bool = False) -> None:
-        self.example_inputs, self._model, self.dtype, self._fused = inputs, model, _run_dtype(model), fused
+    def __init__(
+        self, model: nn.Module, inputs: Any, tolerance: float = 1e-5, normed: Normed = (), *, fused: bool = False
+    ) -> None:
+        self.model, self.example_inputs, self.tolerance, self.normed = model, inputs, tolerance, normed
+        self.dtype, self._fused = run_dtype(model), fused
         self._inputs = arguments(inputs)
         self.unrounded: Mapping[str, Tensor] = {}
         self._exact: Outputs | None = None  # of a float64 copy
@@ -80,7 +95,7 @@ class Reference:
             why = f"{zero[-1]} is all zeros: initialize that layer" if zero else "pass typical inputs"
             raise SparsityError(f"the masked model returns only zeros on example_inputs, so nothing is compared; {why}")
 
-    def compare(self, small: nn.Module, tolerance: float, *, discarded: bool = False) -> Comparison:
+    def compare(self, small: nn.Module, *, discarded: bool = False) -> Comparison:
         """Run the compacted model; in float64 too, where it differs by more than the tolerance.
 
         With `discarded`, the model has the dtype of the comparison and is used for nothing else afterwards, so it is
@@ -90,7 +105,7 @@ class Reference:
         output, flops, _ = _run(small, self._inputs, self.dtype, values, discarded, self._fused)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
-        if not tolerance < difference < float("inf"):
+        if not self.tolerance < difference < float("inf"):
             return Comparison(difference=difference, in_float64=None, flops=flops)
         if output_difference(self._compared[0], outputs) > 0:
             self._compared = outputs, self._in_float64(small, outputs)
@@ -143,22 +158,20 @@ class Reference:
 
         changed: list[Tensor] = []
         args, kwargs = _pytree.tree_map_only(Tensor, other, self._inputs)
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                reference = Reference(self._model, kwargs or args) if changed else None
-        except SparsityError:
-            return None
-        if reference is not None:
-            reference.unrounded = self.unrounded
-        return reference
+        return self._like_this(kwargs or args) if changed else None
 
     def with_fused_attention(self) -> "Reference | None":
         """A reference that lets torch fuse its attention, as in eval mode without gradients; None if it would not."""
         is_fused = torch.backends.mha.get_fastpath_enabled()
-        if not is_fused or not any(isinstance(module, nn.MultiheadAttention) for module in self._model.modules()):
+        if not is_fused or not any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
             return None
+        return self._like_this(self.example_inputs, fused=True)
+
+    def _like_this(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
+        """A reference of the same model that runs in another way; None if it does not run."""
         try:
-            reference = Reference(self._model, self.example_inputs, fused=True)
+            with warnings.catch_warnings(action="ignore"):
+                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused)
         except SparsityError:
             return None
         reference.unrounded = self.unrounded
@@ -177,7 +190,7 @@ class Reference:
         try:
             inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
             with warnings.catch_warnings(action="ignore"):
-                output = _run(self._model, inputs, self.dtype)[0]
+                output = _run(self.model, inputs, self.dtype)[0]
         except Exception:  # the dimension has one size, or the model does not take a new value
             return None
         return list(tensors_in("output", output))
@@ -187,7 +200,7 @@ class Reference:
         try:
             if self._exact is None:
                 self._exact = list(
-                    tensors_in("output", _run(self._model, self._inputs, torch.float64, fused=self._fused)[0])
+                    tensors_in("output", _run(self.model, self._inputs, torch.float64, fused=self._fused)[0])
                 )
             run = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused)[0]
         except Exception:  # a device or a model without float64: then float32 decides
@@ -201,7 +214,7 @@ class Reference:
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
     """Count the FLOPs of one forward in eval mode, as `Reference` counts them."""
-    return _run(model, arguments(inputs), _run_dtype(model))[1]
+    return _run(model, arguments(inputs), run_dtype(model))[1]
 
 
 def _other_values(tensor: Tensor) -> Tensor:
@@ -230,7 +243,8 @@ def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: floa
     return False
 
 
-def _run_dtype(model: nn.Module) -> torch.dtype | None:
+def run_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype in which a model is compared; None if that is its own."""
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     return torch.float32 if half else None
 

@@ -47,16 +47,16 @@ class ProximalSparsifier(BudgetSparsifier):
     gradients are then dropped first. With a budget instead, the strength leaves exactly that many blocks in every
     scope: it is the mean of the last kept and the first dropped norm ||D v||.
 
-    A step that the optimizer has not taken (gradient accumulation, `GradScaler`, a tensor without gradient) is none
-    here either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel every
-    rank computes the same.
+    Where the optimizer has not taken a step (gradient accumulation, `GradScaler`, a tensor without gradient), nothing
+    is shrunk either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel
+    every rank computes the same.
 
     Args:
-        strength: >= 0: a number, or a function of the number of steps so far, such as `schedules.linear`. An entry
+        strength: A number >= 0, or a function of the number of steps so far, such as `schedules.linear`. An entry
             of the config may give its own.
-        sparsity_level, nnz: Instead, the fraction of blocks dropped, or the number kept, in each scope. Schedulers
-            change the level.
-        optimizer: What trains the sparsified parameters, or several; or `attach` it later. Budgets with
+        sparsity_level, nnz: The fraction of blocks dropped, or the number kept, in each scope, in place of a strength.
+            Schedulers change the level.
+        optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later. Budgets with
             `conditioner=None` need none.
         conditioner: "auto" (SGD, Adam, AdamW, RMSprop, Adagrad); None for `D = 1 / lr` with any optimizer; or a
             function `(optimizer, parameter) -> D`, positive, a number or of the parameter's shape.
@@ -64,7 +64,7 @@ class ProximalSparsifier(BudgetSparsifier):
             coupling_order, scope_coupling, stages: as for `ScopeSparsifier`.
 
     Raises:
-        SparsityError: Arguments that contradict each other; whatever needs a tensor is checked in `prepare`.
+        SparsityError: Arguments contradict each other; whatever needs a tensor is checked in `prepare`.
 
     >>> from sparsekit_ao import patterns
     >>> _ = torch.manual_seed(0)
@@ -123,7 +123,7 @@ class ProximalSparsifier(BudgetSparsifier):
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
         if self._phase == "prepared":
-            self._check_optimizers(optimizers)
+            check_optimizers(optimizers, parameters_of(self.groups), self.conditioner)
         stepped = self._counts.restored()
         self._counts.attach(optimizers)
         self._counts.restore(stepped)
@@ -172,18 +172,8 @@ class ProximalSparsifier(BudgetSparsifier):
         """
         self.require_prepared("to_masks")
         assert self.model is not None
-        target = ScopeSparsifier() if sparsifier is None else sparsifier
-        if not isinstance(target, BudgetSparsifier) or target._phase != "new":
-            raise SparsityError(
-                f"to_masks takes a ScopeSparsifier or a DynamicSparsifier that is not prepared yet, got {target!r}"
-            )
+        target = checked_target(sparsifier)
         is_fixed = isinstance(target, ScopeSparsifier)
-        init = getattr(target, "init", None)
-        if not is_fixed and getattr(init, "masks", None) is None:
-            raise SparsityError(
-                f"to_masks: {type(target).__name__} would choose masks of its own; make a DynamicSparsifier with "
-                'init="resume", which starts from the zeros'
-            )
         masks = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
         entries = {
             name: {k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()}
@@ -194,7 +184,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 count = kept_counts(pruning, masks)
                 for name in pruning.specs:
                     entries[name]["nnz"] = count
-        self._zero_dropped(None)
+        self._squash(self.model, [{} for _ in self.groups])
         target.prepare(self.model, list(entries.values()))
         if is_fixed:
             for group in target.groups:
@@ -213,17 +203,14 @@ class ProximalSparsifier(BudgetSparsifier):
         self._counts.restore(stepped)
 
     def _extra_state(self) -> dict[str, Any]:
-        return {**super()._extra_state(), "iteration": self.iteration, "stepped": self._stepped()}
-
-    def _stepped(self) -> list[str]:
-        """Names of tensors that their optimizer has moved since the last step here."""
-        is_prepared = self._phase == "prepared"
-        return self._counts.stepped(self._parameters()) if is_prepared else self._counts.restored()
+        is_prepared, counts = self._phase == "prepared", self._counts
+        stepped = counts.stepped(parameters_of(self.groups)) if is_prepared else counts.restored()
+        return {**super()._extra_state(), "iteration": self.iteration, "stepped": stepped}
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user."""
         counts = StepCounts()
-        counts.restore(self._stepped())
+        counts.restore(self._extra_state()["stepped"])
         return {**super().__getstate__(), "_counts": counts}
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
@@ -278,7 +265,7 @@ class ProximalSparsifier(BudgetSparsifier):
             self.iteration = 0
             self._counts.restore(())
         if self._counts.optimizers:
-            self._check_optimizers(self._counts.optimizers)
+            check_optimizers(self._counts.optimizers, parameters_of(self.groups), self.conditioner)
 
     def _sync_state(self) -> None:
         for group in self.groups:
@@ -299,8 +286,9 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
         """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
-        self._zero_dropped(model)
         for group, params in zip(self.groups, kept, strict=True):
+            weight = self._parameter(group, model).detach()
+            weight.masked_fill_(~self.live_mask(group).to(weight.device), 0)
             if params:
                 self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
 
@@ -311,19 +299,9 @@ class ProximalSparsifier(BudgetSparsifier):
         super()._end()
         self._counts.attach([])
 
-    def _zero_dropped(self, model: nn.Module | None) -> None:
-        for group in self.groups:
-            weight = self._parameter(group, model).detach()
-            weight.masked_fill_(~self.live_mask(group).to(weight.device), 0)
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        for group in self.groups:
-            at = trainer_of(optimizers, self._parameter(group), group["tensor_fqn"])
-            check_optimizer(optimizers[at], self.conditioner, group["tensor_fqn"])
-
     def _update_all(self) -> None:
         self._check_groups(self.groups)
-        pruning_groups, weights = self.pruning_groups(), self._parameters()
+        pruning_groups, weights = self.pruning_groups(), parameters_of(self.groups)
         if self._counts.optimizers:  # else every call is a step
             stepped = set(self._counts.stepped(weights))
             if changed := self._counts.changed_by_others(weights):
@@ -337,9 +315,6 @@ class ProximalSparsifier(BudgetSparsifier):
             self._update_groups(pruning_groups, groups_by_name(self.groups))
             self.iteration += 1
 
-    def _parameters(self) -> dict[str, Tensor]:
-        return {g["tensor_fqn"]: self._parameter(g) for g in self.groups}
-
     def _fill(
         self,
         pruning_groups: Sequence[PruningGroup],
@@ -348,9 +323,9 @@ class ProximalSparsifier(BudgetSparsifier):
         keeps: Mapping[PruningGroup, Budget],
     ) -> None:
         for pruning in pruning_groups:
-            metric = {name: self._diagonal(groups[name]) for name in pruning.specs}
+            weights = parameters_of([groups[name] for name in pruning.specs])
+            metric = diagonals_of(self._counts.optimizers, weights, self.conditioner)
             known = {pruning.specs[name]: diagonal for name, diagonal in metric.items() if diagonal is not None}
-            weights = {name: self._parameter(groups[name]) for name in pruning.specs}
             if len(known) == len(metric):  # else the optimizer has not moved some tensor yet
                 strength = groups[next(iter(pruning.specs))].get("strength")
                 if strength is not None:
@@ -359,13 +334,44 @@ class ProximalSparsifier(BudgetSparsifier):
                 _shrink(pruning, weights, masks, known, keeps[pruning], strength)
             self._counts.use(weights)
 
-    def _diagonal(self, group: TensorGroup) -> Diagonal | None:
-        """The metric of a tensor; None where its optimizer changes nothing."""
-        if not self._counts.optimizers:
-            return 1.0
-        parameter, name = self._parameter(group), group["tensor_fqn"]
-        optimizer = self._counts.optimizers[trainer_of(self._counts.optimizers, parameter, name)]
-        return diagonal_of(optimizer, parameter, self.conditioner, name)
+
+def parameters_of(groups: Sequence[TensorGroup]) -> dict[str, nn.Parameter]:
+    """The parameters of groups, by name."""
+    return {g["tensor_fqn"]: g["module"]._parameters[g["tensor_name"]] for g in groups}
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], conditioner: Conditioner
+) -> None:
+    """Raise unless one of these trains each parameter, and `conditioner` knows its diagonal."""
+    for name, parameter in parameters.items():
+        check_optimizer(optimizers[trainer_of(optimizers, parameter, name)], conditioner, name)
+
+
+def diagonals_of(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], conditioner: Conditioner
+) -> dict[str, Diagonal | None]:
+    """The metric of each parameter: 1 without optimizers, and None where an optimizer changes nothing."""
+    if not optimizers:
+        return dict.fromkeys(parameters, 1.0)
+    trainers = {name: optimizers[trainer_of(optimizers, p, name)] for name, p in parameters.items()}
+    return {name: diagonal_of(trainers[name], p, conditioner, name) for name, p in parameters.items()}
+
+
+def checked_target(sparsifier: BudgetSparsifier | None) -> BudgetSparsifier:
+    """The sparsifier that takes zeros over as masks, by default a new one; raises where it cannot."""
+    target = ScopeSparsifier() if sparsifier is None else sparsifier
+    if not isinstance(target, BudgetSparsifier) or target._phase != "new":
+        raise SparsityError(
+            f"to_masks takes a ScopeSparsifier or a DynamicSparsifier that is not prepared yet, got {target!r}"
+        )
+    init = getattr(target, "init", None)
+    if not isinstance(target, ScopeSparsifier) and getattr(init, "masks", None) is None:
+        raise SparsityError(
+            f"to_masks: {type(target).__name__} would choose masks of its own; make a DynamicSparsifier with "
+            'init="resume", which starts from the zeros'
+        )
+    return target
 
 
 def _shrink(

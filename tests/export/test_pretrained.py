@@ -3,8 +3,10 @@
 import copy
 import functools
 import json
+import runpy
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patte
 from sparsekit_ao.export import pretrained
 from sparsekit_ao.masking import select, weight_mask
 from sparsekit_ao.removal import shrink, shrink_layers
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "save_decilm.py"
+save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
 
 
 def bert():
@@ -377,7 +382,7 @@ def read_decilm(folder):
 def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
     with torch.no_grad():
         small, _, inputs, want = copy.deepcopy(decoder())
-        export.save_decilm(small, tmp_path)
+        save_decilm(small, tmp_path)
         assert torch.equal(read_decilm(tmp_path)(**inputs).logits, want)
         other = small.model.layers[1].self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -386,9 +391,9 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
         with pytest.raises(
             SparsityError, match="layers must have one number of query heads, 4, .* uniform=True, and MLPs"
         ):
-            export.save_decilm(small, tmp_path / "new")
+            save_decilm(small, tmp_path / "new")
         with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):
-            export.save_decilm(bert(), tmp_path / "new")
+            save_decilm(bert(), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -402,7 +407,7 @@ def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
         for p in (p for linear in last for p in linear.parameters()):
             p *= 1e-3
         small, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention", "mlp"))
-        export.save_decilm(small, tmp_path)
+        save_decilm(small, tmp_path)
         blocks = json.loads((tmp_path / "config.json").read_text())["block_configs"]
         assert blocks[1]["attention"] == {"no_op": True, "n_heads_in_group": None}
         assert blocks[2]["ffn"] == {"no_op": True, "intermediate_size": None} and not blocks[2]["attention"]["no_op"]
@@ -410,7 +415,7 @@ def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
         model.model.layers[0].self_attn.o_proj.weight *= 1e-6
         first, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention",))
         with pytest.raises(SparsityError, match="first block with an MLP needs an attention too, and this has none"):
-            export.save_decilm(first, tmp_path / "new")
+            save_decilm(first, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -64,6 +64,7 @@ def test_every_example_has_a_test():
         "proximal.py",
         "fsdp2.py",
         "prune_crepe.py",
+        "save_decilm.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | {"minilm.py"}  # which three of them import
     assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
@@ -87,6 +88,14 @@ def test_crepe_is_pruned_and_recovered_or_names_the_package_to_install(run, tmp_
     dense, *rows = read_csv(tmp_path / "prune_crepe.csv")
     assert [r["structure"] for r in rows] == ["2:4", "80 %", "half of the filters"] and float(dense["before"]) > 0.8
     assert float(rows[0]["before"]) > 0.5 and "left out: conv1.weight: scope (1, 4, 1, 1) needs" in done.stdout
+
+
+def test_a_llama_is_saved_as_a_folder_of_decilm(run, tmp_path):
+    done = run(EXAMPLES / "save_decilm.py", "--out", tmp_path / "decilm", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    widths = re.findall(r"'intermediate_size': (\d+)", done.stdout)
+    assert len(widths) == 4 and len(set(widths)) > 1
+    assert {"config.json", "configuration_decilm.py"} < {path.name for path in (tmp_path / "decilm").iterdir()}
 
 
 @pytest.mark.slow

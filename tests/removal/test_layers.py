@@ -17,7 +17,7 @@ from sparsekit_ao import SparsityError
 from sparsekit_ao.coupling import expert_couplings
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import cut_to, shrink, shrink_experts, shrink_layers
-from sparsekit_ao.removal.remove import Zeros
+from sparsekit_ao.removal.modules import Zeros
 
 BOTH = ("attention", "mlp")
 

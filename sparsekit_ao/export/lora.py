@@ -1,0 +1,138 @@
+"""Masks of models with adapters of peft: `merge_lora`, and the tensors that masks belong to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import SparsityError
+from ..masking import find_mask, installed, remove_mask, select
+from ..models.names import owner_of, parameter_of
+from ..sparsifiers.base import MaskSparsifier
+from .weights import Conversion
+
+Masks = MaskSparsifier | Mapping[str, Tensor]
+
+
+def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
+    """Merge LoRA adapters into a pruned model and apply its masks again.
+
+    peft's `merge_and_unload` adds a dense product to each weight, so zeros are lost, or, while masks are registered,
+    the adapter. Here, the merged weight is masked, and the part of the adapter that a mask drops is reported, because
+    the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
+
+    Args:
+        model: Of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
+        sparsifier: Prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
+            {name: mask}, as from `load_masks`, with names of the base model, or of `model`.
+
+    Returns:
+        The base model, without adapters, and a `Conversion` whose notes and difference are the fraction of each
+        adapter's norm that its mask drops, and the largest of them. Masks that were registered still are, and their
+        tensors have the names of the base model from now on.
+
+    Raises:
+        SparsityError: No adapters; some are merged already, disabled, or not finite; the base model has no tensor of a
+            mask's name and shape; a masked layer is in `modules_to_save`. Nothing is then changed.
+
+    >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
+    >>> merged.save_pretrained("merged")  # doctest: +SKIP
+    """
+    if not adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
+        raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
+    for layer in adapted(model):
+        kind, advice = type(layer).__name__, "call model.unmerge_adapter() first"
+        if getattr(layer, "merged_adapters", ()):
+            raise SparsityError(f"merge_lora: an adapter is merged into a {kind} already; {advice}")
+        if getattr(layer, "disable_adapters", False):
+            raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
+        for name, tensor in layer.named_parameters():
+            if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
+                raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
+    tensors = masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
+    masks = {name: find_mask(module, key) for name, module, key, _ in tensors}
+    registered = {name: mask for name, mask in masks.items() if mask is not None}
+    idle = sorted(set(getattr(model, "peft_config", ())) - set(model.active_adapters))
+    before = {name: parameter_of(module, key).detach().clone() for name, module, key, _ in tensors}
+    shares: dict[str, float] = {}
+    with torch.no_grad():
+        for name, module, key, mask in tensors:
+            if name in registered:
+                remove_mask(module, key)
+            parameter_of(module, key).copy_(select(before[name], mask))  # by whose norms DoRA scales the product
+        try:
+            merged: nn.Module = model.merge_and_unload()
+        finally:
+            for name, module, key, mask in tensors:
+                parameter: Tensor = parameter_of(module, key)
+                norm = float((parameter - select(before[name], mask)).float().norm())
+                if norm:
+                    shares[name] = float(select(parameter, ~mask).float().norm()) / norm
+                hidden = parameter + before[name] if name in registered else torch.zeros_like(parameter)
+                parameter.copy_(torch.where(mask, parameter, hidden))
+            with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
+                pass
+    if registered and isinstance(sparsifier, MaskSparsifier) and sparsifier.model is model:
+        sparsifier.move_to(merged)
+    size = sum(values.nbytes for values in before.values())
+    notes = [f"{name}: its mask drops {share:.0%} of the adapter's norm" for name, share in shares.items()]
+    notes += [f"the adapter {name!r} is not active, so it is not merged but removed" for name in idle]
+    return merged, Conversion(
+        target="merge_lora",
+        converted=tuple(shares),
+        left={name: "no adapter changes it" for name in before if name not in shares},
+        before=size,
+        after=size,
+        difference=max(shares.values(), default=0.0),
+        notes=tuple(notes),
+    )
+
+
+def adapted(model: nn.Module) -> list[nn.Module]:
+    """The layers that have adapters of peft, whose attributes these list."""
+    return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
+
+
+def masked_tensors(
+    models: Sequence[nn.Module], sparsifier: Masks, target: str
+) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """(name, module, name in it, mask) of every masked tensor, in the first of the models that has its name."""
+    if isinstance(sparsifier, MaskSparsifier):
+        masks = {name: s["mask"] for name, s in sparsifier.state.items() if s.get("mask") is not None}
+    elif isinstance(sparsifier, Mapping):
+        masks = dict(sparsifier)
+    else:
+        kind = f"{type(sparsifier).__module__}.{type(sparsifier).__name__}"
+        raise SparsityError(f"{target}: expected a sparsifier of sparsekit_ao, or {{name: mask}}, got {kind}")
+    if not masks:
+        raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
+    tensors = []
+    for name, mask in masks.items():
+        module, key = next(filter(None, (_owner(model, name) for model in models)), (None, ""))
+        if module is None:
+            raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
+        if hasattr(module, "modules_to_save"):
+            raise SparsityError(
+                f"{target}: {name} is in modules_to_save, so peft replaces it by a copy without its mask. Pass the "
+                "other masks as {name: mask}, and prune this weight again afterwards."
+            )
+        parameter = parameter_of(module, key)
+        if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
+        kept = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+        tensors.append((name, module, key, kept.to(parameter.device)))
+    return tensors
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module that holds a tensor, and the tensor's name in it; adapters are looked through."""
+    try:
+        module, key = owner_of(model, name)
+    except AttributeError:
+        return None
+    module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
+    is_tensor = module._parameters.get(key) is not None or parametrize.is_parametrized(module, key)
+    return (module, key) if is_tensor or hasattr(module, "modules_to_save") else None
