@@ -7,7 +7,7 @@
 Each model is written with random weights in bfloat16, loaded in a process of its own by `from_pretrained` with its
 blocks on disk, pruned to 2:4 in place, saved, and loaded again without offloading (the 8 GiB again with it); logits are
 compared. "peak" is the kernel's high-water mark (VmHWM) during `prune` over what was in memory before it. "allowed" is
-the embeddings and the head, eight times one block in float32, and the inputs of a block in the dense and the pruned model.
+embeddings and head, eight times one block in float32, and the inputs of a block in the dense and the pruned model.
 "forward" is the time of running one loaded block on all batches; the walk needs two such runs (three with `recover`).
 glibc is told to give freed memory back at once.
 """
@@ -37,9 +37,15 @@ MIB = 2**20
 def written(folder: Path, size: str, blocks: int) -> None:
     """Write a Llama, a file for each block, without having it in memory."""
     hidden, inner, heads, vocabulary = SIZES[size]
-    keys = {"num_attention_heads": heads, "num_key_value_heads": heads, "tie_word_embeddings": False, "dtype": "bfloat16"}
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=blocks, vocab_size=vocabulary, **keys
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
     )
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -72,7 +78,7 @@ def measure(size: str, blocks: int) -> dict[str, object]:
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     hidden, vocabulary, is_large = SIZES[size][0], SIZES[size][3], size == "large"
-    batches = list(torch.randint(vocabulary, (2, 1, 128) if is_large else (4, 4, 128)))
+    batches = list(torch.randint(vocabulary, (2, 1, 128) if is_large else (2, 2, 64)))
     options = {"score": "wanda", "compensate": None} if is_large else {"recover": True}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -253,8 +253,8 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
         refuse_gathered(tensor_fqn, weight, found.mask)
     if weight.is_meta and not found.mask.is_meta:
         raise SparsityError(
-            f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded by accelerate after prepare; "
-            "load the weights without offloading, or use prune(model, ..., inplace=True), without masks"
+            f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load the "
+            "weights without accelerate's offloading, or use prune(model, ..., inplace=True), without masks"
         )
     if is_sharded(weight) and not is_placed_like(found.mask, weight):
         if layers := below(module, tensor_name):

@@ -48,8 +48,8 @@ def refuse_meta_masks(where: str, groups: Sequence[Mapping[str, Any]], masks: Se
     for group, mask in zip(groups, masks, strict=True):
         if mask.is_meta:
             raise SparsityError(
-                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; load the "
-                "weights first. For a model that accelerate offloads, use prune(model, ..., inplace=True), without masks"
+                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; load the weights "
+                "first, or prune a model that accelerate offloads by prune(model, ..., inplace=True), without masks"
             )
 
 

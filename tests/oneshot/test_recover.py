@@ -80,7 +80,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path):
     sparsifier, dense, batches = pruned(blocks=3)
     start = copy.deepcopy(sparsifier.model)
     expected = recover(sparsifier.model, dense, batches)
-    for at in (50, 90, 130):
+    for at in (40, 70, 100):
         calls, interrupted = itertools.count(1), copy.deepcopy(start)
 
         def stop(*_, at=at, calls=calls):
