@@ -7,7 +7,7 @@
 
 First the model is pruned in one pass by several methods, on few sentences. A method is a score, which chooses the
 masks, and a compensation, by which the kept weights make up for the dropped ones. Then it is pruned by ADMM on more
-sentences, and each block is trained to give what the dense model's block gives (`recover`). The measure is the mean
+sentences, without and with training each block to give what the dense model's block gives (`recover=True`). The measure is the mean
 cosine similarity of the embeddings of held-out sentences to the dense model's. Writes a CSV, the model and a picture.
 """
 
@@ -15,13 +15,12 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from minilm import batched, embed, load_model, shuffled, similarity, split_sentences, write_rows
 from torch import nn
 
-from sparsekit_ao import SparsityError, patterns, prune, recover
+from sparsekit_ao import SparsityError, patterns, prune
 from sparsekit_ao.plot import plot_mask
 
 METHODS: dict[str, tuple[str, str | None]] = {  # (score, compensation) by name
@@ -52,22 +51,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = {"method": method, "sentences": sentences, "cosine": f"{cosine:.4f}", "seconds": f"{seconds:.1f}"}
         rows.append({"pattern": args.pattern, "level": args.level, **cells, "threads": args.threads})
 
-    def pruned(sentences: int, score: str, compensation: str | None, name: str) -> tuple[nn.Module, list[Any], float]:
+    def pruned(sentences: int, score: str, compensation: str | None, name: str, recover: bool = False) -> nn.Module:
         start, data = time.perf_counter(), batched(tokenizer, train[:sentences])
-        options = {"pattern": args.pattern, "exclude": ["pooler"], "token_mask": "attention_mask"}
-        model, _ = prune(dense, args.level, batches=data, score=score, compensate=compensation, **options)
-        seconds = time.perf_counter() - start
-        measure(model, name, len(train[:sentences]), seconds)
-        return model, data, seconds
+        options = {"pattern": args.pattern, "exclude": ["pooler"], "token_mask": "attention_mask", "recover": recover}
+        model, report = prune(dense, args.level, batches=data, score=score, compensate=compensation, **options)
+        measure(model, name, len(train[:sentences]), time.perf_counter() - start)
+        print(*([report.recovery] if recover else []), sep="\n", end="")
+        return model
 
     print(f"| {args.pattern} | sentences | cosine | seconds |\n|---|---|---|---|", flush=True)
     for name in args.methods:
         pruned(args.calibration, *METHODS[name], name)
-    model, data, seconds = pruned(args.sentences, *METHODS["admm"], "admm")
-    start = time.perf_counter()
-    report = recover(model, dense, data, passes=args.passes, token_mask="attention_mask")
-    measure(model, "admm, recovered", len(train[: args.sentences]), seconds + time.perf_counter() - start)
-    print(report)
+    pruned(args.sentences, *METHODS["admm"], "admm")
+    model = pruned(args.sentences, *METHODS["admm"], "admm, recovered", recover=True)
 
     args.out.mkdir(parents=True, exist_ok=True)
     write_rows(rows, args.out / f"prune_minilm_{args.pattern.replace(':', '_')}.csv")
@@ -86,7 +82,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help="those of the table, with commas (default: all that take the pattern)")
     parser.add_argument("--calibration", type=int, default=192, help="sentences for the table (default: 192)")
     parser.add_argument("--sentences", type=int, default=1024, help="for the recommended way (default: 1024)")
-    parser.add_argument("--passes", type=int, default=4, help="over the sentences, for each block (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("out/minilm"), help="folder (default: out/minilm)")
     parser.add_argument("--tiny", action="store_true", help="16 sentences, two layers, the fast methods")
@@ -102,8 +97,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.methods = [m for m in known if m in FAST or not args.tiny] if chosen is None else chosen
     if unknown := [m for m in args.methods if m not in known]:
         parser.error(f"--methods: {unknown[0]!r} is none of {', '.join(known)}")
-    if min(args.calibration, args.sentences, args.passes) < 1:
-        parser.error("--calibration, --sentences and --passes must be at least 1")
+    if min(args.calibration, args.sentences) < 1:
+        parser.error("--calibration and --sentences must be at least 1")
     return args
 
 

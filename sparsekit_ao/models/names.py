@@ -39,6 +39,32 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
     return parameter
 
 
+def weights_by_name(model: nn.Module) -> dict[str, int]:
+    """{name: elements} of the weights that layers multiply by: of two or more dimensions, and no embeddings.
+
+    >>> weights_by_name(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)))
+    {'1.weight': 8}
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    return {
+        name: p.numel()
+        for name, p in named_tensors(model)
+        if p.ndim > 1 and p.is_floating_point() and id(p) not in embeddings
+    }
+
+
+def by_pattern(names: Iterable[str]) -> list[str]:
+    """Names with `*` in place of numbers, each once and with its count where there are several.
+
+    >>> by_pattern(["layers.0.gate", "layers.1.gate", "head"])
+    ['layers.*.gate (2)', 'head']
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return [f"{glob} ({len(found)})" if len(found) > 1 else found[0] for glob, found in alike.items()]
+
+
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     """The module that holds a tensor, and the tensor's name in it."""
     prefix, _, name = fqn.rpartition(".")

@@ -1,7 +1,9 @@
 """The calls `one_shot` and `prune`: masks and compensated weights of a trained model, in one pass over its layers."""
 
+import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +15,7 @@ from ..calibration import GRADIENTS, Recorder
 from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_unloadable
+from ..models.names import by_pattern, weights_by_name
 from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
@@ -23,6 +26,8 @@ from .chain import CalibrationData
 from .matching import RecoveryReport, Teacher
 from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
 from .walk import Checkpoint, Walk, agreed, call_of
+
+SHOWN = 6  # names of dense weights in a report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class OneShotReport(Table[LayerRow]):
             None where it did not run, without batches.
         recovery: What `recover` did, or None.
         left_out: {tensor: why `prune` left it out}.
+        weights: {tensor: elements} of all weights that layers multiply by, embeddings left out. The report says what
+            share of them was pruned, and which are dense.
         tokens: How many tokens counted, or "" where all did.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
@@ -50,8 +57,22 @@ class OneShotReport(Table[LayerRow]):
     blocks: int | None = 0
     recovery: RecoveryReport | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
     bars = ("before", "after")
+
+    @property
+    def dense(self) -> list[str]:
+        """The weights that are no rows of the report."""
+        pruned = {row.tensor for row in self.rows}
+        return [name for name in self.weights if name not in pruned]
+
+    @property
+    def coverage(self) -> float:
+        """The share of the weights' elements that the rows of the report are about; NaN where `weights` is empty."""
+        dense = set(self.dense)
+        covered = sum(numel for name, numel in self.weights.items() if name not in dense)
+        return covered / sum(self.weights.values()) if self.weights else math.nan
 
     def metrics(self) -> dict[str, float]:
         """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
@@ -65,6 +86,11 @@ class OneShotReport(Table[LayerRow]):
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
         how = "without batches" if self.blocks is None else how
         notes = [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
+        if self.weights:
+            dense = by_pattern(self.dense)
+            shown = [*dense[:SHOWN], *([f"{len(dense) - SHOWN} more"] if len(dense) > SHOWN else [])]
+            left = f"; left dense: {', '.join(shown)}" if dense else ""
+            notes.append(f"covers {self.coverage:.1%} of the weights{left}")
         notes += [self.tokens] if self.tokens and self.recovery is None else []
         notes += [] if self.recovery is None else [str(self.recovery)]
         return [*notes, *(f"left out: {name}: {why}" for name, why in self.left_out.items())]
@@ -255,7 +281,9 @@ def prune(
     options = {"device": device, "stream_memory": stream_memory}
     report = _pruned(layers, "prune", data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    return pruned, replace(report, left_out=resolved.skipped)
+    report = replace(report, left_out=resolved.skipped)
+    _warn_of_dense(report)
+    return pruned, report
 
 
 @torch.no_grad()
@@ -290,7 +318,23 @@ def _pruned(
     rows, matched = walk.run(caller, layers, teacher, rest=rest, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.report(matched)
     seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
-    return OneShotReport(rows=tuple(rows), seconds=seconds, blocks=blocks, recovery=recovery, tokens=data.counted())
+    weights, tokens = weights_by_name(data.model), data.counted()
+    return OneShotReport(
+        rows=tuple(rows), seconds=seconds, blocks=blocks, recovery=recovery, tokens=tokens, weights=weights
+    )
+
+
+def _warn_of_dense(report: OneShotReport) -> None:
+    """Warn where less than half of the weights that nobody excluded were pruned."""
+    asked = {name: n for name, n in report.weights.items() if "exclude[" not in report.left_out.get(name, "")}
+    dense = [name for name in report.dense if name in asked]
+    if 2 * sum(asked[name] for name in dense) > sum(asked.values()):
+        warnings.warn(
+            f"prune: only {report.coverage:.1%} of the weights were pruned; dense are {', '.join(by_pattern(dense))}. "
+            "The report says what was left out and why; name others in the config of a ScopeSparsifier and call "
+            "one_shot, or exclude them",
+            stacklevel=4,
+        )
 
 
 def _needs_gradients(score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> bool:

@@ -473,7 +473,9 @@ def test_scores_of_gradients_are_collected_before():
 def test_the_report_prints_and_plots(tmp_path):
     report = one_shot(prepared(), correlated(), progress=False)
     assert str(report).splitlines()[0].split()[:3] == ["tensor", "before", "after"]
-    assert f"{len(report)} layers in" in str(report) and len(report) == 6 and str(report).endswith(", 2 blocks")
+    assert (
+        f"{len(report)} layers in" in str(report) and len(report) == 6 and ", 2 blocks\ncovers 100.0% of" in str(report)
+    )
     assert set(report.metrics()) == {"seconds", *(f"output_error/{r.tensor}" for r in report)}
     report.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000

@@ -244,7 +244,11 @@ def test_padding_does_not_count():
 def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
-    same, report = prune(model, pattern="2:4", exclude=[model[3]], inplace=True)
+    with pytest.warns(
+        UserWarning, match=r"prune: only 18.6% of the weights were pruned; dense are 0.weight. The report says"
+    ):
+        same, report = prune(model, pattern="2:4", exclude=[model[3]], inplace=True)
+    assert "covers 18.6% of the weights; left dense: 0.weight, 3.weight" in str(report)
     assert same is model and [row.tensor for row in report] == ["2.weight"]
     assert (model[2].weight.view(-1, 4) != 0).sum(1).eq(2).all() and model[0].weight.all() and model[3].weight.all()
     assert "left out: 0.weight" in str(report) and "needs block-grid dimension 1 divisible by 4" in str(report)

@@ -265,7 +265,7 @@ def test_minilm_names_the_packages_to_install(prune_minilm, package, monkeypatch
     [
         (["--pattern", "2:4", "--level", "0.5"], "--level has no effect on 2:4"),
         (["--pattern", "3-5"], "pattern must be one of"),
-        (["--calibration", "0"], "--calibration, --sentences and --passes must be at least 1"),
+        (["--calibration", "0"], "--calibration and --sentences must be at least 1"),
         (["--methods", "taylor"], "--methods: 'taylor' is none of magnitude, wanda"),
         (["--pattern", "rows", "--methods", "sparsegpt"], "--methods: 'sparsegpt' is none of magnitude"),
     ],
