@@ -53,7 +53,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         sparsity_level: The overall fraction dropped, 0.9 by default, which `init` distributes over the tensors.
         optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later.
         nnz: The number of blocks kept in each scope of every tensor, instead of `sparsity_level`.
-        init: "erk", "er", "uniform", "random" (the same as uniform), "resume", or a value that `inits` makes.
+        init: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
         update_every: Iterations from one update to the next; None for masks that never change.
         update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
