@@ -31,7 +31,7 @@ def refuse_optimizer_as_level(level: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Budgets:
-    """The budgets of all pruning groups, in their groups; pruning groups are given by their index.
+    """The budgets of all pruning groups, which their groups store. Pruning groups are given by their index.
 
     Attributes:
         pruning_groups: The sparsifier's pruning groups, stage by stage.
@@ -45,9 +45,9 @@ class Budgets:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of one block of each pruning group, in units of their greatest common divisor."""
+        """How many elements one block of each pruning group has, in units of their greatest common divisor."""
         blocks = [[m.block.numel_per_block() for m in c.scope.members()] for c in self.pruning_groups]
-        sizes = [sum(numels) // len(numels) for numels in blocks]  # of equal blocks, or of blocks chosen together
+        sizes = [sum(numels) // len(numels) for numels in blocks]  # blocks that are chosen together may differ
         unit = math.gcd(*sizes) if sizes else 1
         return [n // unit for n in sizes]
 
@@ -155,7 +155,7 @@ class Budgets:
 def exchange(
     now: Sequence[int], ideals: Sequence[float], low: Sequence[int], high: Sequence[int], unit: Sequence[int]
 ) -> list[int]:
-    """Move from those above their ideal to those below, in multiples of both units: the sum never changes.
+    """Move blocks from tensors above their ideal to those below it, in multiples of both units; the sum never changes.
 
     >>> exchange([12, 12], [5.0, 19.0], [0, 0], [24, 24], [2, 3])
     [6, 18]

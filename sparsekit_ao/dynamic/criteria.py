@@ -72,17 +72,17 @@ class Slots:
 
     @property
     def device(self) -> torch.device:
-        """Where the masks are."""
+        """The device that the masks are on."""
         return next(iter(self.placed["masks"].values())).device
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Scopes, and slots of each."""
+        """The number of scopes, and of slots in each."""
         return self.pruning.scope.numscp(), self.pruning.scope.numblk_per_scope()
 
     @property
     def block_size(self) -> float:
-        """Elements of a block: of equal blocks, or on average of blocks that are chosen together."""
+        """How many elements a block has; the mean where blocks of several sizes are chosen together."""
         members = self.pruning.scope.members()
         return sum(m.block.numel_per_block() for m in members) / len(members)
 
@@ -209,7 +209,7 @@ class Criterion:
 
 
 def magnitude(pooling: Pooling = None) -> Criterion:
-    """|weight|: in every scope the smallest blocks are pruned.
+    """Score by |weight|, so that the smallest blocks of every scope are pruned.
 
     Args:
         pooling: How absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
@@ -223,7 +223,7 @@ def magnitude(pooling: Pooling = None) -> Criterion:
 
 
 def global_magnitude(pooling: Pooling = None) -> Criterion:
-    """|weight|, compared over all tensors: the smallest blocks of the model go; every tensor keeps its largest one.
+    """Score by |weight| over all tensors: the smallest blocks of the model are pruned, but for the largest of a tensor.
 
     Where nothing grows back, or budgets follow a target, every scope keeps its largest block. All scopes of a tensor
     then lose the same number: the comparison over tensors decides how many. `pooling` as in `magnitude`.
@@ -232,20 +232,20 @@ def global_magnitude(pooling: Pooling = None) -> Criterion:
 
 
 def gradient(pooling: Pooling = None) -> Criterion:
-    """|dense gradient|: the largest grow (RigL, arXiv 1911.11134); `pooling` as in `magnitude`."""
+    """Score by |dense gradient|, whose largest grow (RigL, arXiv 1911.11134); `pooling` is as in `magnitude`."""
     return _by_values("gradient", "gradients", pooling, needs=("gradient",))
 
 
 def momentum(pooling: Pooling = None) -> Criterion:
-    """|momentum|: SGD's buffer, Adam's m / (sqrt(v) + eps); the largest grow (SNFS, arXiv 1907.04840).
+    """Score by |momentum|, whose largest grow (SNFS, arXiv 1907.04840); `pooling` is as in `magnitude`.
 
-    `pooling` as in `magnitude`.
+    The momentum is SGD's buffer, or Adam's m / (sqrt(v) + eps).
     """
     return _by_values("momentum", "momenta", pooling, needs=("momentum",))
 
 
 def random(purpose: str = "grow") -> Criterion:
-    """Uniformly at random (SET, arXiv 1707.04780).
+    """Score uniformly at random (SET, arXiv 1707.04780).
 
     The key of the random numbers is `purpose`, seed, name and iteration; two criteria need two purposes.
     """
@@ -253,12 +253,12 @@ def random(purpose: str = "grow") -> Criterion:
 
 
 def nonzero() -> Criterion:
-    """The number of active elements: redistribution by it keeps the split between tensors as it is."""
+    """Score by the number of active elements; redistribution by it keeps the split between tensors as it is."""
     return Criterion(name="nonzero", score=_is_active, share=_active_elements)
 
 
 def by_score(score: str | Score) -> Criterion:
-    """A score of `sparsekit_ao.scores` as a criterion: its name, or an object with `needs`. Saliencies add up.
+    """Make a criterion of a score of `sparsekit_ao.scores`, a name or an object with `needs`. Saliencies are summed.
 
     >>> by_score("wanda").statistics
     ('input_square',)

@@ -23,7 +23,8 @@ from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import groups_trained_by, momentum_of, original, unwrap_optimizer
 from .dynamic_mask import mask_of
 
-Snapshot = tuple[Any, int, int]
+Snapshot = tuple[Any, int, int] | None  # of a gradient; see `_snapshot`
+Snapshots = dict[str, Snapshot]
 
 ORDER = (
     "fully_shard replaces parameters by sharded ones: call prepare, then fully_shard, then make the optimizer, then "
@@ -80,7 +81,7 @@ class StepHooks(ABC):
         self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """The hook before a step: acts on gradients now, or after every call of the closure, which computes them."""
+        """Act on the gradients before a step now, or after every call of the closure, which computes them."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._on_gradients(optimizer, getattr(optimizer, "grad_scale", None))
@@ -142,7 +143,7 @@ class GradientState(Enum):
 
 
 class GradientCapture(StepHooks):
-    """Dense gradients of open masks, copied before the optimizers' steps.
+    """Captures dense gradients of open masks before the optimizers' steps.
 
     Attributes:
         gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
@@ -157,8 +158,8 @@ class GradientCapture(StepHooks):
         self._states: dict[str, GradientState] = {}
         self._stepped: list[bool] = []
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
-        self._before_open: dict[str, Snapshot | None] = {}  # gradients from before masks were opened
-        self._before_closure: dict[str, Snapshot | None] = {}  # gradients when a closure was called
+        self._before_open: Snapshots = {}  # made when masks were opened, so that older gradients are refused
+        self._before_closure: Snapshots = {}  # made when a closure was called, which may make new gradients
         self._clipping = ClippingWarning()
         self._warned_of_steps = False
 
@@ -255,7 +256,7 @@ class GradientCapture(StepHooks):
                 grad.copy_(torch.where(kept != 0, grad, hidden if scale is None else hidden * scale))
 
     def _on_closure(self, optimizer: Optimizer) -> None:
-        """What was captured of the gradients that exist now stays valid unless the closure makes new ones."""
+        """Note the present gradients: what was captured of them stays valid unless the closure makes new ones."""
         for group in self._trained(optimizer) if self.is_open else ():
             self._before_closure[group["tensor_fqn"]] = _snapshot(original(group).grad)
 
@@ -307,7 +308,7 @@ class GradientCapture(StepHooks):
         self._stepped[index] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As for all hooks; snapshots and samples are about gradients, which a copy of the model does not have."""
+        """Leave out snapshots and samples too: they describe gradients, which a copy of the model does not have."""
         clipping = ClippingWarning(self._clipping.is_over)
         return {**super().__getstate__(), "_before_open": {}, "_before_closure": {}, "_clipping": clipping}
 
@@ -366,17 +367,17 @@ class ClippingWarning:
 
 
 def _sample(grad: Any) -> Tensor:
-    """Return a copy of some 256 elements of a gradient, evenly over it."""
+    """Return a copy of some 256 elements of a gradient, at even distances."""
     flat = local(grad).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // 256)].clone()
 
 
-def _snapshot(grad: Tensor | None) -> Snapshot | None:
+def _snapshot(grad: Tensor | None) -> Snapshot:
     """Return a gradient with numbers that change when it is changed in place, also through this rank's part of it."""
     return None if grad is None else (weakref.ref(grad), grad._version, local(grad)._version)
 
 
-def _is_unchanged(grad: Tensor | None, snapshot: Snapshot | None) -> bool:
+def _is_unchanged(grad: Tensor | None, snapshot: Snapshot) -> bool:
     """Whether a gradient exists and is the one of the snapshot, with the same values."""
     if grad is None or snapshot is None or snapshot[0]() is not grad:
         return False

@@ -48,7 +48,7 @@ class Init:
 
 
 def random_blocks(distribution: str | Densities = "uniform", *, first_dense: bool = False) -> Init:
-    """Random blocks, exact counts; `first_dense` leaves the first tensor dense.
+    """Keep random blocks, in exact numbers; `first_dense` leaves the first tensor dense.
 
     `distribution` is "uniform", "er", "erk" or a function such as `densities.power`.
     """
@@ -60,7 +60,7 @@ def random_blocks(distribution: str | Densities = "uniform", *, first_dense: boo
 
 
 def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
-    """The masks of an earlier run (arXiv 1803.03635), or with `shuffle` only their counts of blocks in each scope.
+    """Start with masks of an earlier run (arXiv 1803.03635); with `shuffle` with their number of blocks in each scope.
 
     `masks` are {tensor_fqn: mask, or weight whose zeros are the mask}, a sparsifier's `state_dict()`, or the
     `state_dict()` of a prepared model.
@@ -71,7 +71,7 @@ def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
 
 
 def resume(masks: Mapping[str, Any] | None = None) -> Init:
-    """The zeros that the model's weights have, or saved masks (see `lottery_ticket`)."""
+    """Start with the zeros that the model's weights have, or with saved masks (see `lottery_ticket`)."""
     if masks is not None and not isinstance(masks, Mapping):
         raise SparsityError(f"resume: masks must be a dict of names and masks, got {masks!r}")
     return Init(name="resume", masks={} if masks is None else masks)
@@ -194,7 +194,7 @@ def _saved(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tens
 
 
 def _take_budget(budgets: Budgets, k: int, count: Tensor) -> None:
-    """Saved masks define the budget of a pruning group that shares one; a fixed budget must agree with them."""
+    """Take the budget of a pruning group that shares one from its saved masks; a fixed budget must agree with them."""
     label = budgets.pruning_groups[k].label
     if k not in budgets.shared:
         if not torch.equal(count, budgets.rows(k)):

@@ -19,7 +19,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
-    """Random masks that never change, the baseline; `sparsity_level` is the fraction dropped over all tensors (0.9).
+    """Keep random masks, as a baseline; `sparsity_level` is the fraction dropped over all tensors (0.9 by default).
 
     >>> Static(0.8).settings.updates
     False
@@ -105,7 +105,7 @@ def GMP(
 
 
 def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThrough:
-    """Every weight learns, the kept ones count forward; `sparsity_level` is the fraction dropped in each scope (0.5).
+    """Train every weight, and use the kept ones forward; `sparsity_level` is the fraction dropped in each scope (0.5).
 
     Straight-through estimation, arXiv 1308.3432.
 
@@ -116,7 +116,7 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
 
 
 def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
-    """Straight-through with decay of dropped weights; `sparsity_level` is the fraction dropped in each scope (0.5).
+    """Train as `STE`, with decay of dropped weights; `sparsity_level` is the fraction dropped in each scope (0.5).
 
     For N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer, in whose steps the decay is added.
 
@@ -127,7 +127,7 @@ def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **argumen
 
 
 def TopKAST(sparsity_level: float, backward_level: float | None = None, **arguments: Any) -> StraightThrough:
-    """Two masks: `sparsity_level` is dropped in each scope forward, and the smaller `backward_level` gets no gradient.
+    """Drop `sparsity_level` of each scope forward; a smaller fraction, `backward_level`, gets no gradient.
 
     Top-KAST, arXiv 2106.03517. By default twice as many weights get a gradient as are kept forward.
 

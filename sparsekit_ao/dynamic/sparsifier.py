@@ -53,7 +53,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         sparsity_level: The overall fraction dropped, 0.9 by default, which `init` distributes over the tensors.
         optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later.
         nnz: The number of blocks kept in each scope of every tensor, instead of `sparsity_level`.
-        init: "erk", "er", "uniform", "random" (the same as uniform), "resume", or a value that `inits` makes.
+        init: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
         update_every: Iterations from one update to the next; None for masks that never change.
         update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
             by default. Not used where `target` determines how many are pruned and `grow` is None.
@@ -166,7 +166,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _check_fit(self, group: TensorGroup) -> None:
         super()._check_fit(group)
         place = group["module"], group["tensor_name"]
-        mask = find_mask(*place) if self._resumes else None  # of a copy of the model, which is taken over
+        mask = find_mask(*place) if self._resumes else None  # a copy of the model has a mask, which is taken over
         is_computed = self._phase != "prepared" and parametrize.is_parametrized(*place)
         if is_computed and (mask is None or len(place[0].parametrizations[place[1]]) > 1):
             raise SparsityError(
@@ -287,7 +287,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         zero_dropped_state(groups, self._capture.optimizers)
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
-        """The next step of an optimizer keeps the zeros too; `attach` it again before another `prepare`."""
+        """Squash so that the next step of an optimizer keeps the zeros; `attach` it again before another `prepare`."""
         masked = [(original(g), self.live_mask(g)) for g in self.groups]
         super()._squash(model, kept)
         if model is not self.model:
@@ -305,7 +305,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         return {g["tensor_fqn"]: needs for g in self.groups}
 
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
-        """Masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
+        """Return masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
 
         `with_gradients` adds an entry for the gradient of every tensor, which a state has that was saved between an
         optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
@@ -334,7 +334,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the optimizers, which belong to the user; captured gradients are included."""
+        """Leave out the optimizers, which belong to the user; captured gradients are included."""
         capture, progress = GradientCapture(), self._extra_state()["dynamic"]
         capture.restore(progress["gradients"], progress["stepped"])
         return {**super().__getstate__(), "_capture": capture, "_initial_masks": {}}

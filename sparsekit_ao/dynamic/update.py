@@ -46,7 +46,7 @@ class UpdateStatistics:
     """What one update changed.
 
     Attributes:
-        iteration: When.
+        iteration: The iteration of the update.
         fraction: The fraction of the active blocks that was pruned. Some may have grown again in the same update.
         grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
         kept: {tensor_fqn: elements} that are active now.
@@ -71,7 +71,7 @@ class UpdateStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """When updates happen and what they do: checked arguments of `DynamicSparsifier`, where they are described."""
+    """The checked arguments of `DynamicSparsifier` that say when updates happen and what they do; see there."""
 
     update_every: int | None
     update_fraction: Schedule

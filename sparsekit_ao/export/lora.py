@@ -24,7 +24,7 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
 
     Args:
-        model: Of `peft.get_peft_model`; changed in place, as `merge_and_unload` does. Its active adapters are merged.
+        model: The model that `peft.get_peft_model` returned. Its active adapters are merged in place.
         sparsifier: Prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
             {name: mask}, as from `load_masks`, with names of the base model, or of `model`.
 
@@ -34,8 +34,8 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
         tensors have the names of the base model from now on.
 
     Raises:
-        SparsityError: No adapters; some are merged already, disabled, or not finite; the base model has no tensor of a
-            mask's name and shape; a masked layer is in `modules_to_save`. Nothing is then changed.
+        SparsityError: There are no adapters, or some are merged already, disabled, or not finite. The base model has no
+            tensor of a mask's name and shape. A masked layer is in `modules_to_save`. Nothing is then changed.
 
     >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
     >>> merged.save_pretrained("merged")  # doctest: +SKIP
@@ -61,7 +61,8 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
         for name, module, key, mask in tensors:
             if name in registered:
                 remove_mask(module, key)
-            parameter_of(module, key).copy_(select(before[name], mask))  # by whose norms DoRA scales the product
+            # DoRA scales the product by norms of the weight, which must be those of the masked one.
+            parameter_of(module, key).copy_(select(before[name], mask))
         try:
             merged: nn.Module = model.merge_and_unload()
         finally:
@@ -91,7 +92,7 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
 
 
 def adapted(model: nn.Module) -> list[nn.Module]:
-    """The layers that have adapters of peft, whose attributes these list."""
+    """Return the layers that have adapters of peft."""
     return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
 
 

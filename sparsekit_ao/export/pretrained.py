@@ -33,25 +33,24 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transfor
 def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
     """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it; it does not change.
 
-    Of a masked or squashed one, masked values are written under their plain names, with `masks.safetensors` beside
-    them, one bit for each element. Values are computed file by file (`max_shard_size`, 5 GB by default). Where the
-    config of a compacted one does not describe it, the dense model's config and `manifest.json` are written, which
-    `load_pretrained` reads.
+    Masked values are written under their plain names, with `masks.safetensors` beside them, one bit for each element.
+    They are computed file by file (`max_shard_size`, 5 GB by default). Where the config of a compacted model does not
+    describe it, the dense model's config and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: Of transformers, or with another `save_pretrained(path, state_dict=...)`.
-        sparsifier: That masks it, before or after `squash_mask`; or {name: mask}; or the report of `shrink` or
-            `compact`.
-        path: Folder.
-        kwargs: For `model.save_pretrained`.
+        model: A transformers model, or another with a method `save_pretrained(path, state_dict=...)`.
+        sparsifier: The sparsifier that masks it, before or after `squash_mask`; or {name: mask}; or the report of
+            `shrink` or `compact`.
+        path: The folder to write.
+        kwargs: Arguments of `model.save_pretrained`.
 
     Returns:
-        A `Conversion` with the bytes of the masked tensors and of the file of masks. Of a compacted model, it has those
-        of the dense one and of the files, and the line that loads it.
+        A `Conversion` with the bytes of the masked tensors and of the file of masks. For a compacted model, it has
+        the bytes of the dense one and of the files, and the line that loads it.
 
     Raises:
-        SparsityError: No such method. Adapters are still unmerged. The model has no tensor of a mask's name and shape,
-            or one that is not zero outside of its mask. A written file does not hold the masked values.
+        SparsityError: The model has no such method, or adapters that are not merged. It has no tensor of a mask's name
+            and shape, or one that is not zero outside of its mask. A written file does not hold the masked values.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file

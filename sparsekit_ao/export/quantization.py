@@ -32,8 +32,8 @@ def quantize(
 
     Args:
         model: Squashed; it does not change.
-        config: Of torchao, such as `Int8WeightOnlyConfig()`. One whose `packing_format` is sparse needs 2:4 weights on
-            CUDA (torchao by itself drops whatever is too much for 2:4 without a word).
+        config: A config of torchao, such as `Int8WeightOnlyConfig()`. One whose `packing_format` is sparse needs 2:4
+            weights on CUDA (torchao by itself drops whatever is too much for 2:4 without a word).
         batches: Typical inputs, on which both models are compared; dicts are passed as keyword arguments, tuples and
             lists as positional ones.
         tensors: Weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
@@ -147,7 +147,7 @@ def _is_quantized(tensor: Tensor) -> bool:
 
 
 def _checked_tensors(layers: Sequence[WeightToExport], required: set[str], converted: nn.Module) -> dict[str, Any]:
-    """The quantized weights by name: all required ones, with their zeros. Those packed as 2:4 were 2:4 before."""
+    """Return the quantized weights by name; raise unless all required ones are, with their zeros and 2:4 patterns."""
     quantized = {}
     for layer in layers:
         tensor = getattr(*owner_of(converted, layer.fqn))

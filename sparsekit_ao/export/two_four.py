@@ -107,7 +107,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
 def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load a file of `pack_2_4` into a model of the same classes, shapes and dtypes, which has no masks.
 
-    Packed weights are the same bits as before. Those on a GPU are then converted by `to_2_4`, with a warning where
+    Packed weights are the same bits as before. On a GPU they are then converted by `to_2_4`, with a warning where
     torch's kernels refuse one, which stays dense.
 
     Raises:

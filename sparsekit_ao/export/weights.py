@@ -60,7 +60,7 @@ class WeightToExport:
 
     @property
     def kept(self) -> Tensor:
-        """Bool, of the weight's shape: values that are not zero. nan is not zero, -0.0 is."""
+        """Which values are not zero, as bool of the weight's shape; nan is not zero, -0.0 is."""
         weight = self.weight
         has_no_comparison = weight.is_floating_point() and weight.itemsize == 1  # float8 on the CPU
         return (weight.float() if has_no_comparison else weight) != 0
@@ -113,7 +113,7 @@ class LayerReport(Table[ExportRow]):
     bars = ("density",)
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Head and rows as text."""
+        """Return the head and the rows as text."""
         lines: list[tuple[str, ...]] = [("tensor", "module", "shape", "dtype", "", "density", "patterns", "taken by")]
         for r in self.rows:
             names = (", ".join(names) or "-" for names in (r.patterns, r.taken_by))
@@ -122,7 +122,7 @@ class LayerReport(Table[ExportRow]):
         return lines
 
     def below(self) -> list[str]:
-        """How many weights each function takes, and why not the others."""
+        """Say how many weights each function takes, and why not the others."""
         pruned, texts = [row for row in self.rows if row.patterns], []
         for target in REFUSALS if pruned else ():
             refused = [row for row in pruned if row.targets[target]]

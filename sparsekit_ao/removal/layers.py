@@ -162,7 +162,7 @@ def _influences(
         for name, block in zip(cosines, layers, strict=True):
             hooks.enter_context(block.register_forward_hook(partial(record, name), with_kwargs=True))
             for child, module in block.named_children() if not of_blocks else ():
-                if isinstance(module, nn.Linear) or [*module.children()]:  # no norm or dropout
+                if isinstance(module, nn.Linear) or [*module.children()]:  # norms and dropout are neither
                     keep = lambda *call, child=child: outputs.update({child: _changed(torch.clone, call[-1])})  # noqa: E731
                     hooks.enter_context(module.register_forward_hook(keep))
         for batch in batches:

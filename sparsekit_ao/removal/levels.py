@@ -20,7 +20,7 @@ from .remove import Removal, plain_tensors, remove_units, rounded
 from .sizes import apply_changes, find_changes
 from .verify import count_flops, light_copy, plain_weights
 
-CLOSE = 0.99  # of the allowed cost, from which on no more units are taken back
+CLOSE = 0.99  # no more units are taken back once the cost is this part of the allowed one
 T = TypeVar("T")
 Cost = Callable[[nn.Module], float]
 Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numbers of units [scopes, units]}
@@ -55,10 +55,8 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
         is_packed = tensor.ndim == 3 and len(tensor) > 1 and not isinstance(owner_of(model, member.fqn)[0], _ConvNd)
         is_aligned = is_packed and pattern.dimension_of(coupling.unit) > 0
         if tensor.ndim > 1 and tensor.is_floating_point() and (is_aligned or tensor.element_size() == 2):
-            lengths, axes = (
-                pattern.lengths(tuple(tensor.shape)),
-                pattern.dimensions[pattern.dimension_of(coupling.unit)],
-            )
+            lengths = pattern.lengths(tuple(tensor.shape))
+            axes = pattern.dimensions[pattern.dimension_of(coupling.unit)]
             inner = math.prod(lengths[axis] for axis in axes if axis != coupling.unit)
             length = max(16 // tensor.element_size(), 1)
             multiple = max(multiple, length // math.gcd(length, inner))
@@ -117,19 +115,19 @@ def counts_within(
     full = {coupling.name: quotas[coupling.name].units for coupling in couplings}
     cost_at = partial(_cost_with, model, couplings, cost)
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
-    for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # by one integer
+    for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # they share an integer
         units, multiple = full[names[0]], max(quotas[name].multiple for name in names)
         limit = min(quotas[name].limit for name in names)
         least = replace(quotas[names[0]], limit=limit, multiple=multiple).least
         if least == units or any(full[name] != units for name in names):
-            continue  # of different numbers, equal fractions would be needed
+            continue  # one integer cannot count different numbers unless equal fractions are dropped
         half = max(least, rounded(units // 2, units - multiple, multiple))
         saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
         kept_share = _kept_shares([rows**power for name in names for rows in scores[name]])
         numbers, key = [units, *range((units - 1) // multiple * multiple, least, -multiple), least], 0.0
         for before, kept in itertools.pairwise(numbers):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)
-            key = max(key, lost / math.sqrt(saved) if saved > 0 else math.inf)  # never before an earlier one
+            key = max(key, lost / math.sqrt(saved) if saved > 0 else math.inf)  # sorting keeps the order of steps
             steps.append((key, names, kept))
     steps.sort(key=lambda step: step[0])  # stable, so that a coupling drops its units one after the other
     fixed: dict[str, int] = {}
@@ -156,7 +154,7 @@ def counts_within(
 
 
 def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:
-    """The cost with the first units of each coupling only, by `counts`; outputs of this model mean nothing."""
+    """The cost with as many units of each coupling as `counts` says: the first ones, so outputs mean nothing."""
     removals = []
     for source, coupling in enumerate(couplings):
         for bound in coupling.bind(model):

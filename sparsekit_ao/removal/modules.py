@@ -50,7 +50,8 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         before = getattr(modules, "_dense_indices", range(removal.keep.numel()))
         vars(modules)["_dense_indices"] = [before[at] for at in kept]  # `recover` pairs blocks by it
         layers = [layer for block in modules.children() for layer in block.modules()]
-        numbered = [layer for layer in layers if vars(layer).get("layer_idx") in kept]  # in caches of keys and values
+        # `layer_idx` is a layer's place in caches of keys and values.
+        numbered = [layer for layer in layers if vars(layer).get("layer_idx") in kept]
         for layer in numbered:
             vars(layer)["layer_idx"] = kept.index(vars(layer)["layer_idx"])
         for field, entries in fields.items():

@@ -31,7 +31,7 @@ class Removal:
     """Which units of a coupling of one model are kept and removed.
 
     Attributes:
-        coupling: Bound to the model.
+        coupling: The coupling, bound to the model.
         keep: bool, of the coupling's grid; the same number is True in each scope.
         source: Index of the `Coupling` that it was bound from.
         partly: Kept units of which some weights hold only zeros, over all scopes.
@@ -123,7 +123,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
 
     Tensors that are computed when they are read stay so. An error is raised before anything changes.
     """
-    cuts: dict[int, list[tuple[Member, Removal]]] = {}  # of each tensor, by its id
+    cuts: dict[int, list[tuple[Member, Removal]]] = {}  # {id of a tensor: what is cut from it}
     tensors: dict[int, Tensor] = {}
     for removal, member in ((r, member) for r in removals for member in r.coupling.members):
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
@@ -152,7 +152,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
             _fit_attention(module, path)
     for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
         if any(isinstance(module, PrunedMultiheadAttention) for module in encoder.modules()):
-            encoder.use_nested_tensor = False  # which only the fused kernels of equal sizes take
+            encoder.use_nested_tensor = False  # nested tensors are for the fused kernels, which need equal sizes
 
 
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
@@ -233,7 +233,7 @@ def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[
         pattern, unit, scope = member.pattern, removal.coupling.unit, removal.coupling.scope
         d, keep = pattern.dimension_of(unit), removal.keep
         axes, rows = pattern.dimensions[d], keep.reshape(-1, removal.scope_units)
-        if bool((rows == rows[0]).all()):  # in any scope, so these do not matter
+        if bool((rows == rows[0]).all()):  # every scope keeps the same units, so scopes do not matter
             scope, keep = (), rows[0]
         if [axis for axis in axes if axis in (*scope, unit)] != [*scope, unit]:
             return None
@@ -246,7 +246,7 @@ def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[
 
 
 def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:
-    """What all removals keep, in the tensor's own order: right where no unit varies more slowly than its scopes."""
+    """Cut what all removals keep, in the tensor's own order; right where no unit varies more slowly than its scopes."""
     keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for member, removal in cuts:
         keep &= kept_elements(member, removal, tuple(tensor.shape))
@@ -349,7 +349,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `torch.nn.MultiheadAttention.forward`; `is_causal` needs `attn_mask` and adds nothing to it."""
+        """Attend as `torch.nn.MultiheadAttention` does; `is_causal` needs `attn_mask` and adds nothing to it."""
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "is_causal needs attn_mask; torch.nn.Transformer.generate_square_subsequent_mask makes it"
@@ -373,7 +373,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[..., None, None, :]]
         total = None  # of both masks, which is added to scores of (batch, heads, queries, keys)
         for mask in (mask for mask in masks if mask is not None):
-            if mask.dtype == torch.bool:  # True is left out
+            if mask.dtype == torch.bool:  # True means that a key is left out
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
             mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added to the keys is never left out
             total = mask if total is None else total + mask

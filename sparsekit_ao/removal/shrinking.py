@@ -76,7 +76,7 @@ def shrink(
         cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters". Or a
             function of a model that returns its cost (a measured time, say).
         kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
-        couplings: Those to be considered; None takes what `discover` finds.
+        couplings: The couplings to be considered; None takes what `discover` finds.
         forward: `(model, example_inputs) -> loss`, for scores that need gradients.
         max_sparsity: With a cost, the largest fraction of its units that a coupling loses; or by name, with 0.9 for
             others.
@@ -128,7 +128,7 @@ def shrink(
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
-        is_any, fraction = (False, level) if cost_of is None else (True, 0.5)  # half of a number fits more often
+        is_any, fraction = (False, level) if cost_of is None else (True, 0.5)  # a config often holds half a number
         described, widths = in_config(plain, discovery, reference_of, fraction, multiples, any_width=is_any)
         if is_uniform := bool(uniform or described.couplings):
             discovery, multiples = described, widths
@@ -141,7 +141,7 @@ def shrink(
     def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
         if cost_of is None:
             counts = {layer.name: quotas[layer.name].kept for layer in some}
-        else:  # squares of norms add up, and saliencies do
+        else:  # importances must add up: saliencies do, and squares of norms
             counts = counts_within(plain, some, scores, cost_of, saved, power=2 if score is None else 1, quotas=quotas)
         return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
@@ -355,7 +355,8 @@ def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
         owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
         for view in (m.pattern(owner) for owner, m in zip(owners, (first, member), strict=True)):
             view.copy_(numbers.reshape(*bound.grid, *[1] * (view.ndim - numbers.ndim)).expand_as(view))
-        others = weight.float().masked_fill((owners[0] == owners[1]).to(weight.device), 0)  # not in the first dimension
+        is_counted = (owners[0] == owners[1]).to(weight.device)  # by the first dimension
+        others = weight.float().masked_fill(is_counted, 0)
         squares = member.pattern(others).square().unsqueeze(-1).flatten(numbers.ndim).sum(-1)
         rows = (rows.square() + squares.reshape(rows.shape).to(rows)).sqrt()
     return rows
@@ -422,7 +423,7 @@ def _chosen(
 
 
 def _places(model: nn.Module, coupling: Coupling) -> list[_Place]:
-    """The tensor dimensions that a coupling divides."""
+    """Return the tensor dimensions that a coupling divides."""
     members = [member for bound in coupling.bind(model) for member in bound.members]
     divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
     return [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]

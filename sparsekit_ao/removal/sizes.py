@@ -21,9 +21,9 @@ from .remove import Removal, plain_tensors, sizes_of
 from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
-_AXES = 6  # beside the unit, of which products are formed
-_ENTRIES = 16  # of a tuple or list
-_ORDERS = 4  # in which changes of a config are tried
+_AXES = 6  # so many axes beside the unit are multiplied with it
+_ENTRIES = 16  # so many entries of a tuple or list are looked at
+_ORDERS = 4  # so many orders of changes to a config are tried
 FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
 
 
@@ -124,7 +124,7 @@ def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
 
 
 def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
-    """Set the attributes; of an entry of a tuple or list, a new one of the same kind."""
+    """Set the attributes; where one is an entry of a tuple or list, set a new tuple or list."""
     for change in changes:
         (_, holder, name), *_ = _holders(model, change.path, "")
         (attribute, at), value = _parsed(name), change.now
@@ -198,7 +198,7 @@ def _objects(model: nn.Module, path: str) -> list[tuple[str, Any]]:
 
 
 def _value(holder: object, name: str, default: Any = None) -> Any:
-    """An attribute, or an entry of one."""
+    """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
     value = getattr(holder, attribute, default)
     if at is None:
@@ -267,7 +267,7 @@ def _products(bound: BoundCoupling) -> dict[int, str]:
 def _integers_around(
     model: nn.Module, members: Collection[str], fqns: Collection[str], captured: Iterable[str] = ()
 ) -> Iterator[tuple[str, int, int]]:
-    """(path, value, depth) of integers around members: those of their modules first, of configs last.
+    """Yield (path, value, depth) of integers around members, first those of their modules, those of configs last.
 
     The depth is 1 for modules that hold members, 2 for those around these, and so on; 0 for configs, and for children
     without tensors (a GroupNorm without weights). Members, and so paths, may have stars, which stand for `captured` in
@@ -393,7 +393,7 @@ def _configs(model: nn.Module) -> list[tuple[str, Any]]:
     """(path, config) of a model and of its modules, and of configs in those."""
     configs = [(f"{name}.config".removeprefix("."), vars(m).get("config")) for name, m in model.named_modules()]
     seen: dict[int, tuple[str, Any]] = {}
-    for path, config in configs:  # which grows
+    for path, config in configs:  # the loop appends to it
         if hasattr(config, "to_dict") and id(config) not in seen:
             seen[id(config)] = (path, config)
             configs += [(f"{path}.{name}", value) for name, value in vars(config).items()]

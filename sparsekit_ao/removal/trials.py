@@ -26,8 +26,8 @@ from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference
 
-_NEAREST = 7  # candidates for attributes of one coupling that are tried by themselves
-_ENOUGH = 3  # couplings that differ in numbers of names only and cannot be removed: no more of them are tried
+_NEAREST = 7  # so many candidates for attributes of a coupling are tried by themselves
+_ENOUGH = 3  # after so many failures, couplings whose names differ in numbers only are not tried
 NOT_TRIED = f"not tried, since {_ENOUGH} like it cannot be removed: "
 
 
@@ -170,7 +170,7 @@ def _sorted(
     first = trials(couplings)
     first.reference.check_lengths()
     good, failing = first.sort(couplings)
-    fitted, replaced = list[Coupling](), set[Coupling]()  # those that replace others, and these
+    fitted, replaced = list[Coupling](), set[Coupling]()  # couplings that replace others, and the replaced ones
     for merged, parts in _merges(model, good, failing):
         if replaced.isdisjoint(parts) and not first.has_failed(merged) and (fit := trials([merged]).fitted(merged)):
             fitted.append(fit)
@@ -179,7 +179,7 @@ def _sorted(
         if coupling not in replaced and (fit := first.fitted(coupling, together=2)):
             fitted.append(fit)
             replaced.add(coupling)
-    del first  # and its masked model
+    del first  # frees its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
         good, more = trials(good).sort(good)
@@ -188,7 +188,7 @@ def _sorted(
 
 
 class Trials:
-    """Trial removals: compactions of a model in which the units that `known` lists for each coupling are zero.
+    """Runs smaller models: a model in which the units that `known` lists are zero, without those of some couplings.
 
     `reference_of` returns the reference of the masked model. `done` is called after each trial, and `failed` counts for
     each kind the couplings that could not be removed.
@@ -281,13 +281,13 @@ class Trials:
         near = [path for path in axes if "config" not in path.split(".")]
         for paths in (list(axes), near) if together == 1 else ():
             if paths and not self.problem([with_attrs(paths)]):
-                for path in reversed(paths):  # the farthest first
+                for path in reversed(paths):  # the farthest are dropped first
                     fewer = [other for other in paths if other != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
         nearest = list(axes)[:_NEAREST]
         sets: list[tuple[str, ...]] = [(path,) for path in nearest]
-        if together > 1:  # of which one changes something by itself
+        if together > 1:  # one of each set must change something by itself
             idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}
             sets = [paths for paths in itertools.combinations(nearest, together) if not idle.issuperset(paths)]
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)

@@ -28,7 +28,7 @@ _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compacted model against the masked one; `flops` are those of one forward.
+    """How a compacted model differs from the masked one; `flops` are those of one forward.
 
     The largest of an output tensor, relative to the largest value that differs, is `difference`. It is inf where shapes
     or integers differ, or a value is nan or inf in one of the models only. Float64 copies, if any, have `in_float64`.
@@ -53,14 +53,12 @@ class Reference:
 
     Args:
         model: The masked model.
-        inputs: Example inputs, as for `compact`.
-        tolerance: The largest difference of an output that is accepted; see `compact`.
-        normed: Weight norms that were undone in the model, and are put on a smaller model that is returned.
+        inputs, tolerance: As for `compact`.
+        normed: Weight norms that were undone in the model; a smaller model that is returned gets them again.
         fused: Let torch fuse attention, as it does in inference.
 
     Attributes:
-        flops: FLOPs of one forward.
-        uncounted: Operators that `flops` leaves out.
+        flops, uncounted: FLOPs of one forward, and the operators that they leave out.
         opaque: Objects in the output that are not inspected.
         unrounded: Values of parameters of the smaller model, before they were rounded to 16 bits.
 
@@ -75,7 +73,7 @@ class Reference:
         self.dtype, self._fused = run_dtype(model), fused
         self._inputs = arguments(inputs)
         self.unrounded: Mapping[str, Tensor] = {}
-        self._exact: Outputs | None = None  # of a float64 copy
+        self._exact: Outputs | None = None  # the outputs of a float64 copy
         self._compared: tuple[Outputs, float | None] = [], None  # the last outputs that were compared in float64
         try:
             output, self.flops, self.uncounted = _run(model, self._inputs, self.dtype, fused=fused)
@@ -218,7 +216,7 @@ def count_flops(model: nn.Module, inputs: Any) -> int:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """Other values that a model may take as well: indices stay below the largest one, but for 1 instead of 0."""
+    """Return other values that a model may take as well; indices stay below the largest one, but for 1 instead of 0."""
     if tensor.dtype == torch.bool:
         return ~tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -317,7 +315,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 class Computed(Tensor):
-    """What is left of a tensor of the user's model, made by every operation that reads it; no memory in between.
+    """A part of a tensor of the user's model, which every operation that reads it computes; it takes no memory.
 
     Attributes:
         source: The plain tensor.
@@ -349,7 +347,7 @@ class Computed(Tensor):
         return self
 
     def compute(self) -> Tensor:
-        """The tensor itself; a copy, in the memory format of the source."""
+        """Return a plain copy, in the memory format of the source."""
         data = self.source.detach()
         for d, indices in sorted(self.kept.items()):
             data = data.index_select(d, indices)

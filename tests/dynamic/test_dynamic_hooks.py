@@ -141,6 +141,19 @@ def test_taking_again_after_more_micro_batches_is_dense_everywhere():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
 
 
+def test_gradients_that_were_taken_before_a_state_was_loaded_stay_taken():
+    recorder = Recorder()
+    model, optimizer, sparsifier = prepared(grow=recorder)
+    for step in range(1, 5):
+        want = dense_gradients(model, step)
+        backward(model, optimizer, step)
+        sparsifier.take_gradients()
+        sparsifier.load_state_dict(copy.deepcopy(sparsifier.state_dict()))
+        optimizer.step()  # its hook finds masked gradients
+        sparsifier.step()
+        compare(recorder, step, want, sparsifier)
+
+
 def test_the_sparsifiers_step_before_the_optimizers_is_refused_before_the_weights_move():
     model, optimizer, sparsifier = prepared()
     backward(model, optimizer, 1)
