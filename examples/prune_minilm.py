@@ -8,7 +8,8 @@
 First the model is pruned in one pass by several methods, on few sentences. A method is a score, which chooses the
 masks, and a compensation, by which the kept weights make up for the dropped ones. Then it is pruned by ADMM on more
 sentences, without and with training each block to give what the dense model's block gives (`recover=True`). The
-measure is the mean cosine similarity of the embeddings of held-out sentences to the dense model's. Writes a CSV, the model and a picture.
+measure is the mean cosine similarity of the embeddings of held-out sentences to the dense model's. Writes a CSV, the
+model and a picture.
 """
 
 import argparse

@@ -247,8 +247,8 @@ def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
     name = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if name is not None:
         raise SparsityError(
-            f"{where}{name} is on the meta device, so it has no values to be compared; load the weights first. To give "
-            "a model without values the shapes of a smaller one, use cut_to."
+            f"{where}{name} is on the meta device, so it has no values to be compared; load the weights first, without "
+            "accelerate's offloading. To give a model without values the shapes of a smaller one, use cut_to."
         )
 
 

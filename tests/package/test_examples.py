@@ -302,7 +302,7 @@ BENCHMARKS = {
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "compare_llmcompressor.py": "structure: 50 %  method: recovered",
-    "one_shot_memory.py": "call: recover  blocks: 3",
+    "walk_memory.py": "blocks: 3  how: admm, recovered",
     "recover_rate.py": "model: language model, loss",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "proximal_map.py": "block: the whole  size: 64",

@@ -259,8 +259,6 @@ def test_the_figures_of_one_pass_equal_the_csvs():
         assert f"| {structure} | {' | '.join(cells)} |" in text
     more = [float(r["loss"]) - float(dense["loss"]) for r in rows if r["structure"] == "2:4"]
     assert abs(more[0] - more[1]) < 1e-3 and 0.45 < more[2] / more[0] < 0.55 and 0.2 < more[3] / more[0] < 0.3
-    for r in table_rows("benchmarks/results/one_shot_memory"):
-        assert f"| {r['call']} | {' | '.join(list(r.values())[2:8])} |" in text
     for r in table_rows("benchmarks/results/recover_rate"):
         assert f"| {r['model']} | {' | '.join(three(r[k]) for k in list(r)[1:6])} |" in text
     for removed, name in (("half of the MLP units", "units"), ("and a third of the heads", "heads_and_units")):
