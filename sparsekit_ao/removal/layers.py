@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ..coupling import BoundCoupling, expert_couplings, expert_scores
 from ..coupling.bound import Part, is_list
 from ..errors import SparsityError
+from ..models.loading import is_elsewhere
 from ..models.running import Forward, call, check_batches, eval_mode, first_tensor
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
@@ -47,10 +48,15 @@ def shrink_experts(
         ratio: Fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
 
     Raises:
-        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs.
+        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs; weights that are offloaded.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
+    if is_elsewhere(model):
+        raise SparsityError(
+            "shrink_experts: weights of this model are offloaded by accelerate or sharded over ranks; load it without "
+            "device_map and offload_folder, or remove experts before fully_shard"
+        )
     level, scores = checked_level(ratio, "shrink_experts: ratio: "), expert_scores(model, batches, forward)
     check_multiple(multiple_of, "shrink_experts: ")
     coupling = expert_couplings(model).get("experts")

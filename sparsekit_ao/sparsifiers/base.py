@@ -141,7 +141,10 @@ class MaskSparsifier(Trainable, Checkpointed):
         is_default = config is None and not self._resumes
         config, exclude, saved = self._chosen(model, config, exclude)
         skip_unfit |= self._resumes and self._skip_unfit
-        resolved = self._resolve(model, config, exclude, is_default, skip_unfit)
+        check = self._check_alone if skip_unfit else None
+        options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
+        mask_class = self.mask_class if self._resumes else None
+        resolved = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
         groups = resolved.groups
         if saved is not None:
             check_saved(saved, groups, strict=True)
@@ -172,33 +175,6 @@ class MaskSparsifier(Trainable, Checkpointed):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
-
-    def _resolve(
-        self,
-        model: nn.Module,
-        config: Sequence[Mapping[str, Any]],
-        exclude: Sequence[Exclusion],
-        is_default: bool,
-        skip_unfit: bool,
-    ) -> ResolvedConfig:
-        """The groups of a config."""
-        options: dict[str, Any] = {"exclude": exclude, "is_default": is_default}
-        options |= {"check": self._check_alone if skip_unfit else None}
-        mask_class = self.mask_class if self._resumes else None
-        return resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
-
-    def resolved(self, model: nn.Module, exclude: Sequence[Exclusion] = ()) -> ResolvedConfig:
-        """The groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; the model stays as it is.
-
-        >>> from sparsekit_ao import ScopeSparsifier
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        >>> [group["tensor_fqn"] for group in ScopeSparsifier(pattern="2:4").resolved(model).groups]
-        ['0.weight']
-        """
-        config, exclude, _ = self._chosen(model, None, exclude)
-        resolved = self._resolve(model, config, exclude, is_default=True, skip_unfit=True)
-        self._check_groups(resolved.groups)
-        return resolved
 
     def _chosen(
         self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[Exclusion]

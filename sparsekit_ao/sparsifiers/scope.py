@@ -24,7 +24,7 @@ from ..structure import checked_level
 from .base import MaskSparsifier
 from .calibrated import Calibrated
 from .checkpoint import saved_count
-from .config import ConfigContext, TensorGroup, copied, hint_of_key
+from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
 from .groups import (
     PruningGroup,
     batches,
@@ -214,6 +214,20 @@ class BudgetSparsifier(MaskSparsifier):
             advice = "Call step() to choose them anew, or set enable_mask_update = False to keep them"
             return f"{first}{f' (and {len(others)} more)' if others else ''}. {why}. {advice}"
         return ""
+
+    def resolved(self, model: nn.Module, exclude: Sequence[Exclusion] = ()) -> ResolvedConfig:
+        """The groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; the model stays as it is.
+
+        >>> from sparsekit_ao import ScopeSparsifier
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> [group["tensor_fqn"] for group in ScopeSparsifier(pattern="2:4").resolved(model).groups]
+        ['0.weight']
+        """
+        config, exclude, _ = self._chosen(model, None, exclude)
+        options: dict[str, Any] = {"exclude": exclude, "is_default": True, "check": self._check_alone}
+        resolved = resolve_groups(model, config, self.keys, self._complete, **options)
+        self._check_groups(resolved.groups)
+        return resolved
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         return merged(copied(self.defaults), entry, place, self.keys)

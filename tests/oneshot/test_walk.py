@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
+from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover, removal
 from sparsekit_ao.models.loading import is_offloaded, loaded
 
 LAYERS = 3
@@ -219,3 +219,13 @@ def test_layers_after_the_blocks_are_recorded_without_running_the_blocks_where_t
         with torch.no_grad():
             results[reads_middle] = report.rows[-1].before
     assert calls[True] - calls[False] == 3 * 4
+
+
+def test_experts_of_an_offloaded_model_are_not_removed_and_layers_are(folder, tmp_path):
+    with pytest.raises(SparsityError, match="shrink_experts: weights of this model are offloaded by accelerate"):
+        removal.shrink_experts(on_disk(folder, tmp_path), BATCHES)
+    with pytest.raises(SparsityError, match="load the weights first, without accelerate's offloading"):
+        removal.shrink(on_disk(folder, tmp_path / "other"), BATCHES[0], 0.5)
+    small, _ = removal.shrink_layers(on_disk(folder, tmp_path / "third"), BATCHES, 0.34)
+    here, _ = removal.shrink_layers(in_memory(folder), BATCHES, 0.34)
+    assert torch.equal(small(BATCHES[0]).logits, here(BATCHES[0]).logits)
