@@ -93,6 +93,17 @@ def check_batches(batches: Any, token_mask: TokenMask, forward: object, caller: 
         raise SparsityError(f"{caller}: forward must be a function (model, batch) -> output, got {forward!r}")
 
 
+def checked_list(batches: Any, forward: Forward | None, caller: str) -> list[Any]:
+    """The batches in a list; raise where there are none, or one that has no rows."""
+    check_batches(batches, None, forward, caller)
+    kept = list(batches)
+    if not kept:
+        raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")
+    for batch in kept:
+        check_batch(batch, forward, caller)
+    return kept
+
+
 def check_batch(batch: Any, forward: Forward | None, caller: str) -> None:
     """Raise where a batch has no rows, or numbers in place of tensors."""
     leaves = _pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)

@@ -29,7 +29,7 @@ from ..calibration import Target
 from ..distributed import abandon_forward
 from ..errors import SparsityError
 from ..models.loading import Device, fingerprint
-from ..models.running import Forward, TokenMask, call, check_batch, check_batches, token_mask_of
+from ..models.running import Forward, TokenMask, call, check_batches, checked_list, token_mask_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -60,11 +60,7 @@ class CalibrationData:
     ) -> "CalibrationData":
         """Check what a user gave, and keep the batches in a list."""
         check_batches(batches, token_mask, forward, caller)
-        kept = list(batches)
-        if not kept:
-            raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")
-        for batch in kept:
-            check_batch(batch, forward, caller)
+        kept = checked_list(batches, forward, caller)
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 

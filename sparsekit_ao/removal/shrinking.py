@@ -16,7 +16,7 @@ from ..errors import SparsityError, with_hints
 from ..masking.normalized import plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
-from ..models.running import check_example
+from ..models.running import check_example, checked_list
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
@@ -34,11 +34,12 @@ _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and
 @with_hints
 def shrink(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = None,
     ratio: float | Mapping[str, float] = 0.5,
     score: Score | str | None = None,
     exclude: Sequence[str | type] = (),
     *,
+    batches: Iterable[Any] | None = None,
     cost: str | Cost = "units",
     kinds: Sequence[str] | None = None,
     couplings: Sequence[Coupling] | None = None,
@@ -67,17 +68,20 @@ def shrink(
 
     Args:
         model: Not changed.
-        example_inputs, tolerance: As for `compact`.
+        example_inputs, tolerance: As for `compact`. None is the first of the batches.
         ratio: Fraction of the units of every coupling that is dropped in each scope. Or {kind or name of a coupling:
             fraction}, and nothing of others. Or the fraction of the cost that is saved.
         score: One of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
-            on the example inputs; where they are of layers' inputs, units are scored by the layers that read them.
+            on the batches; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: As for `removable`.
+        batches: What statistics are recorded on, a list of batches or a data loader; padding is left out where they
+            have an `attention_mask`. None is the example inputs alone. All other runs of the model, to find and to
+            verify what can be removed, take the example inputs.
         cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters". Or a
             function of a model that returns its cost (a measured time, say).
         kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
         couplings: The couplings to be considered; None takes what `discover` finds.
-        forward: `(model, example_inputs) -> loss`, for scores that need gradients.
+        forward: `(model, batch) -> loss`, for scores that need gradients.
         max_sparsity: With a cost, the largest fraction of its units that a coupling loses; or by name, with 0.9 for
             others.
         multiple_of: As for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
@@ -105,6 +109,10 @@ def shrink(
     True
     """
     check_comparable("shrink: ", model, tolerance)
+    kept = [example_inputs] if batches is None else checked_list(batches, forward, "shrink")
+    example_inputs = kept[0] if example_inputs is None else example_inputs
+    if example_inputs is None:
+        raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, whose first is taken")
     check_example(model, example_inputs, "shrink")
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
@@ -147,7 +155,7 @@ def shrink(
 
     # Their units of the lowest scores are made zero and removed
     next(phase)
-    scored = partial(_scored, plain, inputs=example_inputs, score=score, forward=forward)
+    scored = partial(_scored, plain, batches=kept, score=score, forward=forward)
     removals, small, report, failing = _removed(layers, scored, pruned, is_uniform)
     next(phase, None)
     left_out += [*failing, *_unreached(removals, quotas)]
@@ -308,7 +316,7 @@ def _scored(
 def _all_scored(
     model: nn.Module,
     couplings: Sequence[Coupling],
-    inputs: Any,
+    batches: Sequence[Any],
     score: Score | str | None,
     forward: Callable[[nn.Module, Any], Any] | None,
 ) -> dict[str, list[Tensor]]:
@@ -322,7 +330,7 @@ def _all_scored(
     copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
-        sparsifier.calibrate([inputs], forward)
+        sparsifier.calibrate(batches, forward)
 
     def ids(names: Iterable[str]) -> frozenset[int]:
         return frozenset(id(parameter_of(*owner_of(copied, name))) for name in names)

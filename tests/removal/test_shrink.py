@@ -813,3 +813,22 @@ def test_a_layer_of_zeros_is_named_where_the_model_returns_only_zeros():
         shrink(model, torch.randn(2, 8))
     nn.init.normal_(model[2].weight)
     assert shrink(model, torch.randn(2, 8))[1].couplings
+
+
+def test_scores_read_all_batches_and_the_first_is_the_example():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    batches = [torch.randn(5, 8) * torch.logspace(-2, 2, 8)[torch.randperm(8)] for _ in range(6)]
+    whole, _ = shrink(model, torch.cat(batches), 0.5, score="obd")
+    small, report = shrink(model, ratio=0.5, score="obd", batches=iter(batches))
+    first, _ = shrink(model, batches[0], 0.5, score="obd")
+    assert torch.equal(small[0].weight, whole[0].weight) and not torch.equal(small[0].weight, first[0].weight)
+    assert torch.equal(shrink(model, batches[0], 0.5, score="obd", batches=batches[:1])[0][0].weight, first[0].weight)
+    assert report.difference >= 0
+    for text, keys in {
+        "shrink: give example_inputs, one batch of inputs, or batches": {},
+        "shrink: there are no batches": {"batches": []},
+        "shrink: batches must be a list of batches, got one tensor": {"batches": batches[0]},
+    }.items():
+        with pytest.raises(SparsityError, match=text):
+            shrink(model, **keys)
