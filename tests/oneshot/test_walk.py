@@ -90,7 +90,6 @@ def test_a_device_and_streams_in_files_give_the_same_bits(folder, expected):
         assert p.ndim < 2 or (p.view(-1, 4) == 0).sum(1).eq(2).all()
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("place", PLACES)
 def test_an_offloaded_model_is_pruned_and_recovered_to_the_same_bits(place, folder, expected, tmp_path):
     model = PLACES[place](folder, tmp_path)
