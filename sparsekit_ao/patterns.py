@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .calibration.adapters import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, is_transposed
 from .errors import SparsityError
 from .models.names import is_of_transformers
 from .structure import checked_level
@@ -26,8 +27,6 @@ from .structure import checked_level
 __all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "parse", "rows", "unstructured", "v_n_m"]
 
 Keys = dict[str, Any]
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -114,17 +113,15 @@ class _Dimensions:
 
 
 def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
-    groups = getattr(module, "groups", 1) if isinstance(module, (*_TRANSPOSED, *_CONVOLUTIONS)) else 1
+    groups = getattr(module, "groups", 1) if isinstance(module, (*TRANSPOSED_CONVOLUTIONS, *CONVOLUTIONS)) else 1
     if len(shape) < 2:
         return _Dimensions(shape=shape, output=0, input=None)
-    if isinstance(module, _TRANSPOSED):
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return _Dimensions(shape=shape, output=1, input=0, groups=groups)
     if is_of_transformers(module, "Conv1D"):
         return _Dimensions(shape=shape, output=1, input=0)
-    if len(shape) == 3 and not isinstance(module, (*_CONVOLUTIONS, nn.Bilinear)):
-        # transformers marks experts that are stored as (experts, in, out), all but Llama 4's
-        is_transposed = getattr(module, "is_transposed", False) or is_of_transformers(module, "Llama4TextExperts")
-        output, input_ = (2, 1) if is_transposed else (1, 2)
+    if len(shape) == 3 and not isinstance(module, (*CONVOLUTIONS, nn.Bilinear)):
+        output, input_ = (2, 1) if is_transposed(module) else (1, 2)
         return _Dimensions(shape=shape, output=output, input=input_, experts=0)
     if len(shape) == 2 and hasattr(module, "is_transposed"):  # the experts' biases, (experts, out)
         return _Dimensions(shape=shape, output=1, input=None, experts=0)

@@ -1,76 +1,204 @@
 """How a layer is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
 
-An adapter reshapes a weight to [groups, outputs, inputs] and back. It turns the input of a forward call into rows
+An adapter reshapes a weight to [groups, outputs, inputs] and back. It turns what a product reads into rows
 [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
-from ..distributed import full_tensor
-from ..errors import SparsityError
+from ..masking import parametrized_names, shape_of
 from ..models.names import is_of_transformers
+from .products import Place, Product
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 UNFOLDED = 1 << 24  # elements of unfolded inputs that are stored at once
 SAMPLED = 1 << 26  # elements of unfolded inputs that `one_shot` takes from all batches of a convolution
 
 
-class LayerAdapter:
-    """How a layer is a matrix; this one is for `nn.Linear` and layers with a weight of its shape, (outputs, inputs).
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Read:
+    """Which groups of a weight a product multiplies.
 
-    Args:
-        module: The one whose forward calls are observed.
+    Attributes:
+        groups: Their numbers; of a weight with `batch` that of each index of it.
+        share: The share of their outputs that is computed.
+        is_first: Whether the first output is among them, so that tokens are counted once.
+        is_whole: Whether the product is that of the whole weight.
+        inputs: Which inputs of how many the product reads, or None for all.
     """
 
-    #: whether rows depend on the input alone, so that layers that read one tensor share its sums
-    reads_rows = True
+    groups: list[int]
+    share: float = 1.0
+    is_first: bool = True
+    is_whole: bool = True
+    inputs: tuple[list[int], int] | None = None
+
+    def filled(self, product: Product) -> Product:
+        """The product with zeros for the inputs that it does not read."""
+        if self.inputs is None:
+            return product
+        some, count = self.inputs
+
+        def filled() -> Tensor:
+            x = product.inputs()
+            return x.new_zeros(*x.shape[:-1], count).index_copy(-1, torch.tensor(some, device=x.device), x)
+
+        return replace(product, inputs=filled)
+
+
+class LayerAdapter:
+    """How a weight is a matrix, for each of several groups where it has them (experts, groups of a convolution).
+
+    Args:
+        module: The one whose forward call computes the product.
+        input_dims: The dimensions of the weight that are summed over.
+        group_dims: Those at each index of which there is a matrix of its own.
+        parts: In how many groups the outputs are divided, one after another.
+        is_known: Whether these are known; if not, the first product that is recorded tells them.
+    """
+
+    kind = "matrix"
     #: whether X^T X can be recorded
     has_gram = True
-
     #: positions that a convolution takes from the input of one call, drawn with a fixed seed; None for all
     sampled: int | None = None
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        input_dims: tuple[int, ...] = (1,),
+        group_dims: tuple[int, ...] = (),
+        *,
+        parts: int = 1,
+        is_known: bool = True,
+    ) -> None:
         self.module: Any = module
+        self.input_dims, self.group_dims, self.parts, self.is_known = input_dims, group_dims, parts, is_known
+
+    def _order(self, ndim: int) -> tuple[int, ...]:
+        inner = (*self.group_dims, *self.input_dims)
+        return (*self.group_dims, *(d for d in range(ndim) if d not in inner), *self.input_dims)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight (or anything of its shape) as [groups, outputs, inputs]; a view where that is possible."""
-        return weight[None]
+        groups, inputs = (math.prod(weight.shape[d] for d in dims) for dims in (self.group_dims, self.input_dims))
+        ordered = weight.permute(self._order(weight.ndim))
+        return ordered.reshape(groups * self.parts, weight.numel() // max(groups * self.parts * inputs, 1), inputs)
 
     def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         """The inverse of `matrix`, in the weight's shape."""
-        return matrix[0]
+        order = self._order(len(shape))
+        return matrix.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The tensor that the layer reads, from the arguments of a forward call."""
-        return full_tensor(args[0] if args else next(iter(kwargs.values())))
+    def reads(self, product: Product, place: Place, shape: Sequence[int]) -> Read | None:
+        """What a product reads of a weight of this shape; None where this is no matrix of the adapter."""
+        if product.kind != self.kind:
+            return None
+        if self.kind != "matrix":
+            return Read(groups=[])
+        dims = [place.dims[d] for d in product.contracted]
+        batch = None if product.batch is None else place.dims[product.batch]
+        inputs = tuple(own[0] for own in dims if own is not None)
+        if not inputs and shape[self.input_dims[0]] == 1:
+            inputs = self.input_dims
+        if not self.is_known and list(inputs) == sorted(inputs):
+            self.input_dims, self.is_known = inputs, True
+            others = (*place.fixed, *(() if batch is None else (batch[0],)))
+            self.group_dims = (
+                tuple(sorted(d for d in others if shape[d] > 1 and d not in inputs)) if len(shape) > 2 else ()
+            )
+        if inputs != self.input_dims or len(self.group_dims) > 1:
+            return None
+        read, some = None, dims[0]
+        if some is not None and len(some[1]) < shape[some[0]]:
+            read = list(map(int, some[1])), shape[some[0]]
+        if self.group_dims:
+            (d,) = self.group_dims
+            every = next((own[1] for own in place.dims if own is not None and own[0] == d), range(shape[d]))
+            groups = [place.fixed[d]] if d in place.fixed else list(map(int, every))
+            return Read(groups=groups, is_whole=False, inputs=read)
+        return self._reads_outputs(place, shape, read)
 
-    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
-        """The inputs as [groups, tokens, inputs], some at a time, without the tokens that the mask leaves out."""
-        yield token_rows(x, token_mask)[None]
+    def _reads_outputs(self, place: Place, shape: Sequence[int], read: tuple[list[int], int] | None) -> Read:
+        """The parts that a product has outputs of, and its share in them."""
+        outputs = [own for own in place.dims if own is not None and own[0] not in self.input_dims]
+        share = math.prod(len(positions) / shape[d] for d, positions in outputs)
+        share /= math.prod(shape[d] for d in place.fixed)
+        first = int(outputs[0][1][0]) if outputs else min(place.fixed.values(), default=0)
+        start, stop = 0, self.parts
+        if outputs and self.parts > 1:
+            d, positions = outputs[0]
+            start, stop = (int(positions[k]) * self.parts // shape[d] for k in (0, -1))
+            stop += 1
+        return Read(
+            groups=list(range(start, stop)),
+            share=min(1.0, share * self.parts / (stop - start)),
+            is_first=first == 0 and (read is None or read[0][0] == 0),
+            is_whole=share == 1 and read is None,
+            inputs=read,
+        )
 
-    def squares(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
+    def rows_of_groups(self, product: Product, read: Read, token_mask: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """The numbers of groups with their inputs [tokens, inputs]."""
+        product = read.filled(product)
+        x = product.inputs()
+        if product.batch is None:
+            rows = token_rows(x, token_mask, product.counts)
+            yield from ((group, rows) for group in read.groups)
+            return
+        if product.ends is None:
+            counts = product.counts if product.counts is not None and len(product.counts) == len(x) else None
+            sizes = [x.shape[1]] * len(x)
+            kept = None if counts is None else counts.repeat_interleave(x.shape[1])
+            if kept is None and token_mask is not None and token_mask.numel() == x.shape[1]:
+                kept = token_mask.bool().reshape(-1).to(x.device).repeat(len(x))
+            x = x.flatten(0, 1)
+        else:
+            ends = product.ends.tolist()
+            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            kept, x = product.counts, x[: sum(sizes)]
+        groups = torch.tensor(read.groups, device=x.device).repeat_interleave(torch.tensor(sizes, device=x.device))
+        if kept is not None:
+            x, groups = x[kept[: len(x)]], groups[kept[: len(x)]]
+        groups, order = groups.sort(stable=True)
+        found, counted = groups.unique_consecutive(return_counts=True)
+        yield from zip(found.tolist(), x[order].split(counted.tolist()), strict=True)
+
+    def rows(self, product: Product, token_mask: Tensor | None) -> Iterator[Tensor]:
+        """The inputs as [groups, tokens, inputs], some at a time, without the tokens that the mask leaves out.
+
+        There is one group where all groups read the same.
+        """
+        yield token_rows(product.inputs(), token_mask, product.counts)[None]
+
+    def squares(self, product: Product, token_mask: Tensor | None) -> tuple[Tensor, int]:
         """Sums of squares over tokens, float32 [groups, inputs], and the number of tokens."""
-        sums = [(rows.float().square().sum(1), rows.shape[1]) for rows in self.rows(x, token_mask)]
+        sums = [(rows.float().square().sum(1), rows.shape[1]) for rows in self.rows(product, token_mask)]
         return sum((s for s, _ in sums[1:]), sums[0][0]), sum(n for _, n in sums)
 
-    def gram(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
+    def gram(self, product: Product, token_mask: Tensor | None) -> tuple[Tensor, int]:
         """X^T X, float32 [groups, inputs, inputs], and the number of tokens."""
-        chunks = (rows.float() for rows in self.rows(x, token_mask))
+        chunks = (rows.float() for rows in self.rows(product, token_mask))
         rows = next(chunks)
         total, tokens = rows.mT @ rows, rows.shape[1]
         for rows in chunks:
             total, tokens = torch.baddbmm(total, rows.mT, rows), tokens + rows.shape[1]
         return total, tokens
 
-    def few_rows(self, x: Tensor, token_mask: Tensor | None) -> Tensor | None:
+    def few_rows(self, product: Product, token_mask: Tensor | None) -> Tensor | None:
         """Copy the rows, float32 [groups, tokens, inputs]; None where there are as many tokens as inputs or more."""
         chunks, tokens = [], 0
-        for rows in self.rows(x, token_mask):
+        for rows in self.rows(product, token_mask):
             tokens += rows.shape[1]
             if tokens >= rows.shape[2]:
                 return None
@@ -78,31 +206,22 @@ class LayerAdapter:
         return torch.cat(chunks, 1)
 
 
-class _TransposedLinear(LayerAdapter):
-    """transformers' Conv1D: (inputs, outputs)."""
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        return weight.mT[None]
-
-    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
-        return matrix[0].mT
-
-
-class _Embedding(_TransposedLinear):
+class _Embedding(LayerAdapter):
     """`nn.Embedding`: (tokens of the vocabulary, width); an input is a one-hot row, so squares are counts."""
 
-    reads_rows = False
+    kind = "embedding"
     has_gram = False
 
-    def squares(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
+    def squares(self, product: Product, token_mask: Tensor | None) -> tuple[Tensor, int]:
+        x = product.inputs()
         tokens = x.reshape(-1) if token_mask is None or token_mask.shape != x.shape else x[token_mask.bool()]
-        return torch.bincount(tokens, minlength=self.module.num_embeddings).float()[None], tokens.numel()
+        return torch.bincount(tokens, minlength=len(product.weight)).float()[None], tokens.numel()
 
 
 class _Convolution(LayerAdapter):
-    """Convolutions of any rank, with groups, strides, dilations and padding modes."""
+    """Convolutions of any rank, with groups, strides, dilations and padding."""
 
-    reads_rows = False
+    kind = "convolution"
 
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.module.groups, weight.shape[0] // self.module.groups, -1)
@@ -110,16 +229,22 @@ class _Convolution(LayerAdapter):
     def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return matrix.reshape(shape)
 
-    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
-        conv = self.module
-        x = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
-        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padded = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
-        yield from unfolded(padded, conv.kernel_size, conv.stride, conv.dilation, conv.groups, self.sampled)
+    def rows(self, product: Product, token_mask: Tensor | None) -> Iterator[Tensor]:
+        x, kernel, of = product.inputs(), product.weight.shape[2:], product.settings
+        x = x if x.ndim == len(kernel) + 2 else x[None]
+        total = [d * (k - 1) for k, d in zip(kernel, of["dilation"], strict=True)]
+        if isinstance(of["padding"], str):
+            sides = [(n // 2, n - n // 2) if of["padding"] == "same" else (0, 0) for n in total]
+        else:
+            sides = [(n, n) for n in of["padding"]]
+        padded = F.pad(x, [side for pair in reversed(sides) for side in pair])
+        yield from unfolded(padded, kernel, of["stride"], of["dilation"], self.module.groups, self.sampled)
 
 
 class _TransposedConvolution(_Convolution):
     """Transposed convolutions: a convolution with the flipped kernel over the input with zeros between its elements."""
+
+    kind = "transposed convolution"
 
     def matrix(self, weight: Tensor) -> Tensor:
         g, n = self.module.groups, weight.ndim - 2
@@ -131,81 +256,27 @@ class _TransposedConvolution(_Convolution):
         split = matrix.reshape(g, shape[1], shape[0] // g, *shape[2:]).transpose(1, 2)
         return split.flip(tuple(range(3, 3 + n))).reshape(shape)
 
-    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
-        conv = self.module
-        n = len(conv.kernel_size)
+    def rows(self, product: Product, token_mask: Tensor | None) -> Iterator[Tensor]:
+        x, kernel, of = product.inputs(), product.weight.shape[2:], product.settings
+        n = len(kernel)
         x = x if x.ndim == n + 2 else x[None]
-        spread = x.new_zeros(*x.shape[:2], *((s - 1) * t + 1 for s, t in zip(x.shape[2:], conv.stride, strict=True)))
-        spread[(slice(None), slice(None), *(slice(None, None, t) for t in conv.stride))] = x
-        sides = [
-            (d * (k - 1) - p, d * (k - 1) - p + o)
-            for k, d, p, o in zip(conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True)
-        ]
+        spread = x.new_zeros(*x.shape[:2], *((s - 1) * t + 1 for s, t in zip(x.shape[2:], of["stride"], strict=True)))
+        spread[(slice(None), slice(None), *(slice(None, None, t) for t in of["stride"]))] = x
+        settings = (of[name] for name in ("dilation", "padding", "output_padding"))
+        sides = [(d * (k - 1) - p, d * (k - 1) - p + o) for k, d, p, o in zip(kernel, *settings, strict=True)]
         padded = F.pad(spread, [side for pair in reversed(sides) for side in pair])
-        yield from unfolded(padded, conv.kernel_size, (1,) * n, conv.dilation, conv.groups, self.sampled)
+        yield from unfolded(padded, kernel, (1,) * n, of["dilation"], self.module.groups, self.sampled)
 
 
-class _Attention(LayerAdapter):
-    """A projection inside `nn.MultiheadAttention`, whose forward does not call it as a module.
-
-    Args:
-        module: The attention.
-        name: "in_proj_weight" (query, key and value stacked: three groups), "q_proj_weight", "k_proj_weight",
-            "v_proj_weight", or "out_proj", whose inputs are computed by a call with an identity in its place.
-    """
-
-    reads_rows = False
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__(module)
-        self._name = name
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        return weight.reshape(3, -1, weight.shape[1]) if self._name == "in_proj_weight" else weight[None]
-
-    def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
-        return matrix.reshape(tuple(shape))
-
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        arguments = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        tensors = [arguments[name] for name in ("query", "key", "value")]
-        if self._name == "out_proj":
-            return self._heads(tensors[0], args, kwargs)
-        if self._name != "in_proj_weight":
-            return tensors["qkv".index(self._name[0])]
-        if len({x.shape for x in tensors}) > 1:
-            raise SparsityError(
-                "nn.MultiheadAttention whose query and key differ in shape has no common statistics for "
-                "in_proj_weight; leave it out, or project the inputs by layers of your own"
-            )
-        return torch.stack(tensors)
-
-    @torch.no_grad()
-    def _heads(self, query: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """What the output projection reads: the output of the attention with an identity in its place."""
-        twin = object.__new__(type(self.module))  # not a copy, which parametrized modules refuse
-        width = self.module.embed_dim
-        identity = nn.utils.skip_init(nn.Linear, width, width, device=query.device, dtype=query.dtype)
-        nn.init.eye_(identity.weight)
-        nn.init.zeros_(identity.bias)
-        twin.__dict__ = {**self.module.__dict__, "_modules": {**self.module._modules, "out_proj": identity}}
-        return type(self.module).forward(twin, *args, **kwargs)[0]
-
-    def rows(self, x: Tensor, token_mask: Tensor | None) -> Iterator[Tensor]:
-        if token_mask is not None and not self.module.batch_first:
-            token_mask = token_mask.mT
-        if self._name == "in_proj_weight":
-            yield torch.stack([token_rows(read, token_mask) for read in x])
-        else:
-            yield token_rows(x, token_mask)[None]
-
-
-def token_rows(x: Tensor, token_mask: Tensor | None) -> Tensor:
+def token_rows(x: Tensor, token_mask: Tensor | None, counts: Tensor | None = None) -> Tensor:
     """[..., inputs] as [tokens, inputs], without those for which the mask, of the leading shape, is False.
 
-    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Those of another leading shape (a
-    pooled token, say) are taken whole.
+    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Of tokens that the model gathered
+    those are taken for which `counts`, bool [tokens], is True. Inputs of another leading shape (a pooled token, say)
+    are taken whole.
     """
+    if counts is not None and len(counts) == len(x):
+        return x[counts].reshape(-1, x.shape[-1])
     if token_mask is not None:
         keep = token_mask.bool().to(x.device)
         for mask in (keep, keep.mT) if keep.ndim == 2 else (keep,):
@@ -246,27 +317,54 @@ def unfolded(
         yield rows.reshape(groups, -1, rows.shape[2 + n :].numel())
 
 
-def adapter_of(
-    module: nn.Module, tensor_name: str, attentions: Mapping[int, nn.MultiheadAttention]
-) -> LayerAdapter | None:
+def adapter_of(module: nn.Module, tensor_name: str, callers: Mapping[int, nn.Module]) -> LayerAdapter | None:
     """The adapter of a layer's tensor, or None where inputs cannot be recorded for it.
 
     Args:
         module, tensor_name: The tensor.
-        attentions: {id of `out_proj`: its attention} of the model.
+        callers: {id: the module around it} of modules whose own forward is not called.
     """
+    caller = callers.get(id(module), module)
     if isinstance(module, nn.MultiheadAttention):
-        return _Attention(module, tensor_name) if tensor_name.endswith("proj_weight") else None
-    if tensor_name != "weight":
-        return None
-    if id(module) in attentions:
-        return _Attention(attentions[id(module)], "out_proj")
+        is_matrix = tensor_name.endswith("proj_weight")
+        return LayerAdapter(module, parts=3 if tensor_name == "in_proj_weight" else 1) if is_matrix else None
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return LayerAdapter(module) if re.match("weight_(ih|hh)", tensor_name) else None
     if is_of_transformers(module, "Conv1D"):
-        return _TransposedLinear(module)
-    kinds: tuple[tuple[Any, type[LayerAdapter]], ...] = (
-        (nn.Linear, LayerAdapter),
-        (nn.Embedding, _Embedding),
-        ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TransposedConvolution),
-        ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Convolution),
+        return LayerAdapter(module, (0,)) if tensor_name == "weight" else None
+    kinds: tuple[tuple[Any, Callable[[], LayerAdapter]], ...] = (
+        (nn.Linear, lambda: LayerAdapter(caller)),
+        (nn.Embedding, lambda: _Embedding(module, (0,))),
+        (TRANSPOSED_CONVOLUTIONS, lambda: _TransposedConvolution(module)),
+        (CONVOLUTIONS, lambda: _Convolution(module)),
     )
-    return next((adapter(module) for kind, adapter in kinds if isinstance(module, kind)), None)
+    for kind, adapter in kinds:
+        if isinstance(module, kind) and tensor_name == "weight":
+            return adapter()
+    ndim, own = len(shape_of(module, tensor_name)), type(module).__mro__[int(parametrize.is_parametrized(module))]
+    if ndim not in (2, 3) or (own.__module__.startswith("torch.nn") and caller is module):
+        return None
+    return LayerAdapter(
+        caller, (1 if ndim == 2 or is_transposed(module) else 2,), (0,) if ndim == 3 else (), is_known=False
+    )
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module of packed experts stores them as (experts, inputs, outputs).
+
+    transformers says so of most experts. Else two matrices of which one reads what the other one gives tell it: gate
+    and up projections together have twice the outputs that the down projection has inputs.
+    """
+    if hasattr(module, "is_transposed"):
+        return bool(module.is_transposed)
+    shapes = [shape_of(module, name) for name in packed_experts(module)]
+    return any(up[1] == down[2] and up[2] == 2 * down[1] for up in shapes for down in shapes)
+
+
+def packed_experts(module: nn.Module) -> list[str]:
+    """The names of the weights of packed experts: two tensors (experts, ...) or more, in a module that is named so."""
+    names = [*module._parameters, *parametrized_names(module)]
+    shapes = {name: shape_of(module, name) for name in names if getattr(module, name) is not None}
+    packed = [name for name, shape in shapes.items() if len(shape) == 3]
+    is_packed = len(packed) > 1 and len({shapes[name][0] for name in packed}) == 1
+    return packed if is_packed and "expert" in type(module).__name__.lower() else []

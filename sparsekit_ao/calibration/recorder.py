@@ -1,12 +1,14 @@
-"""Recording statistics of layers while the user's model runs, by hooks that are removed even on an error."""
+"""Recording statistics of weights while the user's model runs; whatever observes it is removed even on an error."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .. import masking
 from ..distributed import full_tensor, has_process_group
@@ -14,8 +16,11 @@ from ..errors import SparsityError
 from ..models.names import parameter_of
 from ..models.progress import progress_bar
 from ..models.running import Forward, TokenMask, call, check_batch, check_batches, eval_mode, token_mask_of
-from .adapters import LayerAdapter, adapter_of
+from .adapters import LayerAdapter, Read, adapter_of
+from .products import Place, Product, Products
 from .statistics import GRADIENTS, INPUTS, Statistics, Target, loaded_statistics
+
+_NOT_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 class Recording:
@@ -28,7 +33,8 @@ class Recording:
 
     Attributes:
         token_mask: Which tokens count, bool [batch, tokens] such as an attention mask, or None for all. Set it before
-            each forward pass. Layers that read a tensor of another leading shape take all of it.
+            each forward pass. Layers that read a tensor of another leading shape take all of it, but for tokens that
+            the model gathers by their number (those of experts), which are followed.
         statistics: {tensor_fqn: Statistics}, of the layers that were reached.
     """
 
@@ -45,7 +51,7 @@ class Recording:
         self._keep_rows = keep_rows and not has_process_group()
         for target in self._targets:
             target.check()
-        self._hooks = ExitStack()
+        self._observers = ExitStack()
         self._last_read: tuple[Tensor, int, Tensor | None, dict[str, Any]] | None = None
 
     @property
@@ -55,73 +61,102 @@ class Recording:
 
     def __enter__(self) -> Self:
         self.statistics = {}
-        with ExitStack() as self._hooks:
+        inputs = {target.name: target for target in self._targets if any(n in INPUTS for n in target.needs)}
+        with ExitStack() as stack:
+            products = Products(
+                {name: (target.module, target.tensor_name) for name, target in inputs.items()},
+                lambda product, place: self._take_product(inputs[place.name], product, place),
+                lambda: self.token_mask,
+            )
+            for target in inputs.values():
+                if parametrize.is_parametrized(target.module, target.tensor_name):
+                    tie = partial(_tie, products, target.name)
+                    chain: Any = target.module.parametrizations
+                    stack.enter_context(chain[target.tensor_name].register_forward_hook(tie))
             for target in self._targets:
-                self._observe(target)
-            self._hooks = self._hooks.pop_all()
+                if needs := [n for n in target.needs if n in GRADIENTS]:
+                    take = partial(self._take_gradient, target, needs)
+                    stack.enter_context(target.parameter.register_hook(take))
+            if inputs:  # compiled modules would run without being observed
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(products)
+            self._observers = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.close()
+        self._observers.close()
         self._last_read = None
         if kind is None:
             if has_process_group():
                 self._sum_over_ranks()
             self._on_success(self.statistics)
 
-    def _observe(self, target: Target) -> None:
-        adapter = target.adapter
-        if adapter is not None and any(n in INPUTS for n in target.needs):
-            need = "input_gram" if "input_gram" in target.needs else "input_square"
-
-            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                with torch.no_grad():
-                    self._take_inputs(target, adapter, adapter.inputs(args, kwargs), need)
-
-            self._hooks.enter_context(adapter.module.register_forward_pre_hook(before, with_kwargs=True))
-        needs = [n for n in target.needs if n in GRADIENTS]
-        if needs:
-            hook = target.parameter.register_hook(lambda g: self._take_gradient(target, g.detach(), needs))
-            self._hooks.enter_context(hook)
-
     def _statistics_of(self, target: Target) -> Statistics:
         if target.name not in self.statistics:
             self.statistics[target.name] = target.blank()
         return self.statistics[target.name]
 
-    def _take_inputs(self, target: Target, adapter: LayerAdapter, x: Tensor, need: str) -> None:
-        """Add sums of a layer's input; layers that read one tensor, one after the other, share them."""
-        if x.is_nested:
+    @torch.no_grad()
+    def _take_product(self, target: Target, product: Product, place: Place) -> None:
+        """Add what a product reads to the sums of a weight, or of those of its groups that it multiplies."""
+        if product.read.is_nested:
             raise SparsityError(
                 f"{target.name}: inputs of this layer are a nested tensor, of which nothing can be recorded; build "
                 "nn.TransformerEncoder with enable_nested_tensor=False"
             )
-        last, version = self._last_read, -1 if x.is_inference() else x._version  # inference tensors have none
-        if last is None or last[0] is not x or last[1] != version or version < 0 or last[2] is not self.token_mask:
-            last = self._last_read = (x, version, self.token_mask, {})
-        sums = last[3] if adapter.reads_rows else {}
+        adapter = target.adapter
+        assert adapter is not None
+        with torch.autocast(product.read.device.type, enabled=False):  # sums are float32
+            read = adapter.reads(product, place, target.shape)
+            if read is None:
+                return
+            if adapter.group_dims:
+                self._take_groups(target, adapter, product, read)
+            else:
+                self._take_inputs(target, adapter, product, read)
+
+    def _take_groups(self, target: Target, adapter: LayerAdapter, product: Product, read: Read) -> None:
+        """Add sums of the inputs of packed experts, one by one."""
+        need, statistics = _need(target), self._statistics_of(target)
+        for group, rows in adapter.rows_of_groups(product, read, self.token_mask):
+            rows = rows.float()
+            total = rows.mT @ rows if need == "input_gram" else rows.square().sum(0)
+            _check_finite(target, total)
+            statistics.add_to_group(need, group, total, int(rows.any(1).sum()))
+
+    def _take_inputs(self, target: Target, adapter: LayerAdapter, product: Product, read: Read) -> None:
+        """Add sums of a layer's input; layers that read one tensor, one after the other, share them."""
+        x, need, mask = product.read, _need(target), self.token_mask
+        version = -1 if x.is_inference() else x._version  # inference tensors have none
+        last = self._last_read
+        if last is None or last[0] is not x or last[1] != version or version < 0 or last[2] is not mask:
+            last = self._last_read = (x, version, mask, {})
+        sums = last[3] if adapter.kind == "matrix" and not product.is_computed and read.is_whole else {}
         statistics = self._statistics_of(target)
-        take = adapter.gram if need == "input_gram" else adapter.squares
-        for_rows = self._keep_rows and take == adapter.gram and need not in statistics.sums
-        with torch.autocast(x.device.type, enabled=False):  # sums are float32
-            if for_rows and "rows" not in sums:
-                sums["rows"] = adapter.few_rows(x.detach(), self.token_mask)
-            for_rows = for_rows and sums["rows"] is not None
-            if not for_rows and need not in sums:
-                sums[need] = take(x.detach(), self.token_mask)
+        for_rows = self._keep_rows and need == "input_gram" and need not in statistics.sums and read.is_whole
+        for_rows &= adapter.parts == 1
+        if for_rows and "rows" not in sums:
+            sums["rows"] = adapter.few_rows(product, mask)
+        for_rows = for_rows and sums["rows"] is not None
+        if not for_rows and need not in sums:
+            take = adapter.gram if need == "input_gram" else adapter.squares
+            sums[need] = take(read.filled(product), mask)
         total, tokens = (sums["rows"], 0) if for_rows else sums[need]
-        if not bool(torch.isfinite(total).all()):
-            raise SparsityError(f"{target.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
+        _check_finite(target, total)
         if for_rows:
             statistics.add_rows(total)
+        elif read.is_whole:
+            statistics.add({need: total.expand(statistics.shapes()[need])}, tokens=tokens)
         else:
-            statistics.add({need: total}, tokens=tokens)
+            of_groups = torch.zeros(statistics.shapes()[need], device=total.device)
+            of_groups[read.groups] = total * read.share
+            statistics.add({need: of_groups}, tokens=tokens if read.is_first else 0)
 
     @torch.no_grad()
-    def _take_gradient(self, target: Target, gradient: Tensor, needs: Sequence[str]) -> None:
-        g = full_tensor(gradient).float()
+    def _take_gradient(self, target: Target, needs: Sequence[str], gradient: Tensor) -> None:
+        g = full_tensor(gradient.detach()).float()
         if not bool(torch.isfinite(g).all()):
             raise SparsityError(f"{target.name}: the gradient is not finite; check the loss")
         increments = {
@@ -151,6 +186,20 @@ class Recording:
                 statistics.sums[need] = total
 
 
+def _need(target: Target) -> str:
+    return "input_gram" if "input_gram" in target.needs else "input_square"
+
+
+def _check_finite(target: Target, total: Tensor) -> None:
+    if not bool(torch.isfinite(total).all()):
+        raise SparsityError(f"{target.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
+
+
+def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+    """A hook of parametrizations: what they compute is the weight."""
+    products.tie(name, output)
+
+
 class Recorder:
     """Statistics of some tensors of a model: how each is a matrix, what was recorded for it, and how to record more.
 
@@ -177,9 +226,12 @@ class Recorder:
     ) -> None:
         self.model, self.tensors = model, dict(tensors)
         self.collected: dict[str, Statistics] = dict(collected)
-        modules = () if model is None else model.modules()
-        attentions = {id(m.out_proj): m for m in modules if isinstance(m, nn.MultiheadAttention)}
-        self._adapters = {name: adapter_of(*tensor, attentions) for name, tensor in self.tensors.items()}
+        callers: dict[int, nn.Module] = {}
+        for m in () if model is None else model.modules():
+            for child in m.children():
+                if isinstance(child, _NOT_CALLED) or isinstance(m, nn.MultiheadAttention):
+                    callers[id(child)] = callers.get(id(m), m)
+        self._adapters = {name: adapter_of(*tensor, callers) for name, tensor in self.tensors.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """The statistics alone; the sparsifier makes a recorder of its model again."""

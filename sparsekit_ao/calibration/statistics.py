@@ -15,6 +15,8 @@ from .gram import RowGram
 INPUTS = ("input_square", "input_gram")
 GRADIENTS = ("gradient", "gradient_square", "movement")
 NEEDS = (*INPUTS, *GRADIENTS)
+OF_GROUPS = "tokens_of_groups"  # a sum that is recorded with those of inputs, for packed experts
+PRIOR = 0.1  # tokens for each input that an expert's Gram matrix takes from the mean of all experts
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,7 +28,7 @@ class Statistics:
         adapter: How the weight is a matrix; None for parameters whose inputs cannot be recorded.
         tokens, passes: Input rows and backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
-            gradients in the weight's shape.
+            gradients in the weight's shape; of packed experts also "tokens_of_groups" [groups].
         rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
     """
 
@@ -62,18 +64,30 @@ class Statistics:
             squares = self._sum("input_square")
         else:  # a calibration records one of the two, so both are of different tokens
             squares = self.sums["input_gram"].diagonal(dim1=1, dim2=2) + self.sums.get("input_square", 0)
-        return self.from_matrix(squares[:, None, :])
+        return self.from_matrix(self._shared(squares)[:, None, :])
+
+    @property
+    def tokens_of_groups(self) -> Tensor | None:
+        """The tokens of each expert, int64 [experts]; None of a weight that is not of packed experts."""
+        counts = self.sums.get(OF_GROUPS)
+        return None if counts is None else counts.round().long()
 
     @property
     def input_gram(self) -> Tensor:
-        """G = X^T X, [groups, inputs, inputs], in the order of the columns of `matrix`."""
+        """G = X^T X, [groups, inputs, inputs], in the order of the columns of `matrix`.
+
+        Each of packed experts has that of its own tokens and, as that of `PRIOR` tokens for each input more, the mean
+        of all experts' tokens, so that those which few tokens or none reach are solved too.
+        """
         self._sum_rows()
-        return self._sum("input_gram")
+        return self._shared(self._sum("input_gram"))
 
     @property
     def gram(self) -> "Tensor | RowGram | None":
         """G as `input_gram`, or by its rows where these are kept; None where neither was recorded."""
-        return RowGram.of(torch.cat(self.rows, 1)) if self.rows else self.sums.get("input_gram")
+        if self.rows:
+            return RowGram.of(torch.cat(self.rows, 1))
+        return self.input_gram if "input_gram" in self.sums else None
 
     @property
     def gradient(self) -> Tensor:
@@ -89,6 +103,23 @@ class Statistics:
     def movement(self) -> Tensor:
         """The sum of -weight * gradient over backward passes, in the weight's shape."""
         return self._sum("movement")
+
+    def _shared(self, sums: Tensor) -> Tensor:
+        """Sums of groups; of packed experts with a share of all of them."""
+        counts = self.sums.get(OF_GROUPS)
+        if counts is None:
+            return sums
+        return sums + sums.sum(0) * (PRIOR * sums.shape[-1] / counts.sum().clamp(min=1))
+
+    def add_to_group(self, need: str, group: int, increment: Tensor, tokens: int) -> None:
+        """Add to the sums of one group, in place."""
+        if need not in self.sums:
+            for name in (need, OF_GROUPS):
+                shape = self.shapes()[name]
+                self.sums.setdefault(name, torch.zeros(shape, dtype=torch.float32, device=increment.device))
+        self.sums[need][group] += increment
+        self.sums[OF_GROUPS][group] += tokens
+        self.tokens += tokens
 
     def add(self, increments: Mapping[str, Tensor], tokens: int = 0, passes: int = 0) -> None:
         """Add to the sums, which rows that were kept join then."""
@@ -122,7 +153,7 @@ class Statistics:
         shapes = dict.fromkeys(GRADIENTS, self.shape)
         if self.adapter is not None:
             groups, _, inputs = self.matrix(torch.empty(self.shape, device="meta")).shape
-            shapes |= {"input_square": (groups, inputs), "input_gram": (groups, inputs, inputs)}
+            shapes |= {"input_square": (groups, inputs), "input_gram": (groups, inputs, inputs), OF_GROUPS: (groups,)}
         return shapes
 
     def saved(self) -> dict[str, Any]:
@@ -153,7 +184,7 @@ def loaded_statistics(saved: object, targets: Mapping[str, "Target"]) -> dict[st
         target = targets.get(name)
         blank = None if target is None else target.blank()
         for need, value in sums.items():
-            is_known = need in NEEDS and isinstance(value, Tensor) and value.is_floating_point()
+            is_known = need in (*NEEDS, OF_GROUPS) and isinstance(value, Tensor) and value.is_floating_point()
             if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):
                 text = f"statistics have an unknown entry, or one of a wrong shape: {need!r}"
                 raise SparsityError(f"{prefix}{name}: {text}")

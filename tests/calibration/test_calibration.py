@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 from sparsekit_ao.calibration import adapter_of
+from sparsekit_ao.calibration.products import Products
 
 torch.manual_seed(0)
 
@@ -52,10 +53,12 @@ def test_a_layer_is_a_product_of_recorded_rows_and_its_matrix(name):
     adapter = adapter_of(layer, "weight", {})
     matrix = adapter.matrix(layer.weight)
     assert torch.equal(adapter.weight(matrix, layer.weight.shape), layer.weight)
-    rows = torch.cat(list(adapter.rows(adapter.inputs((x,), {}), None)), 1)
+    products = []
+    with Products({"weight": (layer, "weight")}, lambda product, place: products.append(product), lambda: None):
+        output = layer(x)
+    rows = torch.cat(list(adapter.rows(products[0], None)), 1)
     product = (rows @ matrix.mT).mT.flatten(0, 1)  # [outputs, tokens]
-    output = layer(x)
-    channel = -1 if adapter.reads_rows else -1 - len(layer.kernel_size)
+    channel = -1 - len(layer.kernel_size) if hasattr(layer, "kernel_size") else -1
     torch.testing.assert_close(product, output.movedim(channel, 0).flatten(1), rtol=1e-4, atol=1e-5)
 
 
@@ -168,8 +171,10 @@ def test_attention_with_a_query_and_keys_of_its_own():
     for name, x in zip(names, (query, key, value), strict=True):
         torch.testing.assert_close(sparsifier.statistics[name].input_square[0], x[0].square().sum(0))
     both = prepared(nn.ModuleList([nn.MultiheadAttention(8, 2)]), config=[{"tensor_fqn": "0.in_proj_weight"}])
-    with pytest.raises(SparsityError, match="whose query and key differ in shape"):
-        both.calibrate([0], forward=lambda m, _: m[0](torch.randn(3, 1, 8), torch.randn(5, 1, 8), torch.randn(5, 1, 8)))
+    reads = [torch.randn(n, 1, 8) for n in (3, 5, 5)]  # of different lengths: each third has its own inputs
+    both.calibrate([0], forward=lambda m, _: m[0](*reads))
+    expected = torch.stack([x.square().sum((0, 1)) for x in reads]).repeat_interleave(8, 0)
+    torch.testing.assert_close(both.statistics["0.in_proj_weight"].input_square, expected)
 
 
 def test_a_layer_that_is_called_twice_adds_both_inputs():
@@ -356,12 +361,15 @@ def test_attention_called_by_keywords_leaves_the_random_numbers_alone():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused_with_advice():
+def test_nested_tensors_are_refused_with_advice_and_encoders_make_none():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
     sparsifier = prepared(encoder, config=[{"tensor_fqn": "*.weight", "module": nn.Linear}])
-    padding = torch.tensor([[False, False, True], [False, False, False]])
+    padding, x = torch.tensor([[False, False, True], [False, False, False]]), torch.randn(2, 3, 8)
+    sparsifier.calibrate([{"src": x, "src_key_padding_mask": padding}], token_mask=lambda batch: ~padding)
+    assert {s.tokens for s in sparsifier.statistics.values()} == {5}
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
     with pytest.raises(SparsityError, match="nested tensor.*enable_nested_tensor=False"):
-        sparsifier.calibrate([{"src": torch.randn(2, 3, 8), "src_key_padding_mask": padding}])
+        prepared(mlp()).calibrate([nested])
 
 
 def test_statistics_are_those_of_the_model_that_was_prepared_last():

@@ -595,20 +595,23 @@ def test_experts_that_no_batch_reaches_are_pruned_by_magnitude_and_named():
 
 
 def test_a_layer_whose_inputs_cannot_be_recorded_is_noted():
-    class Recurrent(nn.Module):
+    class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+            self.pair, self.lstm, self.head = nn.Bilinear(8, 8, 8), nn.LSTM(8, 8), nn.Linear(8, 4)
 
         def forward(self, x):
-            return self.head(self.lstm(x)[0])
+            return self.head(self.lstm(self.pair(x, x))[0])
 
-    names = [{"tensor_fqn": "lstm.weight_ih_l0"}, {"tensor_fqn": "head.weight"}]
-    report = one_shot(prepared(Recurrent(), config=names), correlated())
+    names = [{"tensor_fqn": name} for name in ("pair.weight", "lstm.weight_ih_l0", "head.weight")]
+    with pytest.warns(UserWarning, match="inputs of Bilinear are not recorded, so pair.weight are pruned without"):
+        report = one_shot(prepared(Model(), config=names, score="wanda"), correlated(), compensate="least_squares")
     assert {r.tensor: r.note for r in report} == {
         "head.weight": "",
-        "lstm.weight_ih_l0": "no inputs recorded: not compensated",
+        "lstm.weight_ih_l0": "",
+        "pair.weight": "no inputs recorded: not compensated",
     }
+    assert all(r.after < r.before for r in report if r.tensor != "pair.weight")
 
 
 def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):

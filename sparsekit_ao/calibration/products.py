@@ -1,0 +1,413 @@
+"""Products of a running model, seen by a `TorchFunctionMode`: what each one reads, and which weight multiplies it.
+
+A weight is found by the storage of the tensor that is multiplied, whatever module computes the product: a parameter,
+a part of one (an expert of packed ones, a chunk, a transposed view), and what functions or parametrizations make of it
+(a masked weight, one in another dtype, the experts that were gathered for each token).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..distributed import full_tensor, local
+
+_GATHERS = ("__getitem__", "index_select", "repeat_interleave")
+Positions = range | Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class Product:
+    """A tensor that is multiplied by a weight.
+
+    Attributes:
+        read: The tensor, as the model passes it.
+        weight: What multiplies it, as the model passes it.
+        kind: "matrix", "convolution", "transposed convolution" or "embedding".
+        inputs: Gives what is read in the form [..., inputs], or [batch, tokens, inputs] with `batch`.
+        contracted: The dimensions of the weight that are summed over, in the order of the inputs.
+        batch: The dimension of the weight at each index of which it has inputs of its own.
+        ends: Where the inputs [tokens, inputs] of each index of `batch` end, for sorted tokens.
+        settings: Of a convolution: stride, padding, dilation and so on.
+        is_computed: Whether the inputs are more than a form of `read`.
+        counts: Which inputs count, bool, where that is known by following gathered tokens.
+    """
+
+    read: Tensor
+    weight: Tensor
+    inputs: Callable[[], Tensor]
+    kind: str = "matrix"
+    contracted: tuple[int, ...] = ()
+    batch: int | None = None
+    ends: Tensor | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_computed: bool = False
+    counts: Tensor | None = None
+
+
+class Place(NamedTuple):
+    """Where the elements of a tensor are in a weight.
+
+    Attributes:
+        name: Of the weight.
+        fixed: {dimension of the weight: index} of the dimensions that the tensor does not have.
+        dims: For each dimension of the tensor that of the weight and the indices in it; None where it has one index.
+    """
+
+    name: str
+    fixed: dict[int, int]
+    dims: tuple[tuple[int, Positions] | None, ...]
+
+
+class _Known(NamedTuple):
+    """A tensor whose place is known, and its views by it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    place: Place
+
+    def place_of(self, view: Tensor) -> Place | None:
+        """The place of a view, or None where its dimensions are no slices of those of the tensor."""
+        shape, stride, rest = view.shape, view.stride(), int(view.storage_offset()) - self.offset
+        if rest == 0 and shape == self.shape and stride == self.stride:
+            return self.place
+        order = sorted((d for d, n in enumerate(self.shape) if n > 1), key=lambda d: -self.stride[d])
+        start = dict.fromkeys(range(len(self.shape)), 0)
+        for d in order:
+            start[d], rest = divmod(rest, self.stride[d])
+        if rest or any(not 0 <= start[d] < self.shape[d] for d in order):
+            return None
+        fixed, dims, used = dict(self.place.fixed), list[tuple[int, Positions] | None](), set[int]()
+        for n, step in zip(shape, stride, strict=True):
+            if n == 1 or step == 0:
+                dims.append(None)
+                continue
+            for d in order:
+                end = start[d] + (n - 1) * (step // self.stride[d])
+                if step % self.stride[d] == 0 and end < self.shape[d] and d not in used:
+                    break
+            else:
+                return None
+            own = self.place.dims[d]
+            used.add(d)
+            dims.append(own and (own[0], own[1][start[d] : end + 1 : step // self.stride[d]]))
+        for d, own in enumerate(self.place.dims):
+            if d not in used and own is not None:
+                fixed[own[0]] = int(own[1][start[d]])
+        return Place(self.place.name, fixed, tuple(dims))
+
+
+class Products(TorchFunctionMode):
+    """A context in which `take` is called with each product of the model that reads one of some weights, and its place.
+
+    Products inside compiled functions and kernels of other libraries are not seen.
+
+    Args:
+        tensors: {name: (module, name of the tensor in it)} of the weights.
+        take: Called before the product is computed.
+        token_mask: Gives the mask of the tokens that count, or None.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[nn.Module, str]],
+        take: Callable[[Product, Place], None],
+        token_mask: Callable[[], Tensor | None],
+    ) -> None:
+        super().__init__()
+        self._tensors, self._take, self._token_mask = tensors, take, token_mask
+        self._known: dict[StorageWeakRef, list[_Known]] = {}  # storages may be shared, as those of flat parameters are
+        self._counts = WeakTensorKeyDictionary()  # of gathered tokens
+
+    def tie(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor for the whole weight of this name."""
+        self._add(tensor, Place(name, {}, tuple((d, range(n)) for d, n in enumerate(tensor.shape))))
+
+    def _add(self, tensor: Tensor, place: Place) -> None:
+        if len(self._known) > 2 * len(self._tensors) + 64:
+            self._known = {key: known for key, known in self._known.items() if not key.expired()}
+        known = self._known.setdefault(_key(tensor), [])
+        known.insert(0, _Known(tensor.shape, tensor.stride(), int(tensor.storage_offset()), place))
+        del known[len(self._tensors) + 1 :]
+
+    def _place(self, tensor: Tensor, *, looks: bool) -> Place | None:
+        """The place of a tensor; with `looks` also where parameters were replaced since, by FSDP or accelerate."""
+        key = _key(tensor)
+        if key not in self._known and looks:
+            for name, (module, tensor_name) in self._tensors.items():
+                if not parametrize.is_parametrized(module, tensor_name):
+                    whole = getattr(module, tensor_name)
+                    if _key(whole) == key:
+                        self.tie(name, whole)
+        return next((p for known in self._known.get(key, ()) if (p := known.place_of(tensor)) is not None), None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in READERS:
+            with torch.no_grad():
+                for product in READERS[name](func, args, kwargs):
+                    place = self._place(product.weight, looks=True)
+                    if place is not None:
+                        product.counts = self._counts.get(product.read)
+                        self._take(product, place)
+        output = func(*args, **kwargs)
+        if name != "__get__":
+            self._follow(name, args, kwargs, output)
+        return output
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Learn the place of what was computed of a weight, and which rows of gathered tokens count."""
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
+            first, ids = tensors[0], tensors[-1]
+            if name in _GATHERS[:2] and _is_index(args, kwargs, ids):
+                place = self._place(first, looks=isinstance(first, nn.Parameter))
+                if place is not None and place.dims[0] is not None:
+                    d, positions = place.dims[0]
+                    chosen = torch.as_tensor(positions, device=ids.device)[ids]
+                    self._add(output, place._replace(dims=((d, chosen), *place.dims[1:])))
+            elif name not in READERS:
+                like = [t for t in tensors if t.shape == output.shape and t.ndim > 1 and t is not output]
+                places = (self._place(t, looks=isinstance(t, nn.Parameter)) for t in like)
+                place = next(filter(None, places), None)
+                if place is not None and _key(output) not in self._known:
+                    self._add(output, place)
+        mask = self._token_mask()
+        if mask is not None and tensors:
+            self._follow_rows(name, args, kwargs, tensors, output, mask)
+
+    def _follow_rows(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        output: Any,
+        mask: Tensor,
+    ) -> None:
+        """Rows gathered from flattened tokens count as those do, and what is computed of rows as the rows do."""
+        counts = next((self._counts[t] for t in tensors if t in self._counts), None)
+        first = tensors[0]
+        if name in _GATHERS and (name == "repeat_interleave" or _is_index(args, kwargs, tensors[-1])):
+            if counts is None and first.ndim == 2 and first.is_floating_point() and len(first) == mask.numel():
+                counts = mask.bool().reshape(-1).to(first.device)
+            if counts is not None and len(counts) == len(first):
+                is_repeated = name == "repeat_interleave"
+                counts = counts.repeat_interleave(*args[1:], **kwargs) if is_repeated else counts[tensors[-1]]
+        if counts is not None:
+            for each in output if isinstance(output, (tuple, list)) else [output]:
+                if isinstance(each, Tensor) and each.ndim and len(each) == len(counts):
+                    self._counts[each] = counts
+
+
+def _key(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(local(tensor).untyped_storage())
+
+
+def _is_index(args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: Tensor) -> bool:
+    """Whether rows are gathered by their numbers along dimension 0."""
+    others = [a for a in (*args[1:], *kwargs.values()) if a is not ids]
+    return ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64) and others in ([], [0]) and ids is not args[0]
+
+
+Read = Iterator[Product]
+
+
+def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    x, weight = _tensors(args, kwargs)[:2]
+    yield Product(read=x, weight=weight, inputs=partial(full_tensor, x), contracted=(-1,))
+
+
+def _matmul(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    """Either factor may be the weight."""
+    a, b = _tensors(args, kwargs)[-2:]
+    if func is Tensor.__rmatmul__:
+        a, b = b, a
+    for x, weight, read in ((a, b, a), (b.mT if b.ndim > 1 else b[None], a.mT if a.ndim > 1 else a, b)):
+        if weight.ndim == 2:
+            yield Product(read=read, weight=weight, inputs=partial(full_tensor, x), contracted=(0,))
+        elif weight.ndim == 3 and x.ndim > 1:
+            inputs = partial(_batched, x, len(weight))
+            yield Product(read=read, weight=weight, inputs=inputs, contracted=(1,), batch=0)
+
+
+def _batched(x: Tensor, count: int) -> Tensor:
+    """[..., tokens, inputs] as [batch, tokens, inputs]."""
+    x = x.expand(*torch.broadcast_shapes(x.shape[:-2], (count,)), *x.shape[-2:])
+    return x.movedim(-3, 0).flatten(1, -2)
+
+
+def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    x, weight, *others = _tensors(args, kwargs)
+    if weight.ndim == 3 and x.ndim == 3:
+        yield from _matmul(func, (x, weight), {})
+    elif weight.ndim == 3 and others:
+        yield Product(read=x, weight=weight, inputs=lambda: x, contracted=(1,), batch=0, ends=others[0])
+
+
+def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    """Of two factors, each of whose letters is in the other one or in the result."""
+    equation, *factors = args
+    factors = [*factors[0]] if factors and isinstance(factors[0], (tuple, list)) else factors
+    if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:
+        return
+    inside, out = equation.replace(" ", "").split("->")
+    letters = inside.split(",")
+    for at in (0, 1):
+        (x, weight), (of_x, of_weight) = (factors[at], factors[1 - at]), (letters[at], letters[1 - at])
+        if "..." in of_weight:
+            continue
+        more = "".join(chr(0x100 + k) for k in range(x.ndim - len(of_x) + 3))
+        of_x, of_out = of_x.replace("...", more), out.replace("...", more)
+        both = [letter for letter in of_weight if letter in of_x]
+        summed, batch = ([letter for letter in both if (letter in of_out) is kept] for kept in (False, True))
+        rest = [letter for letter in of_x if letter not in both]
+        if not summed or len(batch) > 1 or any(letter not in of_out for letter in rest):
+            continue
+        order = [of_x.index(letter) for letter in (*batch, *rest, *summed)]
+        yield Product(
+            read=x,
+            weight=weight,
+            inputs=partial(_permuted, x, order, len(summed), bool(batch)),
+            contracted=tuple(of_weight.index(letter) for letter in summed),
+            batch=of_weight.index(batch[0]) if batch else None,
+        )
+
+
+def _permuted(x: Tensor, order: Sequence[int], summed: int, has_batch: bool) -> Tensor:
+    x = x.permute(*order).flatten(-summed)
+    return x.reshape(len(x), -1, x.shape[-1]) if has_batch else x
+
+
+def _convolution(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    is_transposed = "transpose" in func.__name__
+    last = "output_padding groups dilation" if is_transposed else "dilation groups"
+    names = f"input weight bias stride padding {last}".split()
+    named = dict(zip(names, args, strict=False)) | dict(kwargs)
+    weight, n = named["weight"], named["weight"].ndim - 2
+    settings = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1} | named
+    for name in ("stride", "padding", "output_padding", "dilation"):
+        value = settings[name]
+        if not isinstance(value, str):
+            value = (value,) if isinstance(value, int) else tuple(value)
+            settings[name] = value * n if len(value) == 1 else value
+    kind = "transposed convolution" if is_transposed else "convolution"
+    x = named["input"]
+    yield Product(read=x, weight=weight, inputs=partial(full_tensor, x), kind=kind, settings=settings)
+
+
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    ids, weight = _tensors(args, kwargs)[:2]
+    if ids.is_floating_point():  # torch.embedding and that of torch.nn.functional have them in another order
+        ids, weight = weight, ids
+    yield Product(read=ids, weight=weight, inputs=partial(full_tensor, ids), kind="embedding")
+
+
+def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    """`nn.MultiheadAttention`; what its output projection reads is its output with an identity in that place."""
+    named = inspect.signature(func).bind(*args, **kwargs).arguments
+    reads = [named[name] for name in ("query", "key", "value")]
+    is_separate = named.get("use_separate_proj_weight")
+    weights = [named[f"{n}_proj_weight"] for n in "qkv"] if is_separate else [*named["in_proj_weight"].chunk(3)]
+    for x, weight in zip(reads, weights, strict=True):
+        yield Product(read=x, weight=weight, inputs=partial(_batch_first, x), contracted=(1,))
+    query, weight = reads[0], named["out_proj_weight"]
+
+    def heads() -> Tensor:
+        identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        return _batch_first(func(**{**named, "out_proj_weight": identity, "out_proj_bias": None, "dropout_p": 0.0})[0])
+
+    yield Product(read=query, weight=weight, inputs=heads, is_computed=True, contracted=(1,))
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    """[tokens, batch, inputs] as [batch, tokens, inputs], the dimensions that token masks have."""
+    return x.transpose(0, 1) if x.ndim == 3 else x
+
+
+def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    """`nn.RNN`, `nn.LSTM` and `nn.GRU`, layer by layer: the outputs of a layer are its hidden states.
+
+    What the projection of an LSTM with `proj_size` reads is not among them.
+    """
+    x, *others = args
+    sizes = others.pop(0) if isinstance(others[0], Tensor) and not others[0].is_floating_point() else None
+    states, weights, has_biases, layers, _, _, is_bidirectional, *rest = others
+    is_batch_first = bool(rest and rest[0])
+    directions, is_lstm = 1 + is_bidirectional, isinstance(states, (tuple, list))
+    count = len(weights) // (layers * directions)  # of one layer and direction
+    for layer in range(layers):
+        some = slice(layer * directions, (layer + 1) * directions)
+        of_layer = [*weights[some.start * count : some.stop * count]]
+        first = tuple(state[some] for state in states) if is_lstm else states[some]
+        settings = (has_biases, 1, 0.0, False, is_bidirectional)
+        if sizes is None:
+            output = func(x, first, of_layer, *settings, is_batch_first)[0]
+        else:
+            output = func(x, sizes, first, of_layer, *settings)[0]
+        time = 1 if is_batch_first else 0
+        for k, hidden in enumerate(output.chunk(directions, -1)):
+            start = (first[0] if is_lstm else first)[k]
+            before = _before(hidden, start, sizes, time, is_reversed=k == 1)
+            for read, weight in ((x, of_layer[k * count]), (before, of_layer[k * count + 1])):
+                form = full_tensor if sizes is not None or is_batch_first else _batch_first
+                yield Product(read=read, weight=weight, inputs=partial(form, read), contracted=(1,))
+        x = output
+
+
+def _before(hidden: Tensor, start: Tensor, sizes: Tensor | None, time: int, is_reversed: bool) -> Tensor:
+    """The hidden state that each step reads: that of the step before, and at first the initial one [batch, hidden]."""
+    if sizes is None:
+        length, initial = hidden.shape[time], start.unsqueeze(time)
+        steps = hidden.narrow(time, int(is_reversed), length - 1)
+        return torch.cat([steps, initial] if is_reversed else [initial, steps], time)
+    counts = sizes.tolist()  # sequences that have each step; those of a packed sequence are sorted by length
+    offsets = [sum(counts[:t]) for t in range(len(counts))]
+    ranges = [range(len(hidden), len(hidden) + counts[0])]
+    ranges += [range(offset, offset + n) for offset, n in zip(offsets, counts[1:], strict=False)]
+    if is_reversed:
+        ranges = []
+        for t, count in enumerate(counts):
+            after = counts[t + 1] if t + 1 < len(counts) else 0
+            ranges += [range(offsets[t] + count, offsets[t] + count + after)]
+            ranges += [range(len(hidden) + after, len(hidden) + count)]
+    at = torch.tensor([row for rows in ranges for row in rows], device=hidden.device)
+    return torch.cat([hidden, start])[at]
+
+
+def _cell(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+    x, state, *weights = args
+    hidden = state[0] if isinstance(state, (tuple, list)) else state
+    for read, weight in zip((x, hidden), weights, strict=False):
+        yield Product(read=read, weight=weight, inputs=partial(full_tensor, read), contracted=(1,))
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    values = (*args, *(value for name, value in kwargs.items() if name not in ("out", "bias")))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+#: what the functions of torch read, by their names
+READERS: dict[str, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Read]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "mv", "addmm", "addmv", "bmm", "baddbmm"), _matmul),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped),
+    "einsum": _einsum,
+    **{f"conv{kind}{n}d": _convolution for kind in ("", "_transpose") for n in (1, 2, 3)},
+    "embedding": _embedding,
+    "multi_head_attention_forward": _attention,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
+}

@@ -1,0 +1,325 @@
+"""Statistics of any weight that a product reads, compared with float64 references."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao.calibration import Recorder
+
+
+def recorded(model, names, run, need="input_gram", token_mask=None, forward=None):
+    """{name: statistics} of one run of a model."""
+    tensors = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
+    recorder = Recorder(model, tensors)
+    with torch.no_grad(), recorder.recording({name: [need] for name in names}) as recording:
+        recording.token_mask = token_mask
+        run(model)
+    return {name: recorder.of(name) for name in names}
+
+
+def gram_of(x):
+    x = x.double().flatten(0, -2)
+    return x.T @ x
+
+
+def check(found, expected, tolerance=1e-6):
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < tolerance, float(error)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+
+def mixture(kind):
+    """A small mixture of experts of transformers."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    kinds = {
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
+        "qwen3": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, head_dim=16, num_experts=6)
+        ),
+        "gpt_oss": lambda: t.GptOssForCausalLM(
+            t.GptOssConfig(
+                **{**SIZES, "intermediate_size": 32},
+                num_experts_per_tok=2,
+                num_key_value_heads=2,
+                head_dim=16,
+                num_local_experts=4,
+            )
+        ),
+        "deepseek": lambda: t.DeepseekV3ForCausalLM(
+            t.DeepseekV3Config(
+                **SIZES,
+                **EXPERTS,
+                first_k_dense_replace=0,
+                num_key_value_heads=2,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=16,
+                n_routed_experts=4,
+                n_group=2,
+                topk_group=1,
+            )
+        ),
+    }
+    model = kinds[kind]().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 3 or "router" in name or "gate.weight" in name:
+                nn.init.normal_(p, std=0.5)
+    return model
+
+
+def one_by_one(experts, hidden, chosen, keep):
+    """{name: [Gram matrix of each expert]}, {name: [its tokens]}, of experts that run one after another."""
+    is_transposed = experts.is_transposed
+    grams = {"gate_up_proj": [], "down_proj": []}
+    tokens, experts, hidden = [], copy.deepcopy(experts).double(), hidden.double()
+    for e in range(len(experts.gate_up_proj)):
+        x = hidden[(chosen == e).any(1) & keep]
+        up, down = experts.gate_up_proj[e], experts.down_proj[e]
+        both = x @ (up if is_transposed else up.T)
+        if getattr(experts, "has_bias", False):
+            both = both + experts.gate_up_proj_bias[e]
+        gated = experts._apply_gate(both)
+        assert gated.shape[-1] == (down if is_transposed else down.T).shape[0]
+        grams["gate_up_proj"].append(gram_of(x)), grams["down_proj"].append(gram_of(gated))
+        tokens.append(len(x))
+    return {name: torch.stack(g) for name, g in grams.items()}, tokens
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3", "gpt_oss", "deepseek"])
+@torch.no_grad()
+def test_experts_have_a_gram_matrix_each(kind, implementation):
+    model, ids = mixture(kind), torch.randint(0, 64, (2, 24))
+    model.set_experts_implementation(implementation)
+    mlp = model.model.layers[0].mlp
+    seen = []
+    handle = mlp.experts.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append([*args, *kwargs.values()]), with_kwargs=True
+    )
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    keep = torch.ones(2, 24, dtype=torch.bool)
+    keep[1, 15:] = False
+    for mask in (None, keep):
+        found = recorded(model, names, lambda model: model(ids), token_mask=mask)
+        hidden, chosen = seen[-1][:2]
+        counted = keep.reshape(-1) if mask is not None else torch.ones(48, dtype=torch.bool)
+        expected, tokens = one_by_one(mlp.experts, hidden.reshape(48, -1), chosen.reshape(48, -1), counted)
+        for name in names:
+            statistics = found[name]
+            assert statistics.tokens_of_groups.tolist() == tokens and statistics.tokens == sum(tokens)
+            check(statistics.sums["input_gram"], expected[name.rpartition(".")[2]])
+            weight = model.get_parameter(name)
+            matrix = statistics.matrix(weight)
+            assert torch.equal(matrix, weight.mT if kind == "gpt_oss" else weight)
+            assert torch.equal(statistics.from_matrix(matrix), weight)
+    handle.remove()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@torch.no_grad()
+def test_masked_experts_are_recorded_as_dense_ones(implementation):
+    model, ids = mixture("gpt_oss"), torch.randint(0, 64, (2, 24))
+    model.set_experts_implementation(implementation)
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    dense = recorded(model, names, lambda model: model(ids))
+    sparsifier = ScopeSparsifier(pattern="2:4")
+    sparsifier.prepare(model, [{"tensor_fqn": names}])
+    masked = recorded(model, names, lambda model: model(ids))
+    for name in names:
+        check(masked[name].sums["input_gram"], dense[name].sums["input_gram"].double())
+    sparsifier.step()
+    mask = sparsifier.mask(names[0])  # 2:4 along the inputs, dimension 1
+    assert (mask.unflatten(1, (-1, 4)).sum(2) == 2).all()
+
+
+def test_an_expert_without_tokens_takes_the_mean_of_the_others():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, 8))
+
+        def forward(self, x):
+            return F.linear(x[:4], self.weight[0]).sum() + F.linear(x[4:], self.weight[2]).sum()
+
+    x = torch.randn(10, 8)
+    found = recorded(Experts(), ["weight"], lambda model: model(x))["weight"]
+    assert found.tokens_of_groups.tolist() == [4, 0, 6] and found.tokens == 10
+    mean = gram_of(x) / 10
+    check(found.input_gram[1], mean * 0.8)  # 0.1 tokens for each of 8 inputs
+    check(found.input_gram[0], gram_of(x[:4]) + mean * 0.8)
+    check(found.input_square[1, 0], mean.diagonal() * 0.8)
+    again = Recorder(None, {}, {"weight": found}).saved()["weight"]
+    assert again["sums"]["tokens_of_groups"].tolist() == [4, 0, 6]
+
+
+PRODUCTS = {
+    "linear": (lambda x, w: F.linear(x, w), 1),
+    "matmul": (lambda x, w: torch.matmul(x, w), 0),
+    "@": (lambda x, w: x @ w, 0),
+    "@ transposed": (lambda x, w: x @ w.T, 1),
+    "mm": (lambda x, w: torch.mm(x.flatten(0, 1), w), 0),
+    "weight first": (lambda x, w: w @ x.mT, 1),
+    "weight first, transposed": (lambda x, w: w.mT @ x.mT, 0),
+    "addmm": (lambda x, w: torch.addmm(torch.zeros(8), x.flatten(0, 1), w), 0),
+    "einsum": (lambda x, w: torch.einsum("bti,oi->bto", x, w), 1),
+    "einsum with an ellipsis": (lambda x, w: torch.einsum("...i,io->...o", x, w), 0),
+    "halves of the outputs": (lambda x, w: torch.cat([F.linear(x, w[:4]), F.linear(x, w[4:])], -1), 1),
+    "halves of the inputs": (lambda x, w: F.linear(x[..., :4], w[:, :4]) + F.linear(x[..., 4:], w[:, 4:]), 1),
+    "another dtype": (lambda x, w: F.linear(x.double(), w.double()), 1),
+    "a copy": (lambda x, w: x @ w.clone(), 0),
+    "expanded": (lambda x, w: torch.bmm(x, w.expand(2, 8, 8)), 0),
+}
+
+
+class Raw(nn.Module):
+    def __init__(self, product):
+        super().__init__()
+        self.w, self.product = nn.Parameter(torch.randn(8, 8)), product
+
+    def forward(self, x):
+        return self.product(x, self.w)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_raw_parameters_by_any_product(name):
+    product, input_dim = PRODUCTS[name]
+    model, x = Raw(product), torch.randn(2, 5, 8)
+    found = recorded(model, ["w"], lambda model: model(x))["w"]
+    gram = gram_of(x)
+    if name == "halves of the inputs":  # each half has a product of its own
+        gram = torch.block_diag(gram[:4, :4], gram[4:, 4:])
+    check(found.input_gram[0], gram)
+    assert found.tokens == 10
+    assert torch.equal(found.matrix(model.w)[0], model.w if input_dim else model.w.T)
+
+
+def test_a_weight_that_is_used_twice_adds_both():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.again = nn.Linear(4, 8, bias=False)
+            self.head.weight = self.again.weight = self.embed.weight
+
+        def forward(self, ids, x):
+            return self.head(self.embed(ids)), self.again(x)
+
+    model, ids, x = Tied(), torch.tensor([[1, 2, 2]]), torch.randn(3, 4)
+    found = recorded(model, ["head.weight"], lambda model: model(ids, x))["head.weight"]
+    check(found.input_gram[0], gram_of(model.embed(ids).detach()) + gram_of(x))
+    assert found.tokens == 6
+    counted = recorded(model, ["embed.weight"], lambda model: model(ids, x), "input_square")["embed.weight"]
+    assert counted.input_square[:, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+
+
+def unfused(cell, x, reverse=False):
+    """The hidden states that each step of a recurrent cell reads."""
+    state, reads = None, []
+    for step in reversed(x) if reverse else x:
+        hidden = state[0] if isinstance(state, tuple) else state
+        reads.append(torch.zeros(1, cell.hidden_size) if hidden is None else hidden)
+        state = cell(step[None], state)
+    return torch.cat(reads), state
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("form", ["batch first", "time first", "packed"])
+@torch.no_grad()
+def test_recurrent_layers_read_inputs_and_hidden_states(kind, form):
+    layer = getattr(nn, kind)(5, 4, 2, bidirectional=True, batch_first=form != "time first").eval()
+    lengths, x = [6, 4] if form == "packed" else [6, 6], torch.randn(2, 6, 5)
+    names = [name for name, p in layer.named_parameters() if p.ndim == 2]
+
+    def run(model):
+        if form == "packed":
+            return model(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))
+        return model(x if form == "batch first" else x.mT.transpose(1, 2).transpose(0, 1))
+
+    found = recorded(layer, names, run)
+    inputs = [x[b, :n] for b, n in enumerate(lengths)]
+    for number in range(2):
+        reads, outputs = {"": [], "_reverse": []}, []
+        for one in inputs:
+            both = []
+            for suffix in ("", "_reverse"):
+                cell = getattr(nn, f"{kind}Cell")(one.shape[1], 4)
+                for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+                    getattr(cell, part).copy_(getattr(layer, f"{part}_l{number}{suffix}"))
+                before, last = unfused(cell, one, suffix != "")
+                reads[suffix].append(before)
+                last = last[0] if isinstance(last, tuple) else last
+                after = torch.cat([before[1:], last])
+                both.append(after.flip(0) if suffix else after)
+            outputs.append(torch.cat(both, 1))
+        for suffix in ("", "_reverse"):
+            check(found[f"weight_ih_l{number}{suffix}"].input_gram[0], gram_of(torch.cat(inputs)), 1e-5)
+            check(found[f"weight_hh_l{number}{suffix}"].input_gram[0], gram_of(torch.cat(reads[suffix])), 1e-5)
+        inputs = outputs
+
+
+@torch.no_grad()
+def test_padding_of_a_recurrent_tagger_is_left_out_also_where_it_is_masked():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    model, x = Tagger(), torch.randn(2, 6, 5)
+    keep = torch.arange(6) < torch.tensor([[6], [4]])
+    names = ["lstm.weight_ih_l0", "lstm.weight_hh_l0", "head.weight"]
+    dense = recorded(model, names, lambda model: model(x), token_mask=keep)
+    check(dense[names[0]].input_gram[0], gram_of(x[keep]))
+    assert {s.tokens for s in dense.values()} == {10}
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": names}])
+    masked = recorded(model, names, lambda model: model(x), token_mask=keep)
+    for name in names:
+        check(masked[name].input_gram[0], dense[name].input_gram[0].double())
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@torch.no_grad()
+def test_attention_fused_or_not(is_training):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(is_training)
+    x = torch.randn(2, 5, 8)
+    names = ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight"]
+    found = recorded(layer, names, lambda model: model(x))
+    check(found[names[0]].input_gram, gram_of(x).expand(3, 8, 8))
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    attention.load_state_dict(layer.self_attn.state_dict())
+    nn.init.eye_(attention.out_proj.weight), nn.init.zeros_(attention.out_proj.bias)
+    check(found[names[1]].input_gram[0], gram_of(attention(x, x, x)[0]), 1e-5)
+    assert {s.tokens for s in found.values()} == {10}
+
+
+def test_compiled_models_and_computed_weights_are_observed():
+    linear = nn.Linear(4, 4, bias=False)
+    model, x = torch.compile(nn.Sequential(linear), backend="eager"), torch.randn(3, 4)
+    model(x)
+    found = recorded(model, ["_orig_mod.0.weight"], lambda model: model(x))["_orig_mod.0.weight"]
+    check(found.input_gram[0], gram_of(x))
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    check(recorded(normed, ["0.weight"], lambda model: model(x))["0.weight"].input_gram[0], gram_of(x))
+
+
+def test_products_of_other_tensors_are_none_of_a_weight():
+    model = Raw(lambda x, w: (x @ x.mT @ x, w.sum()))
+    found = recorded(model, ["w"], lambda model: model(torch.randn(2, 5, 8)))["w"]
+    assert not found.sums
+    with pytest.raises(SparsityError, match="inputs cannot be recorded for 'weight' of Bilinear"):
+        recorded(nn.Bilinear(2, 2, 2), ["weight"], lambda model: None)
