@@ -109,7 +109,7 @@ class _Known(NamedTuple):
 class Products(TorchFunctionMode):
     """A context in which `take` is called with each product of the model that reads one of some weights, and its place.
 
-    Products inside compiled functions and kernels of other libraries are not seen.
+    Products inside of compiled functions, `torch.func` transforms and kernels of other libraries are not seen.
 
     Args:
         tensors: {name: (module, name of the tensor in it)} of the weights.
@@ -135,13 +135,18 @@ class Products(TorchFunctionMode):
     def _add(self, tensor: Tensor, place: Place) -> None:
         if len(self._known) > 2 * len(self._tensors) + 64:
             self._known = {key: known for key, known in self._known.items() if not key.expired()}
-        known = self._known.setdefault(_key(tensor), [])
+        key = _key(tensor)
+        if key is None:
+            return
+        known = self._known.setdefault(key, [])
         known.insert(0, _Known(tensor.shape, tensor.stride(), int(tensor.storage_offset()), place))
         del known[len(self._tensors) + 1 :]
 
     def _place(self, tensor: Tensor, *, looks: bool) -> Place | None:
         """The place of a tensor; with `looks` also where parameters were replaced since, by FSDP or accelerate."""
         key = _key(tensor)
+        if key is None:
+            return None
         if key not in self._known and looks:
             for name, (module, tensor_name) in self._tensors.items():
                 if not parametrize.is_parametrized(module, tensor_name):
@@ -154,6 +159,8 @@ class Products(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # of vmap or grad, whose values cannot be read
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in READERS:
             with torch.no_grad():
@@ -212,8 +219,12 @@ class Products(TorchFunctionMode):
                     self._counts[each] = counts
 
 
-def _key(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(local(tensor).untyped_storage())
+def _key(tensor: Tensor) -> StorageWeakRef | None:
+    """What tells storages apart, also freed ones; None of tensors without one (sparse ones, those inside of vmap)."""
+    try:
+        return StorageWeakRef(local(tensor).untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _is_index(args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: Tensor) -> bool:

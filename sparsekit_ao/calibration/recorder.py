@@ -1,5 +1,6 @@
 """Recording statistics of weights while the user's model runs; whatever observes it is removed even on an error."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -77,8 +78,9 @@ class Recording:
                 if needs := [n for n in target.needs if n in GRADIENTS]:
                     take = partial(self._take_gradient, target, needs)
                     stack.enter_context(target.parameter.register_hook(take))
-            if inputs:  # compiled modules would run without being observed
+            if inputs and "torch._dynamo" in sys.modules:  # compiled modules would run without being observed
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if inputs:
                 stack.enter_context(products)
             self._observers = stack.pop_all()
         return self
@@ -112,6 +114,7 @@ class Recording:
             read = adapter.reads(product, place, target.shape)
             if read is None:
                 return
+            self._statistics_of(target).dims = (adapter.input_dims, adapter.group_dims)
             if adapter.group_dims:
                 self._take_groups(target, adapter, product, read)
             else:
@@ -244,7 +247,9 @@ class Recorder:
     def of(self, name: str) -> Statistics:
         """What was recorded for a tensor, or statistics without sums."""
         statistics = self.collected.get(name) or self.target(name, ()).blank()
-        statistics.adapter = self._adapters[name]  # which a copy does not have
+        adapter = statistics.adapter = self._adapters[name]  # which a copy does not have
+        if adapter is not None and not adapter.is_known and statistics.dims is not None:
+            (adapter.input_dims, adapter.group_dims), adapter.is_known = statistics.dims, True
         return statistics
 
     def target(self, name: str, needs: Iterable[str]) -> Target:

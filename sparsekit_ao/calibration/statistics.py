@@ -29,6 +29,7 @@ class Statistics:
         tokens, passes: Input rows and backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape; of packed experts also "tokens_of_groups" [groups].
+        dims: The dimensions of inputs and of groups, where inputs were recorded; a copy of an adapter takes them over.
         rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
     """
 
@@ -38,6 +39,7 @@ class Statistics:
     tokens: int = 0
     passes: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
+    dims: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     rows: list[Tensor] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,7 +160,8 @@ class Statistics:
 
     def saved(self) -> dict[str, Any]:
         """As a plain dict of copies."""
-        return {"tokens": self.tokens, "passes": self.passes, "sums": {k: v.clone() for k, v in self.sums.items()}}
+        sums = {need: total.clone() for need, total in self.sums.items()}
+        return {"tokens": self.tokens, "passes": self.passes, "sums": sums, "dims": self.dims}
 
     def _sum(self, need: str) -> Tensor:
         if need not in self.sums:
@@ -183,6 +186,9 @@ def loaded_statistics(saved: object, targets: Mapping[str, "Target"]) -> dict[st
             raise SparsityError(f"{prefix}{name}: statistics need counts 'tokens' and 'passes' and a dict 'sums'")
         target = targets.get(name)
         blank = None if target is None else target.blank()
+        if blank is not None and blank.adapter is not None and not blank.adapter.is_known and entry.get("dims"):
+            blank.dims = entry["dims"]
+            (blank.adapter.input_dims, blank.adapter.group_dims), blank.adapter.is_known = blank.dims, True
         for need, value in sums.items():
             is_known = need in (*NEEDS, OF_GROUPS) and isinstance(value, Tensor) and value.is_floating_point()
             if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):

@@ -117,9 +117,9 @@ class MaskSparsifier(Trainable, Checkpointed):
             config: A list of dicts with `tensor_fqn` or `module` (a module class or several) and any config key. A
                 `tensor_fqn` is a name, a glob in which `*` crosses dots, `re:` and a regular expression, or a list of
                 these. Exact names have precedence, then later entries. A parameter with several names has one mask,
-                under all of them. None is every Linear and convolution but for adapters and weights tied to another
-                module. After unpickling, it is the pickled config, and pickled masks are restored, also into masks of
-                a copy.
+                under all of them. None is every Linear, convolution, recurrent layer and packed expert, but for
+                adapters, routers, the output embedding of a language model and weights tied to another module. After
+                unpickling, it is the pickled config, and pickled masks are restored, also into masks of a copy.
             exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave
                 out; modules with all that is inside them.
             skip_unfit: Leave out tensors that a block, scope or pattern does not fit, in place of an error;

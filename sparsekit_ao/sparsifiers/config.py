@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..calibration.adapters import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, packed_experts
 from ..errors import SparsityError, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
 from ..models.names import adapters, exists, hint_of, is_of_transformers, matcher, named_tensors, owner_of, parameter_of
@@ -23,7 +24,6 @@ TensorGroup = dict[str, Any]
 Classes = tuple[type[nn.Module], ...]
 Exclusion = str | type[nn.Module] | nn.Module  # an entry of `exclude`
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_OTHERS = {  # keys of other sparsifiers
     **dict.fromkeys(("score", "member_scores", "stages", "max_sparsity"), "ScopeSparsifier"),
     **dict.fromkeys(("zeros_per_block", "nearliness"), "another sparsifier"),
@@ -64,8 +64,8 @@ class ResolvedConfig:
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
     """One entry for the weight of every Linear (subclasses too, and transformers' Conv1D) and convolution, in order.
 
-    `nn.MultiheadAttention` has its input projections too, `nn.RNN`, `nn.LSTM` and `nn.GRU` all of their matrices. If
-    classes are given, one for the weight of every module of these instead.
+    `nn.MultiheadAttention` has its input projections too, `nn.RNN`, `nn.LSTM` and `nn.GRU` all of their matrices, and
+    packed experts theirs. If classes are given, one for the weight of every module of these instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
@@ -82,7 +82,28 @@ def _matrices_of(module: nn.Module) -> list[str]:
     """The weights of a module that config=None takes."""
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
         return [n for n, _ in named_tensors(module) if re.fullmatch(r"(in|q|k|v)_proj_weight|weight_\w+", n)]
-    return ["weight"] if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_of_transformers(module, "Conv1D") else []
+    if isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)) or is_of_transformers(module, "Conv1D"):
+        return ["weight"]
+    return packed_experts(module)
+
+
+def _left_dense(model: nn.Module) -> dict[str, str]:
+    """{tensor_fqn: why} of the weights that config=None leaves dense: routers, and the output embedding.
+
+    A router is a matrix beside experts that has a row for each of them.
+    """
+    reasons, modules = dict[str, str](), dict(model.named_modules())
+    for prefix, module in modules.items():
+        get_head = getattr(module, "get_output_embeddings", None)
+        head = get_head() if callable(get_head) else None
+        reasons |= {f"{n}.weight": "the output embedding" for n, m in modules.items() if m is head}
+        path, _, name = prefix.rpartition(".")
+        packed, is_list = packed_experts(module), isinstance(module, nn.ModuleList) and "experts" in name
+        count = len(parameter_of(module, packed[0])) if packed else len(module) if is_list else 0
+        for beside, tensor in named_tensors(modules[path]) if count > 1 else ():
+            if tensor.ndim == 2 and len(tensor) == count and "expert" not in beside:
+                reasons[f"{path}.{beside}".removeprefix(".")] = "a router, whose outputs choose experts"
+    return reasons
 
 
 def resolve_groups(
@@ -102,7 +123,8 @@ def resolve_groups(
         model, config, exclude: As for `prepare`; of a module class, `weight` or `tensor_name` is meant.
         keys: The keys that an entry may have besides the ones that name its tensors.
         complete: Adds defaults to what an entry gives for one tensor.
-        is_default: The config was made from the model; tied parameters and adapters are then left out.
+        is_default: The config was made from the model; tied parameters, adapters, routers and the output embedding are
+            then left out.
         check: Called with each group; a tensor for which it raises a SparsityError is skipped, if the entry fits
             another tensor.
         mask_class: Masks of this class that are there already are taken over; None refuses all masks.
@@ -121,7 +143,7 @@ def resolve_groups(
     excluded = excluded_names(model, exclude, names) if exclude != () else {}
     owners, labels = _owners(model, config, keys, names)
     skipped = {
-        **(adapters(model, owners) if is_default else {}),
+        **(_left_dense(model) | adapters(model, owners) if is_default else {}),
         **_tied_to_skip(names_of.values(), owners, excluded, is_default),
         **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
     }

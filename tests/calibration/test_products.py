@@ -323,3 +323,20 @@ def test_products_of_other_tensors_are_none_of_a_weight():
     assert not found.sums
     with pytest.raises(SparsityError, match="inputs cannot be recorded for 'weight' of Bilinear"):
         recorded(nn.Bilinear(2, 2, 2), ["weight"], lambda model: None)
+
+
+def test_copies_and_checkpoints_know_which_dimension_inputs_are():
+    x, model, other = torch.randn(4, 8), Raw(lambda x, w: x @ w), Raw(lambda x, w: x @ w)
+    sparsifiers = [ScopeSparsifier(0.5, score="wanda") for _ in range(2)]
+    for sparsifier, each in zip(sparsifiers, (model, other), strict=True):
+        sparsifier.prepare(each, [{"tensor_fqn": "w"}])
+    sparsifiers[0].calibrate([x])
+    sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())
+    for one in (*sparsifiers, copy.deepcopy(sparsifiers[0])):
+        torch.testing.assert_close(one.statistics["w"].input_square[:, 0], x.square().sum(0))
+
+
+def test_sparse_and_batched_tensors_pass_by():
+    model = Raw(lambda x, w: (torch.eye(8).to_sparse() @ x[0].T, torch.vmap(lambda row: w @ row)(x[0])))
+    x = torch.randn(2, 5, 8)
+    recorded(model, ["w"], lambda model: model(x))

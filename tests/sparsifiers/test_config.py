@@ -136,6 +136,41 @@ def test_without_a_config_adapters_are_left_out():
     assert set(sparsifier.report().skipped.values()) == {"part of an adapter"}
 
 
+def test_without_a_config_packed_experts_are_taken_and_routers_and_heads_left_dense():
+    class PackedExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 32))  # (experts, inputs, gates and units)
+            self.down_proj = nn.Parameter(torch.randn(4, 16, 8))
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts, self.shared = nn.Linear(8, 4), PackedExperts(), nn.Linear(8, 8)
+            self.listed = nn.ModuleDict({"gate": nn.Linear(8, 3), "experts": linear_model(8, 8, 8, 8)})
+            self.listed["experts"] = nn.ModuleList(m for m in self.listed["experts"] if isinstance(m, nn.Linear))
+            self.head = nn.Linear(8, 32)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    sparsifier = ScopeSparsifier(pattern="2:4")
+    sparsifier.prepare(Mixture())
+    kept = ["experts.gate_up_proj", "experts.down_proj", "shared.weight"]
+    assert sorted(levels(sparsifier)) == sorted([*kept, *(f"listed.experts.{n}.weight" for n in range(3))])
+    assert sparsifier.report().skipped == {
+        "router.weight": "a router, whose outputs choose experts",
+        "listed.gate.weight": "a router, whose outputs choose experts",
+        "head.weight": "the output embedding",
+    }
+    sparsifier.step()
+    for name in kept[:2]:  # along the inputs, dimension 1 here
+        assert (sparsifier.mask(name).unflatten(1, (-1, 4)).sum(2) == 2).all()
+    named = ScopeSparsifier(pattern="2:4")
+    named.prepare(Mixture(), [{"tensor_fqn": ["head.weight", "router.weight"]}])
+    assert list(levels(named)) == ["head.weight", "router.weight"]
+
+
 def test_the_report_names_each_tensors_rule_and_so_does_a_copy_of_the_sparsifier():
     config = [{"tensor_fqn": "*.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.25}]
     sparsifier = prepared(linear_model(8, 8, 8), config)
