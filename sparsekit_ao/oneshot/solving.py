@@ -465,8 +465,10 @@ def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor
         dense, gram = layer.statistics.matrix(layer.weight), layer.gram.to(layer.weight.dtype)
         before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
         after = relative_error(dense, gram, layer.statistics.matrix(weight))
-        tokens, inputs = layer.statistics.tokens, dense.shape[2]
+        tokens, inputs, of_experts = layer.statistics.tokens, dense.shape[2], layer.statistics.tokens_of_groups
         few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        if of_experts is not None:
+            few = f"tokens of an expert: {int(of_experts.min())} at least, {int(of_experts.median())} in the median"
         note = "; ".join(filter(None, (few, layer.unused_score)))
     compensated = torch.where(mask, weight, 0).to(dtype)
     if not bool(torch.isfinite(compensated).all()):
