@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import full_tensor, local
 
-_GATHERS = ("__getitem__", "index_select", "repeat_interleave")
+_GATHERS = ("__getitem__", "index_select")
 Positions = range | Tensor
 
 
@@ -80,7 +80,7 @@ class _Known(NamedTuple):
         shape, stride, rest = view.shape, view.stride(), int(view.storage_offset()) - self.offset
         if rest == 0 and shape == self.shape and stride == self.stride:
             return self.place
-        order = sorted((d for d, n in enumerate(self.shape) if n > 1), key=lambda d: -self.stride[d])
+        order = sorted((d for d, n in enumerate(self.shape) if n > 1 and self.stride[d]), key=lambda d: -self.stride[d])
         start = dict.fromkeys(range(len(self.shape)), 0)
         for d in order:
             start[d], rest = divmod(rest, self.stride[d])
@@ -179,7 +179,7 @@ class Products(TorchFunctionMode):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
             first, ids = tensors[0], tensors[-1]
-            if name in _GATHERS[:2] and _is_index(args, kwargs, ids):
+            if name in _GATHERS and _is_index(args, kwargs, ids):
                 place = self._place(first, looks=isinstance(first, nn.Parameter))
                 if place is not None and place.dims[0] is not None:
                     d, positions = place.dims[0]
@@ -206,12 +206,11 @@ class Products(TorchFunctionMode):
     ) -> None:
         """Rows gathered from flattened tokens count as those do, and what is computed of rows as the rows do."""
         counts = next((self._counts[t] for t in tensors if t in self._counts), None)
-        first = tensors[0]
-        if name in _GATHERS and (name == "repeat_interleave" or _is_index(args, kwargs, tensors[-1])):
+        first, is_repeated = tensors[0], name == "repeat_interleave" and (*args[2:], kwargs.get("dim"))[0] == 0
+        if is_repeated or (name in _GATHERS and _is_index(args, kwargs, tensors[-1])):
             if counts is None and first.ndim == 2 and first.is_floating_point() and len(first) == mask.numel():
                 counts = mask.bool().reshape(-1).to(first.device)
             if counts is not None and len(counts) == len(first):
-                is_repeated = name == "repeat_interleave"
                 counts = counts.repeat_interleave(*args[1:], **kwargs) if is_repeated else counts[tensors[-1]]
         if counts is not None:
             for each in output if isinstance(output, (tuple, list)) else [output]:

@@ -173,7 +173,7 @@ class Recording:
         """Sum over all ranks of the default process group; a rank that did not reach a layer adds zero."""
         by_rank: list[Any] = [None] * torch.distributed.get_world_size()
         counts = {
-            name: (s.tokens, s.passes, {need: tuple(v.shape) for need, v in s.sums.items()})
+            name: (s.tokens, s.passes, {need: tuple(v.shape) for need, v in s.sums.items()}, s.dims)
             for name, s in self.statistics.items()
         }
         torch.distributed.all_gather_object(by_rank, counts)
@@ -183,6 +183,7 @@ class Recording:
                 continue
             statistics = self._statistics_of(target)
             statistics.tokens, statistics.passes = sum(r[0] for r in reached), sum(r[1] for r in reached)
+            statistics.dims = next(filter(None, (r[3] for r in reached)), None)
             for need, shape in sorted(reached[0][2].items()):
                 total = statistics.sums.get(need, torch.zeros(shape, device=target.parameter.device))
                 torch.distributed.all_reduce(total)

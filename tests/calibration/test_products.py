@@ -340,3 +340,21 @@ def test_sparse_and_batched_tensors_pass_by():
     model = Raw(lambda x, w: (torch.eye(8).to_sparse() @ x[0].T, torch.vmap(lambda row: w @ row)(x[0])))
     x = torch.randn(2, 5, 8)
     recorded(model, ["w"], lambda model: model(x))
+
+
+def test_gathered_tokens_are_followed_through_what_is_computed_of_them():
+    class Gathered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(8, 2)
+
+        def forward(self, x):
+            flat = x.flatten(0, 1)
+            rows = flat[torch.tensor([5, 0, 3, 3, 1])]
+            wide = self.first(rows).relu().repeat_interleave(2, dim=1)
+            return self.second(wide).index_select(0, torch.tensor([1]))
+
+    x, keep = torch.randn(2, 3, 4), torch.tensor([[True, True, False], [True, False, False]])
+    found = recorded(Gathered(), ["first.weight", "second.weight"], lambda model: model(x), token_mask=keep)
+    check(found["first.weight"].input_gram[0], gram_of(x.flatten(0, 1)[[0, 3, 3, 1]]))
+    assert found["second.weight"].tokens == 4
