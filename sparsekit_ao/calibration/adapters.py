@@ -363,8 +363,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 def packed_experts(module: nn.Module) -> list[str]:
     """The names of the weights of packed experts: two tensors (experts, ...) or more, in a module that is named so."""
+    if "expert" not in type(module).__name__.lower() or isinstance(module, torch.jit.ScriptModule):
+        return []  # before any weight is looked at, which parametrizations compute
     names = [*module._parameters, *parametrized_names(module)]
     shapes = {name: shape_of(module, name) for name in names if getattr(module, name) is not None}
     packed = [name for name, shape in shapes.items() if len(shape) == 3]
     is_packed = len(packed) > 1 and len({shapes[name][0] for name in packed}) == 1
-    return packed if is_packed and "expert" in type(module).__name__.lower() else []
+    return packed if is_packed else []
