@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = {"pattern": args.pattern, "exclude": ["pooler"], "token_mask": "attention_mask", "recover": recover}
         model, report = prune(dense, args.level, batches=data, score=score, compensate=compensation, **options)
         measure(model, name, len(train[:sentences]), time.perf_counter() - start)
-        print(*([report.recovery] if recover else []), sep="\n", end="")
+        if recover:
+            print(report.recovery)
         return model
 
     print(f"| {args.pattern} | sentences | cosine | seconds |\n|---|---|---|---|", flush=True)
