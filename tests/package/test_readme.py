@@ -209,6 +209,16 @@ def test_the_figures_of_patterns_and_the_masked_layer_equal_the_csvs():
     assert sentence.format(compiled["bool mask"], compiled["float mask"]) in text
 
 
+def test_the_memory_of_models_on_disk_equals_the_csv():
+    rows, columns = (
+        table_rows("benchmarks/results/walk_memory"),
+        ("blocks", "model MiB", "peak MiB", "resident MiB in all"),
+    )
+    for r in rows:
+        assert f"| {' | '.join(r[c] for c in columns)} | {r['seconds a block']} |" in page("larger")
+    assert f"needs {int(rows[-1]['peak MiB']) / int(rows[0]['peak MiB']):.1f} times the memory" in page("larger")
+
+
 def test_the_time_of_prepare_equals_the_csv():
     ms = {r["kind"]: float(r["prepare ms"]) for r in table_rows("benchmarks/results/prepare")}
     sentence = f"takes {ms['ScopeSparsifier']:.0f} ms, torch.ao's {ms['stock']:.0f} ms"
