@@ -10,7 +10,7 @@
         store       the weights where they came from, and in the folder of a checkpoint
 
 `prune`, `one_shot` and `recover` are calls of it. Beside the model, one block's weights and statistics and the two
-streams are in memory, whatever the number of blocks. A resumed walk runs finished blocks again to move the streams on,
+streams are in memory. A resumed walk runs finished blocks again to move the streams on,
 which gives the same bits as reading them from a file would, without writing them after each block.
 """
 
