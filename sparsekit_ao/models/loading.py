@@ -7,7 +7,7 @@ parameters are plain tensors in all these cases.
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..distributed import gathered, is_sharded
 from ..errors import SparsityError
+from .running import keyed_generator
 
 Device = torch.device | str | int | None
-SAMPLED = 64  # values of each tensor that its fingerprint reads
+SAMPLED = 256  # values of each tensor that its fingerprint reads
 
 
 class _Offloaded(NamedTuple):
@@ -61,12 +62,33 @@ def refuse_unloadable(model: nn.Module, caller: str) -> None:
                 "values are; load the model with from_pretrained(folder), for a model that is larger than memory with "
                 "device_map= and offload_folder="
             )
+    for module in model.modules():
+        is_whole = any(one.place_submodules for one in _offloading_hooks(module))
+        if is_whole and any(isinstance(m, nn.ModuleList) for m in module.modules()):
+            raise SparsityError(
+                f"{caller}: accelerate loads all of {type(module).__name__} at once, with all of its blocks; offload "
+                "the model without naming this class in preload_module_classes"
+            )
     for each in offloaded:
         if each.key in getattr(each.values, "index", ()) and each.values.save_folder is None:
             raise SparsityError(
                 f"{caller}: accelerate reads {each.key} from the model's own files and has no folder for changed "
                 "weights; load the model with from_pretrained(folder, device_map=..., offload_folder='offloaded')"
             )
+
+
+def refuse_tied(model: nn.Module, names: Collection[str], caller: str) -> None:
+    """Raise where two tensors are one of the values that accelerate keeps on the CPU, which it does not tell itself."""
+    paths, found = {id(module): name for name, module in model.named_modules()}, dict[int, str]()
+    for each in _offloaded(model):
+        name = f"{paths[id(each.owner)]}.{each.name}".removeprefix(".")
+        if name in names and each.key not in getattr(each.values, "index", ()):
+            first = found.setdefault(each.values[each.key].data_ptr(), name)
+            if first != name:
+                raise SparsityError(
+                    f"{caller}: {first} and {name} were one tensor before accelerate offloaded the model; prune it "
+                    f"before that, or leave both out (exclude=[{first!r}, {name!r}])"
+                )
 
 
 @contextmanager
@@ -84,7 +106,7 @@ def loaded(
     with ExitStack() as stack:
         stack.enter_context(gathered(model, modules, writes))
         for module in modules:
-            stack.enter_context(_from_offload(module, device, writes))
+            stack.enter_context(_from_offload(model, module, device, writes))
             stack.enter_context(_moved(module, device))
         yield
 
@@ -103,10 +125,12 @@ def _moved(module: nn.Module, device: Device) -> Iterator[None]:
 
 
 @contextmanager
-def _from_offload(module: nn.Module, device: Device, writes: bool) -> Iterator[None]:
+def _from_offload(model: nn.Module, module: nn.Module, device: Device, writes: bool) -> Iterator[None]:
     """Load what accelerate offloaded. Its hooks would load the old values again, so they do not run meanwhile."""
-    hooked = [m for m in module.modules() if hasattr(m, "_hf_hook") and "forward" in vars(m)]
-    forwards, tensors = [m.forward for m in hooked], list(_offloaded(module))
+    inside = {*module.modules()}
+    hooked = [m for m in inside if hasattr(m, "_hf_hook") and "forward" in vars(m)]
+    forwards = [m.forward for m in hooked]
+    tensors = [each for each in _offloaded(model) if each.owner in inside]  # a hook may be around the module
     try:
         for m in hooked:
             m.forward = m._old_forward  # type: ignore[assignment]
@@ -126,10 +150,7 @@ def _from_offload(module: nn.Module, device: Device, writes: bool) -> Iterator[N
 def _offloaded(module: nn.Module) -> Iterator[_Offloaded]:
     """The tensors of a module that accelerate keeps elsewhere, by the hooks that would load them."""
     for parent in module.modules():
-        hook: Any = getattr(parent, "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
-            if not getattr(one, "offload", False) or getattr(one, "weights_map", None) is None:
-                continue
+        for one in _offloading_hooks(parent):
             named: list[tuple[str, Tensor]] = [*parent.named_parameters(recurse=one.place_submodules)]
             named += parent.named_buffers(recurse=one.place_submodules) if one.offload_buffers else []
             for path, tensor in named:
@@ -139,6 +160,13 @@ def _offloaded(module: nn.Module) -> Iterator[_Offloaded]:
                     while hasattr(values, "prefix"):
                         values, key = values.dataset, values.prefix + key
                     yield _Offloaded(parent.get_submodule(owner), name, tensor, values, key, one.execution_device)
+
+
+def _offloading_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of accelerate on a module that load weights from elsewhere; a SequentialHook has several."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return [one for one in hooks if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None]
 
 
 def _set(each: _Offloaded, value: Tensor) -> None:
@@ -163,13 +191,15 @@ def _write(each: _Offloaded, value: Tensor) -> None:
         each.values.index[each.key] = index[each.key]
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes, dtypes and of some values of each tensor, where these are at hand."""
+def fingerprint(tensors: Mapping[str, Tensor], *, whole: bool = False) -> str:
+    """A hash of names, shapes and dtypes, and of all values of tensors or of some, where these are at hand."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors.items():
         digest.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}".encode())
-        if not tensor.is_meta and not is_sharded(tensor) and tensor.numel():
+        if not tensor.is_meta and not is_sharded(tensor) and not tensor.is_nested and tensor.numel():
             flat = tensor.detach().reshape(-1)
-            some = flat[:: max(1, len(flat) // SAMPLED)]
-            digest.update(str(some.double().tolist()).encode())
+            if not whole:  # scattered places, since a constant step may meet one column alone
+                some = torch.randint(len(flat), (SAMPLED,), generator=keyed_generator(name, len(flat)))
+                flat = flat[some.to(flat.device)]
+            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -71,9 +71,19 @@ class CalibrationData:
         return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
 
     def fingerprint(self) -> str:
-        """A hash of the batches, by a sample of their values."""
-        leaves = _pytree.tree_leaves([dict(b) if isinstance(b, Mapping) else b for b in self.batches])
-        return fingerprint({str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        """A hash of the batches, of the tokens that count, and of how the model runs."""
+        leaves = _pytree.tree_leaves(
+            [[dict(b) if isinstance(b, Mapping) else b for b in self.batches], self.token_masks]
+        )
+        tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        tensors |= {str(at): torch.from_numpy(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
+        others = [leaf for leaf in leaves if isinstance(leaf, (str, bool, int, float))]
+        code, closure = getattr(self.forward, "__code__", None), getattr(self.forward, "__closure__", None) or ()
+        names = [getattr(self.forward, name, "") for name in ("__module__", "__qualname__")]
+        values = [cell.cell_contents for cell in closure]
+        tensors |= {f"closure {at}": value for at, value in enumerate(values) if isinstance(value, Tensor)}
+        how = names, code and code.co_code, [v for v in values if isinstance(v, (str, bool, int, float))]
+        return f"{fingerprint(tensors, whole=True)} {others} {how}"
 
     def output(self, index: int) -> Any:
         """Run the model on a copy of one batch, which it may change in place."""
@@ -112,15 +122,17 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
     repeated: set[str] = set()
-    reads: list[tuple[Tensor, int]] = []
+    last: tuple[Tensor, int] | None = None  # what the layer before has read
+    reads = 0
 
     def hook(target: Target) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu"))
             version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
-            if not reads or reads[-1][0] is not x or reads[-1][1] != version or version < 0:
-                reads.append((x, version))
-            reached.setdefault(target.name, (target, len(reads)))
+            nonlocal last, reads
+            if last is None or last[0] is not x or last[1] != version or version < 0:
+                last, reads = (x, version), reads + 1
+            reached.setdefault(target.name, (target, reads))
             calls[target.name] += 1
             if calls[target.name] > 1:
                 repeated.add(target.name)
@@ -188,12 +200,19 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
         return False
 
     called: list[int] = []
+    common: Arguments = ((), {})  # what the first block gets beside the hidden states, and all others must get
+
+    def add(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal common
+        own = next_arguments((args, kwargs), None)
+        common = common if called else copied_tensors(own, objects=False)
+        called.append(k if are_same(common, own) else -1)
 
     def hook(k: int) -> Callable[..., None]:
-        return lambda *_: called.append(k)
+        return lambda module, args, kwargs: add(k, args, kwargs)
 
     def unchanged(k: int, *args: Any, **kwargs: Any) -> Any:
-        called.append(k)
+        add(k, args, kwargs)
         hidden = _hidden_of((args, kwargs))
         return hidden if others[k] is None else type(others[k])((hidden, *others[k]))
 
@@ -407,7 +426,7 @@ class Stream:
         """
         for index in range(len(self)):
             output = self.output(block, index)
-            self._put(index, first_output(output))
+            self._put(index, copied_tensors(first_output(output)))  # a block may write all its outputs to one buffer
             if is_last:
                 self._kept.put((id(self), "outputs", index), output)
 

@@ -24,7 +24,7 @@ from ..models.names import named_tensors, owner_of
 from ..models.running import TokenMask, eval_mode, first_tensor, keyed_generator
 from ..tables import Table
 from .chain import CalibrationData, Stream
-from .walk import Checkpoint, Walk, agreed, call_of
+from .walk import Checkpoint, Walk, agreed, call_of, check_options, without_autocast_cache
 
 PASSES = 4
 WHOLE = 0.5  # the share of the learning rate that a whole model is trained with
@@ -161,9 +161,10 @@ def recover(
         raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
     if outputs not in (None, "mse", "kl"):
         raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
+    check_options("recover", device, stream_memory, checkpoint)
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
     teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
-    call = agreed(call_of(model, "recover", teacher.described(), blocks, device, stream_memory), "recover")
+    call = agreed(call_of(model, "recover", teacher.described(), blocks, device), "recover")
     saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call} {data.fingerprint()}", "recover")
     layers = _changed_layers(model, dense)
     walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
@@ -224,7 +225,7 @@ def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
         )
 
 
-def _check_ranks(data: CalibrationData) -> None:
+def check_ranks(data: CalibrationData) -> None:
     """Raise unless every rank has the same number of batches."""
     if has_process_group():
         counts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -277,7 +278,7 @@ class Teacher:
         outputs: str | None = None,
     ) -> None:
         _check_models(data.model, dense)
-        _check_ranks(data)
+        check_ranks(data)
         self.dense, self.data = dense, data
         self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
         self.stream: Stream | None = None
@@ -285,7 +286,11 @@ class Teacher:
 
     def described(self) -> tuple[object, ...]:
         """What tells it from others, as text that is the same in every process."""
-        dense = "" if self.dense is None else fingerprint(dict(self.dense.named_parameters()))
+        dense = (
+            ""
+            if self.dense is None
+            else fingerprint({**dict(self.dense.named_parameters()), **dict(self.dense.named_buffers())})
+        )
         return dense, self.passes, self.rate, self.seed, self.outputs
 
     def start(self, walk: Walk) -> None:
@@ -337,7 +342,7 @@ class Teacher:
             def target(k: int) -> Tensor:
                 return _output_tensor(self._walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
 
-            with eval_mode(model), eval_mode(model if dense is None else dense):
+            with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
                 rows.append(self._train(whole, target, self.outputs or "mse", len(self._walk.blocks), ""))
         return RecoveryReport(rows=tuple(rows), tokens=self.data.counted())
 

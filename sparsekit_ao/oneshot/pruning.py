@@ -14,7 +14,7 @@ from torch import nn
 from ..calibration import GRADIENTS, Recorder
 from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
-from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_unloadable
+from ..models.loading import Device, fingerprint, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
 from ..models.running import TokenMask
 from ..patterns import Pattern
@@ -23,9 +23,9 @@ from ..sparsifiers.config import Exclusion
 from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import Table
 from .chain import CalibrationData
-from .matching import RecoveryReport, Teacher
+from .matching import RecoveryReport, Teacher, check_ranks
 from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
-from .walk import Checkpoint, Walk, agreed, call_of
+from .walk import Checkpoint, Walk, agreed, call_of, check_options
 
 SHOWN = 6  # names of dense weights in a report
 
@@ -170,6 +170,7 @@ def one_shot(
     """
     start = time.perf_counter()
     check_method(compensate)
+    check_options("one_shot", device, stream_memory, checkpoint)
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
     sparsifier.require_prepared("one_shot")
@@ -188,6 +189,8 @@ def one_shot(
     layers = Layers(sparsifier.groups, pruning_groups, sparsifier.recorder, compensate, sparsifier.live_mask)
     layers.check("one_shot", has_data=True)
     dense = recover if isinstance(recover, nn.Module) else None
+    if is_elsewhere(model):
+        check_ranks(data)
     teacher = None if recover is False else Teacher(dense, data)
     options = {"blocks": blocks, "device": device, "stream_memory": stream_memory}
     return _pruned(layers, "one_shot", data, teacher, options, checkpoint, progress, start)
@@ -253,6 +256,7 @@ def prune(
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
     check_method(compensate)
+    check_options("prune", device, stream_memory, checkpoint)
     if is_elsewhere(model) and not inplace:
         raise SparsityError(
             "prune: weights of this model are offloaded by accelerate or sharded over ranks, and a copy would not have "
@@ -270,6 +274,7 @@ def prune(
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
     resolved = sparsifier.resolved(pruned, exclude)
+    refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     method = None if batches is None else compensate
     layers = Layers(resolved.groups, sparsifier.pruning_groups(resolved.groups), recorder, method, None)
@@ -277,6 +282,8 @@ def prune(
         recorder.run(data.batches, layers.gradients(), forward, token_mask, progress)
     layers.check("prune", has_data=batches is not None)
     data = replace(data, model=pruned)
+    if is_elsewhere(pruned):
+        check_ranks(data)
     teacher = Teacher(None, data) if recover else None
     options = {"device": device, "stream_memory": stream_memory}
     report = _pruned(layers, "prune", data, teacher, options, checkpoint, progress, start)
@@ -298,7 +305,13 @@ def _pruned(
     start: float,
 ) -> OneShotReport:
     """Prune layers in one walk, which `options` are about; the report counts seconds from `start`."""
-    about = (*layers.described(), None if teacher is None else teacher.described(), options)
+    place = {name: value for name, value in options.items() if name != "stream_memory"}  # which changes no result
+    gradients = {
+        f"{name} {need}": layers.recorder.of(name).sums[need]
+        for name, needs in layers.gradients().items()
+        for need in needs
+    }
+    about = (*layers.described(), None if teacher is None else teacher.described(), place, fingerprint(gradients))
     call = agreed(call_of(data.model, caller, *about), caller)
     saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call} {data.fingerprint()}", caller)
     targets = [layers.target(name) for name in layers.groups] if data.batches else []

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,9 @@ class Layers:
                     )
                     with torch.autocast(weight.device.type, enabled=False):
                         prune_layer(layer, self.groups, self.method)
-                        solved[name] = _solved(layer, weight.dtype, self.notes.get(name, ""))
+                        is_unseen = layer.statistics is None and self.method is not None
+                        note = "no inputs recorded: not compensated" if is_unseen else ""
+                        solved[name] = _solved(layer, weight.dtype, self.notes.get(name, note))
         _exchange(solved, owners, {name: self._dense(name) for name in names})
         rows = []
         for name, target in targets.items():
@@ -276,8 +278,8 @@ class Scoring:
         return recorder.target(name, [n for score in scores for n in needs_of(score) if n not in GRADIENTS])
 
     def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Masks stay as they are."""
-        return nullcontext()
+        """Scores are those of the dense model; masks are as before at the end."""
+        return self._layers.masks(names)
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
         """Score tensors; their statistics are freed unit by unit, and saliencies kept."""

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, rank
-from ..errors import SparsityError
-from ..models.loading import Device, fingerprint, loaded
+from ..errors import SparsityError, is_number
+from ..models.loading import Device, fingerprint, is_elsewhere, loaded
 from ..models.progress import steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
@@ -133,7 +133,9 @@ class Walk:
             self._agree(targets)
         names = {id(module): name for name, module in data.model.named_modules()}
         self.names = [names[id(block)] for block in self.blocks]
-        self.kept = Kept(None if device is None else "cpu", stream_memory)
+        self._keeping = None if device is None else "cpu", stream_memory
+        self.kept = Kept(*self._keeping)
+        self._stays = not is_elsewhere(data.model)  # whether weights are changed where they are
         self.stream: Stream | None = None
 
     def _agree(self, targets: Sequence[Target]) -> None:
@@ -164,23 +166,36 @@ class Walk:
             has_all: Whether all blocks are visited, as for matching.
         """
         block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
-        groups: dict[tuple[int | None, int], list[str]] = {}
+        inside: dict[int, list[str]] = {}  # by block
+        outside: dict[int, tuple[int, list[str]]] = {}  # by what they read: the last block that ran before, and names
+        reached = -1  # the last block in which a layer was reached so far
         for target, read in self._reached:
             block = block_of.get(id(target.module))
-            groups.setdefault((block, read if block is None else 0), []).append(target.name)
-        keys, units, begun = list(groups), list[Unit](), 0
-        in_blocks = [at for at, (block, _) in enumerate(keys) if block is not None]
-        first_after = in_blocks[-1] + 1 if in_blocks else len(keys)
-        for at, (block, read) in enumerate(keys):
-            upto = len(self.blocks) if at == first_after else begun if block is None else block
-            units += [Unit(name=self.names[k], block=k, tensors=()) for k in range(begun, upto)]
-            begun = upto + (block is not None)
-            tensors = tuple(groups[block, read])
-            name = tensors[0] if block is None else self.names[block]
-            units.append(Unit(name=name, block=block, tensors=tensors, is_after=at >= first_after))
-        for k in range(begun, len(self.blocks) if has_all else 0):
-            units.append(Unit(name=self.names[k], block=k, tensors=()))
-        return [*units, *(Unit(name=name, block=None, tensors=(name,), is_recorded=False) for name in rest)]
+            if block is None:
+                outside.setdefault(read, (reached, []))[1].append(target.name)
+            else:
+                inside.setdefault(block, []).append(target.name)
+                reached = max(reached, block)
+        alone: list[str] = []
+        for name in rest:  # those in a block leave it before the block is matched
+            block = block_of.get(id(self.data.model.get_submodule(name.rpartition(".")[0])))
+            (alone if block is None else inside.setdefault(block, [])).append(name)
+        has_all |= any(after == reached >= 0 for after, _ in outside.values())
+        count = len(self.blocks) if has_all else max(inside, default=-1) + 1
+        places = [
+            (after if after < reached or reached < 0 else count - 1, after == reached >= 0, names)
+            for after, names in outside.values()
+        ]
+        units: list[Unit] = []
+        for k in range(-1, count):
+            if k >= 0:
+                units.append(Unit(name=self.names[k], block=k, tensors=tuple(inside.get(k, ()))))
+            units += [
+                Unit(name=names[0], block=None, tensors=tuple(names), is_after=is_after)
+                for place, is_after, names in places
+                if place == k
+            ]
+        return [*units, *(Unit(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
 
     def run(
         self,
@@ -203,7 +218,7 @@ class Walk:
             progress: Whether signs of life are shown.
             writes: Whether anything changes.
         """
-        self.stream = None
+        self.stream, self.kept = None, Kept(*self._keeping)
         units = self.units(rest, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
@@ -212,6 +227,7 @@ class Walk:
         with (
             eval_mode(self.data.model),
             torch.no_grad(),
+            without_autocast_cache(),
             steps(caller, what, len(units), progress and rank() == 0) as done,
         ):
             try:
@@ -261,10 +277,7 @@ class Walk:
             stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
             if matching is not None:
                 matching.advance(unit.block, block)
-            rows = self._finish(unit, number, modules, solving, matching, checkpoint)
-            if unit is not last:
-                self.stream.advance(block, is_last=unit.block + 1 == len(self.blocks))
-            return rows
+            return self._finish(unit, number, modules, solving, matching, checkpoint, moves_on=unit is not last)
 
     def _modules(self, unit: Unit) -> list[nn.Module]:
         """The modules whose weights a unit reads and writes."""
@@ -282,38 +295,63 @@ class Walk:
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
         recorded: dict[str, Statistics] | None = None,
+        moves_on: bool = False,
     ) -> tuple[list[Any], Any]:
-        """Prune and match a unit whose weights are loaded, or take over what an interrupted walk saved of it."""
+        """Prune and match a unit whose weights are loaded, or take over what an interrupted walk saved of it.
+
+        The stream moves on here too, since an error on the way leaves the unit as it was.
+        """
         named: dict[str, Tensor] = {}
         for at, module in enumerate(modules):
             named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
         saved = None if checkpoint is None else checkpoint.read(number, unit, named)
-        if saved is not None:
-            for name, p in named.items():
-                p.copy_(saved["weights"][name])
-            if solving is not None:
-                solving.chosen.update(saved["masks"])
-            rows = [solving.row(**row) for row in saved["solved"]] if solving is not None else []
-            return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
         was = "" if checkpoint is None else fingerprint(named)
-        # matching may fail after solving, and a block is finished or as it was
-        before = {name: p.clone() for name, p in named.items()} if solving is not None and matching is not None else {}
-        rows, row = [], None
+        before = {name: p.clone() for name, p in named.items()} if self._stays else {}
         try:
-            if solving is not None and unit.tensors:
-                rows = solving.solve(unit.tensors, self._statistics(unit, solving) if recorded is None else recorded)
-            if matching is not None and unit.block is not None:
+            if saved is None:
+                rows, row = self._solved(unit, solving, matching, recorded)
+            else:
+                rows, row = self._restored(saved, named, solving, matching)
+            if moves_on and unit.block is not None:
                 assert self.stream is not None
-                row = matching.match(unit.block, self.blocks[unit.block], self.stream)
+                self.stream.advance(self.blocks[unit.block], is_last=unit.block + 1 == len(self.blocks))
+            if checkpoint is not None and saved is None:
+                masks = {} if solving is None else {n: solving.chosen[n] for n in unit.tensors if n in solving.chosen}
+                state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
+                checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         except BaseException:
-            for name, p in before.items():
-                named[name].copy_(p)
+            if solving is not None:  # what `recover` did so far is no worse, and stays
+                for name, p in before.items():
+                    named[name].copy_(p)
             raise
-        if checkpoint is not None:
-            masks = {} if solving is None else {n: solving.chosen[n] for n in unit.tensors if n in solving.chosen}
-            state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
-            checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         return rows, row
+
+    def _solved(
+        self, unit: Unit, solving: Solving | None, matching: Matching | None, recorded: dict[str, Statistics] | None
+    ) -> tuple[list[Any], Any]:
+        """Prune the tensors of a unit, and match its block."""
+        rows, row = [], None
+        if solving is not None and unit.tensors:
+            rows = solving.solve(unit.tensors, self._statistics(unit, solving) if recorded is None else recorded)
+        if matching is not None and unit.block is not None:
+            assert self.stream is not None
+            row = matching.match(unit.block, self.blocks[unit.block], self.stream)
+        return rows, row
+
+    def _restored(
+        self,
+        saved: Mapping[str, Any],
+        named: Mapping[str, Tensor],
+        solving: Solving | None,
+        matching: Matching | None,
+    ) -> tuple[list[Any], Any]:
+        """Take over what an interrupted walk saved of a unit."""
+        for name, p in named.items():
+            p.copy_(saved["weights"][name])
+        if solving is not None:
+            solving.chosen.update(saved["masks"])
+        rows = [solving.row(**row) for row in saved["solved"]] if solving is not None else []
+        return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
 
     def _statistics(self, unit: Unit, solving: Solving) -> dict[str, Statistics]:
         """Record the inputs of a unit's tensors, all at once, for the model as it is by now."""
@@ -321,15 +359,25 @@ class Walk:
         targets = [self._sampled(target) for target in targets if target.needs]
         if not targets:
             return {}
+        pending: set[nn.Module] = set()  # layers that the present batch has not called yet
+
+        def finish(module: nn.Module, *_: Any) -> None:
+            pending.discard(module)
+            if not pending:
+                stop()
+
         with ExitStack() as stack:
+            called: list[nn.Module] = []
             if unit.block is None:
                 called = [target.adapter.module for target in targets if target.adapter is not None]
                 if not self._repeated.intersection(unit.tensors):
-                    stack.enter_context(called[-1].register_forward_hook(stop))
+                    for module in called:
+                        stack.enter_context(module.register_forward_hook(finish))
                 skips = unit.is_after and self._skips_blocks(called)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
             for index, mask in enumerate(self.data.token_masks):
                 recording.token_mask = mask
+                pending.update(called)
                 if unit.block is not None:
                     assert self.stream is not None
                     self.stream.output(self.blocks[unit.block], index)
@@ -388,13 +436,20 @@ class Checkpoint:
         found: list[Any] = [True, 0]
         if self._writes:
             about = self._folder / "call.txt"
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if about.exists():
-                found = [about.read_text() == call, sum(1 for _ in self._folder.glob("*.pt"))]
-            else:
-                _replace(about, lambda path: path.write_text(call))
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                if about.exists():
+                    found = [about.read_text() == call, 0]
+                    while self._path(found[1]).exists():
+                        found[1] += 1
+                else:
+                    _replace(about, lambda path: path.write_text(call))
+            except OSError as error:
+                found = [str(error), 0]
         if has_process_group():
             torch.distributed.broadcast_object_list(found, src=0)
+        if isinstance(found[0], str):
+            raise SparsityError(f"{caller}: checkpoint={str(folder)!r} is no folder that can be written: {found[0]}")
         if not found[0]:
             raise SparsityError(
                 f"{caller}: checkpoint={str(folder)!r} is of a call with another model, other batches or other "
@@ -438,7 +493,38 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 def call_of(model: nn.Module, *arguments: object) -> str:
     """What tells calls apart: a hash of the model's tensors, and the text of other arguments."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(arguments))  # where an argument's object lies in memory
-    return f"{fingerprint(dict(model.named_parameters()))} {text}"
+    return f"{fingerprint({**dict(model.named_parameters()), **dict(model.named_buffers())})} {text}"
+
+
+def check_options(caller: str, device: object, stream_memory: object, checkpoint: object) -> None:
+    """Raise where an argument that is about the walk itself is of no use."""
+    if stream_memory is not None and (not is_number(stream_memory) or not float(stream_memory) >= 0):
+        raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+        raise SparsityError(f"{caller}: checkpoint must be a folder, or None, got {checkpoint!r}")
+    if device is None:
+        return
+    try:
+        if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+            raise TypeError(f"a {type(device).__name__}")
+        if torch.empty(1, device=device).is_meta:
+            raise TypeError("the meta device has no values")
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise SparsityError(f"{caller}: device={device!r} is no device that blocks can run on: {reason}") from None
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Inside, autocast converts weights at each use, since those that it has kept were changed meanwhile."""
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
+        torch.clear_autocast_cache()
 
 
 def agreed(call: str, caller: str) -> str:
