@@ -349,13 +349,9 @@ class Teacher:
     def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int, name: str) -> BlockRow:
         """Train a module to give the target of each batch, and keep the weights of the best pass."""
         start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
-        steps, draws = self.passes * count, torch.Generator().manual_seed(self.seed + at)
+        draws = torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.size() * (1 if name else WHOLE)
-        optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,  # a linear rise, and a cosine to `LAST`
-            lambda k: min(1, (k + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * k / steps)) / 2),
-        )
+        optimizer, schedule = _optimizer(student, rate, self.passes * count)
         compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
         rows = [len(token_rows(target(k), masks[k])) for k in compared if target(k).ndim]
         holds_out = sum(rows) >= ENOUGH
@@ -407,6 +403,16 @@ class Teacher:
             student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
+
+
+def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    """Adam, and its schedule: a linear rise, and a cosine to `LAST`."""
+    optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda k: min(1, (k + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * k / steps)) / 2),
+    )
+    return optimizer, schedule
 
 
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:

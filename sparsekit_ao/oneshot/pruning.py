@@ -186,14 +186,16 @@ def one_shot(
     refuse_unloadable(model, "one_shot")
     data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")
     pruning_groups = sparsifier.pruning_groups()
-    layers = Layers(sparsifier.groups, pruning_groups, sparsifier.recorder, compensate, sparsifier.live_mask)
-    layers.check("one_shot", has_data=True)
+    layers = Layers(
+        sparsifier.groups, pruning_groups, sparsifier.recorder, compensate, sparsifier.live_mask, "one_shot"
+    )
+    layers.check(has_data=True)
     dense = recover if isinstance(recover, nn.Module) else None
     if is_elsewhere(model):
         check_ranks(data)
     teacher = None if recover is False else Teacher(dense, data)
     options = {"blocks": blocks, "device": device, "stream_memory": stream_memory}
-    return _pruned(layers, "one_shot", data, teacher, options, checkpoint, progress, start)
+    return _pruned(layers, data, teacher, options, checkpoint, progress, start)
 
 
 @with_hints
@@ -277,16 +279,16 @@ def prune(
     refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     method = None if batches is None else compensate
-    layers = Layers(resolved.groups, sparsifier.pruning_groups(resolved.groups), recorder, method, None)
+    layers = Layers(resolved.groups, sparsifier.pruning_groups(resolved.groups), recorder, method, None, "prune")
     if has_gradients:
         recorder.run(data.batches, layers.gradients(), forward, token_mask, progress)
-    layers.check("prune", has_data=batches is not None)
+    layers.check(has_data=batches is not None)
     data = replace(data, model=pruned)
     if is_elsewhere(pruned):
         check_ranks(data)
     teacher = Teacher(None, data) if recover else None
     options = {"device": device, "stream_memory": stream_memory}
-    report = _pruned(layers, "prune", data, teacher, options, checkpoint, progress, start)
+    report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
     report = replace(report, left_out=resolved.skipped)
     _warn_of_dense(report)
@@ -296,7 +298,6 @@ def prune(
 @torch.no_grad()
 def _pruned(
     layers: Layers,
-    caller: str,
     data: CalibrationData,
     teacher: Teacher | None,
     options: dict[str, Any],
@@ -312,12 +313,13 @@ def _pruned(
         for need in needs
     }
     about = (*layers.described(), None if teacher is None else teacher.described(), place, fingerprint(gradients))
+    caller = layers.caller
     call = agreed(call_of(data.model, caller, *about), caller)
     saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call} {data.fingerprint()}", caller)
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
     warn_of_unreached(walk.unreached)
-    recorded = {name for unit in walk.units((), False) for name in unit.tensors}
+    recorded = {target.name for target, _ in walk.reached}
     rest = [name for name in layers.groups if name not in recorded]
     unreached = {target.name for target in walk.unreached if target.adapter is not None}
     for name in rest:

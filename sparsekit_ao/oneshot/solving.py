@@ -97,6 +97,7 @@ class Layers:
         recorder: Knows how each tensor is a matrix, and what was recorded for it before.
         method: How kept weights make up for dropped ones.
         live_mask: The mask of a group, to be written; None where the model has no masks.
+        caller: The name of the user's call, for errors.
 
     Attributes:
         shared: The pruning groups of tensors that are coupled or share a budget.
@@ -113,9 +114,10 @@ class Layers:
         recorder: Recorder,
         method: str | None,
         live_mask: Callable[[TensorGroup], Tensor] | None,
+        caller: str,
     ) -> None:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
-        self.method, self._live_mask = method, live_mask
+        self.method, self._live_mask, self.caller = method, live_mask, caller
         self.chosen: dict[str, Tensor] = {}
         self.shared_masks: dict[str, Tensor] = {}
         self.notes: dict[str, str] = {}
@@ -127,7 +129,7 @@ class Layers:
             else:
                 self._single[next(iter(coupled[0].specs))] = coupled
 
-    def check(self, caller: str, has_data: bool) -> None:
+    def check(self, has_data: bool) -> None:
         """Raise where a tensor cannot be solved: it has no finite values, too many inputs, or no gradients.
 
         Without data, where nothing is compensated, zeros are written through other parametrizations.
@@ -136,25 +138,25 @@ class Layers:
             module, tensor_name = group["module"], group["tensor_name"]
             if has_data and not masking.is_parameter(module, tensor_name):
                 raise SparsityError(
-                    f"{caller}: {name} has another parametrization below its mask; remove it first "
+                    f"{self.caller}: {name} has another parametrization below its mask; remove it first "
                     "(torch.nn.utils.parametrize.remove_parametrizations)"
                 )
             weight = self._dense(name)
             if not weight.is_meta and not is_sharded(weight):  # else when it is loaded
-                _refuse_infinite(weight, name, caller)
+                _refuse_infinite(weight, name, self.caller)
             adapter = self.recorder.adapter(name) if self.method in ("obs", "sparsegpt") else None
             inputs = 0 if adapter is None else adapter.matrix(torch.empty(weight.shape, device="meta")).shape[2]
             if inputs > MOST_INPUTS:
                 raise SparsityError(
-                    f"one_shot: {name} has {inputs:,} inputs, and compensate={self.method!r} inverts a matrix of their "
-                    f"products; use 'admm' or 'least_squares' for more than {MOST_INPUTS:,}"
+                    f"{self.caller}: {name} has {inputs:,} inputs, and compensate={self.method!r} inverts a matrix "
+                    f"of their products; use 'admm' or 'least_squares' for more than {MOST_INPUTS:,}"
                 )
         for name, needs in self.gradients().items():
             missing = self.recorder.of(name).missing(needs)
             if missing:
                 score = next(p.score for p in self.pruning_groups if name in p.specs and needs_of(p.score))
                 raise SparsityError(
-                    f"one_shot: {name}: {score} needs {', '.join(missing)}; "
+                    f"{self.caller}: {name}: {score} needs {', '.join(missing)}; "
                     "run sparsifier.calibrate(batches, forward) first, with a forward that returns the loss"
                 )
 
@@ -210,7 +212,7 @@ class Layers:
                 recorded = statistics.pop(name, None)  # whose memory is freed then
                 if owners[name] == rank():
                     weight = self._dense(name)
-                    _refuse_infinite(weight, name, "one_shot")
+                    _refuse_infinite(weight, name, self.caller)
                     layer = Layer(
                         target=target,
                         statistics=self._statistics(name, recorded),
@@ -286,7 +288,7 @@ class Scoring:
         for pruning in self._shared:
             for name in pruning.specs.keys() & {*names}:
                 weight = self._layers._dense(name)
-                _refuse_infinite(weight, name, "one_shot")
+                _refuse_infinite(weight, name, self._layers.caller)
                 recorded = (
                     self._layers._statistics(name, statistics.get(name))
                     or self._layers.recorder.target(name, ()).blank()
@@ -370,9 +372,9 @@ def warn_of_unreached(targets: Sequence[Target]) -> None:
     if without_adapter := [t for t in targets if t.adapter is None]:
         kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
         names = ", ".join(t.name for t in without_adapter)
-        warnings.warn(f"one_shot: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=4)
+        warnings.warn(f"one_shot: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=6)
     if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
-        warnings.warn(f"one_shot: no batch reached {unreached}; they are {how}, not compensated", stacklevel=4)
+        warnings.warn(f"one_shot: no batch reached {unreached}; they are {how}, not compensated", stacklevel=6)
 
 
 def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:
@@ -474,7 +476,7 @@ def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor
         note = "; ".join(filter(None, (few, layer.unused_score)))
     compensated = torch.where(mask, weight, 0).to(dtype)
     if not bool(torch.isfinite(compensated).all()):
-        raise SparsityError(f"one_shot: {layer.target.name}: the compensated weights are not finite")
+        raise SparsityError(f"{layer.target.name}: the compensated weights are not finite")
     density, name = float(mask.float().mean()), layer.target.name
     row = LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)
     return compensated, mask, row

@@ -111,6 +111,7 @@ class Walk:
     Attributes:
         blocks: The repeated blocks; none where the model runs once for each layer.
         names: Their names.
+        reached: Targets in the order of the forward pass, each with a number for the tensor that it reads.
         unreached: Targets that no batch reaches.
     """
 
@@ -126,8 +127,8 @@ class Walk:
     ) -> None:
         self.data, self.device = data, device
         with eval_mode(data.model), torch.no_grad():
-            self._reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
-            layers = [target.module for target, _ in self._reached] if layers is None else layers
+            self.reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
+            layers = [target.module for target, _ in self.reached] if layers is None else layers
             self.blocks = find_blocks(data, layers, blocks)
         if has_process_group():
             self._agree(targets)
@@ -140,7 +141,7 @@ class Walk:
 
     def _agree(self, targets: Sequence[Target]) -> None:
         """Visit on each rank what the batches of any rank reach, in one order, and blocks only if all have a chain."""
-        own = [(target.name, read) for target, read in self._reached], [*self._repeated], bool(self.blocks)
+        own = [(target.name, read) for target, read in self.reached], [*self._repeated], bool(self.blocks)
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, own)
         reads: dict[str, int] = {}
@@ -148,7 +149,7 @@ class Walk:
             for name, read in reached:
                 reads.setdefault(name, read)
         named = {target.name: target for target in targets}
-        self._reached = [(named[name], read) for name, read in reads.items()]
+        self.reached = [(named[name], read) for name, read in reads.items()]
         self.unreached = [target for target in targets if target.name not in reads]
         self._repeated = {name for _, repeated, _ in ranks for name in repeated}
         self.blocks = self.blocks if all(has_blocks for _, _, has_blocks in ranks) else []
@@ -157,45 +158,6 @@ class Walk:
         """The stream of a model, at its first block."""
         calls = (captured(data, block, index) for index in range(len(data.batches)))
         return Stream(calls, self.kept, self.device, like)
-
-    def units(self, rest: Collection[str], has_all: bool) -> list[Unit]:
-        """What the walk visits, in order: units with tensors, and the blocks between them.
-
-        Args:
-            rest: Tensors that are pruned without statistics.
-            has_all: Whether all blocks are visited, as for matching.
-        """
-        block_of = {id(m): k for k, block in enumerate(self.blocks) for m in block.modules()}
-        inside: dict[int, list[str]] = {}  # by block
-        outside: dict[int, tuple[int, list[str]]] = {}  # by what they read: the last block that ran before, and names
-        reached = -1  # the last block in which a layer was reached so far
-        for target, read in self._reached:
-            block = block_of.get(id(target.module))
-            if block is None:
-                outside.setdefault(read, (reached, []))[1].append(target.name)
-            else:
-                inside.setdefault(block, []).append(target.name)
-                reached = max(reached, block)
-        alone: list[str] = []
-        for name in rest:  # those in a block leave it before the block is matched
-            block = block_of.get(id(self.data.model.get_submodule(name.rpartition(".")[0])))
-            (alone if block is None else inside.setdefault(block, [])).append(name)
-        has_all |= any(after == reached >= 0 for after, _ in outside.values())
-        count = len(self.blocks) if has_all else max(inside, default=-1) + 1
-        places = [
-            (after if after < reached or reached < 0 else count - 1, after == reached >= 0, names)
-            for after, names in outside.values()
-        ]
-        units: list[Unit] = []
-        for k in range(-1, count):
-            if k >= 0:
-                units.append(Unit(name=self.names[k], block=k, tensors=tuple(inside.get(k, ()))))
-            units += [
-                Unit(name=names[0], block=None, tensors=tuple(names), is_after=is_after)
-                for place, is_after, names in places
-                if place == k
-            ]
-        return [*units, *(Unit(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
 
     def run(
         self,
@@ -219,7 +181,7 @@ class Walk:
             writes: Whether anything changes.
         """
         self.stream, self.kept = None, Kept(*self._keeping)
-        units = self.units(rest, matching is not None)
+        units = units_of(self, rest, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
         finished = 0
@@ -417,6 +379,47 @@ class Walk:
             with calls_of(layers, inputs[-1]), self._given_blocks(0) if skips else nullcontext():
                 self.data.run(0)
         return are_same(*inputs)
+
+
+def units_of(walk: "Walk", rest: Collection[str], has_all: bool) -> list[Unit]:
+    """What the walk visits, in order: units with tensors, and the blocks between them.
+
+    Args:
+        walk: Knows the blocks, and the layers that are reached.
+        rest: Tensors that are pruned without statistics.
+        has_all: Whether all blocks are visited, as for matching.
+    """
+    block_of = {id(m): k for k, block in enumerate(walk.blocks) for m in block.modules()}
+    inside: dict[int, list[str]] = {}  # by block
+    outside: dict[int, tuple[int, list[str]]] = {}  # by what they read: the last block that ran before, and names
+    reached = -1  # the last block in which a layer was reached so far
+    for target, read in walk.reached:
+        block = block_of.get(id(target.module))
+        if block is None:
+            outside.setdefault(read, (reached, []))[1].append(target.name)
+        else:
+            inside.setdefault(block, []).append(target.name)
+            reached = max(reached, block)
+    alone: list[str] = []
+    for name in rest:  # those in a block leave it before the block is matched
+        block = block_of.get(id(walk.data.model.get_submodule(name.rpartition(".")[0])))
+        (alone if block is None else inside.setdefault(block, [])).append(name)
+    has_all |= any(after == reached >= 0 for after, _ in outside.values())
+    count = len(walk.blocks) if has_all else max(inside, default=-1) + 1
+    places = [
+        (after if after < reached or reached < 0 else count - 1, after == reached >= 0, names)
+        for after, names in outside.values()
+    ]
+    units: list[Unit] = []
+    for k in range(-1, count):
+        if k >= 0:
+            units.append(Unit(name=walk.names[k], block=k, tensors=tuple(inside.get(k, ()))))
+        units += [
+            Unit(name=names[0], block=None, tensors=tuple(names), is_after=is_after)
+            for place, is_after, names in places
+            if place == k
+        ]
+    return [*units, *(Unit(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
 
 
 class Checkpoint:

@@ -109,11 +109,7 @@ def shrink(
     True
     """
     check_comparable("shrink: ", model, tolerance)
-    kept = [example_inputs] if batches is None else checked_list(batches, forward, "shrink")
-    example_inputs = kept[0] if example_inputs is None else example_inputs
-    if example_inputs is None:
-        raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, whose first is taken")
-    check_example(model, example_inputs, "shrink")
+    example_inputs, kept = _checked_data(model, example_inputs, batches, forward)
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
     level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
@@ -160,6 +156,21 @@ def shrink(
     next(phase, None)
     left_out += [*failing, *_unreached(removals, quotas)]
     return small, _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
+
+
+def _checked_data(
+    model: nn.Module,
+    example_inputs: Any,
+    batches: Iterable[Any] | None,
+    forward: Callable[[nn.Module, Any], Any] | None,
+) -> tuple[Any, list[Any]]:
+    """Return the example inputs, or the first batch in their place, and the batches that scores read."""
+    kept = [example_inputs] if batches is None else checked_list(batches, forward, "shrink")
+    example_inputs = kept[0] if example_inputs is None else example_inputs
+    if example_inputs is None:
+        raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, whose first is taken")
+    check_example(model, example_inputs, "shrink")
+    return example_inputs, kept
 
 
 def _checked_ratio(
