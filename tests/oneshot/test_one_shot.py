@@ -585,10 +585,13 @@ def test_experts_that_no_batch_reaches_are_pruned_by_magnitude_and_named():
         def forward(self, x):
             return self.experts[0](x)
 
-    by_magnitude = prepared(Experts())
+    model = Experts()
+    by_magnitude = prepared(copy.deepcopy(model))
     by_magnitude.step()
-    sparsifier = prepared(Experts(), score="wanda", nnz=2, scope_shape=(1, 4))
-    with pytest.warns(UserWarning, match="no batch reached experts.1.weight; they are pruned without .*by magnitude") as w:
+    sparsifier = prepared(model, score="wanda", nnz=2, scope_shape=(1, 4))
+    with pytest.warns(
+        UserWarning, match="no batch reached experts.1.weight; they are pruned without .*by magnitude"
+    ) as w:
         report = one_shot(sparsifier, correlated(), compensate="least_squares")
     assert w[0].filename == __file__
     assert torch.equal(sparsifier.mask("experts.1.weight"), by_magnitude.mask("experts.1.weight"))
