@@ -21,7 +21,7 @@ from ..models.progress import progress_bar
 from ..sparsifiers.config import excluded_names
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
-from .levels import multiple_for
+from .levels import multiple_for, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config
 from .verify import Reference
@@ -391,22 +391,6 @@ def by_name(numbers: Any, couplings: Iterable[Coupling]) -> Any:
     if not isinstance(numbers, Mapping):
         return numbers
     return {coupling.name: numbers[coupling.kind] for coupling in couplings if coupling.kind in numbers} | dict(numbers)
-
-
-def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
-    """Give couplings different names: equal ones get the kind, or the axes of the first member, or a number."""
-    named = list(couplings)
-    for name, count in Counter(coupling.name for coupling in couplings).items():
-        alike = [at for at, coupling in enumerate(couplings) if coupling.name == name]
-        choices = (
-            [f"({couplings[at].kind})" for at in alike],
-            [next(iter(couplings[at].members.values())) for at in alike],
-            [f"#{at}" for at in alike],
-        )
-        suffixes = next(choice for choice in choices if len({*choice}) == count)
-        for at, suffix in zip(alike, suffixes, strict=True) if count > 1 else ():
-            named[at] = replace(couplings[at], name=f"{name} {suffix}")
-    return named
 
 
 def _merges(
