@@ -62,7 +62,7 @@ class LayerAdapter:
     Args:
         module: The one whose forward call computes the product.
         input_dims: The dimensions of the weight that are summed over.
-        group_dims: Those at each index of which there is a matrix of its own.
+        group_dims: The dimensions that count matrices, such as that of the experts.
         parts: In how many groups the outputs are divided, one after another.
         is_known: Whether these are known; if not, the first product that is recorded tells them.
     """

@@ -36,7 +36,7 @@ class Product:
         contracted: The dimensions of the weight that are summed over, in the order of the inputs.
         batch: The dimension of the weight at each index of which it has inputs of its own.
         ends: Where the inputs [tokens, inputs] of each index of `batch` end, for sorted tokens.
-        settings: Of a convolution: stride, padding, dilation and so on.
+        settings: What a convolution is called with: stride, padding, dilation and so on.
         is_computed: Whether the inputs are more than a form of `read`.
         counts: Which inputs count, bool, where that is known by following gathered tokens.
     """
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     """Where the elements of a tensor are in a weight.
 
     Attributes:
-        name: Of the weight.
+        name: The name of the weight.
         fixed: {dimension of the weight: index} of the dimensions that the tensor does not have.
         dims: For each dimension of the tensor that of the weight and the indices in it; None where it has one index.
     """
@@ -268,7 +268,7 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rea
 
 
 def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Of two factors, each of whose letters is in the other one or in the result."""
+    """Read an einsum of two factors, each of whose letters is in the other one or in the result."""
     equation, *factors = args
     factors = [*factors[0]] if factors and isinstance(factors[0], (tuple, list)) else factors
     if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:
