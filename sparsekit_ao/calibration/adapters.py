@@ -269,10 +269,10 @@ class _TransposedConvolution(_Convolution):
 
 
 def token_rows(x: Tensor, token_mask: Tensor | None, counts: Tensor | None = None) -> Tensor:
-    """[..., inputs] as [tokens, inputs], without those for which the mask, of the leading shape, is False.
+    """[..., inputs] as [tokens, inputs], without tokens for which the mask, of the leading shape, is False.
 
-    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Of tokens that the model gathered
-    those are taken for which `counts`, bool [tokens], is True. Inputs of another leading shape (a pooled token, say)
+    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Where the model gathered tokens,
+    `counts`, bool [tokens], says which of them are taken. Inputs of another leading shape (a pooled token, say)
     are taken whole.
     """
     if counts is not None and len(counts) == len(x):

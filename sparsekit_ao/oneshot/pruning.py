@@ -227,7 +227,8 @@ def prune(
     by accelerate to the CPU or to disk, or sharded by `fully_shard`. It is then pruned in place.
 
     Args:
-        model: A model on any device, in any dtype; it is not changed unless `inplace`. In a copy, weights of weight_norm are pruned too.
+        model: A model on any device, in any dtype; it is not changed unless `inplace`. In a copy, weights of
+            weight_norm are pruned too.
         sparsity_level: Fraction dropped of each weight, in [0, 1]; 0.5 by default.
         pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
         batches, forward, token_mask, compensate: As for `one_shot`; inputs alone, no labels, unless the
