@@ -7,7 +7,8 @@
 The smallest CREPE reads 1,024 samples at 16 kHz and gives a score for each of 360 pitches. Synthetic tones of known
 pitch make its accuracy measurable: a tone is right if the found pitch is within 50 cents. Weights are pruned to 2:4
 along input channels (where that fits), to 80 %, and half of the filters are removed, for which the layers that read
-them make up; then the network is trained to give the dense one's scores (`recover`). Calibration needs tones, but not their pitches. Prints a table, writes a CSV.
+them make up; then the network is trained to give the dense one's scores (`recover`). Calibration needs tones, but not
+their pitches. Prints a table, writes a CSV.
 """
 
 import argparse
