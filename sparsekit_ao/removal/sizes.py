@@ -17,6 +17,7 @@ from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from ..models.running import seeded
+from .modules import WIDTH, set_width, width_of
 from .remove import Removal, plain_tensors, sizes_of
 from .verify import Reference
 
@@ -133,6 +134,8 @@ def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
             value = (list if isinstance(entries, list) else tuple)([*entries[:at], value, *entries[at + 1 :]])
         if value is None and not hasattr(type(holder), attribute):
             delattr(holder, attribute)  # a field of `FILLED` that was missing
+        elif attribute == WIDTH and isinstance(holder, nn.Module):
+            set_width(holder, value)
         else:
             setattr(holder, attribute, value)
 
@@ -200,6 +203,9 @@ def _objects(model: nn.Module, path: str) -> list[tuple[str, Any]]:
 def _value(holder: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
+    if attribute == WIDTH and isinstance(holder, nn.Module):
+        width = width_of(holder)
+        return default if width is None else width
     value = getattr(holder, attribute, default)
     if at is None:
         return value
@@ -243,6 +249,22 @@ def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
     for path, value, _ in _integers_around(model, coupling.members, names, captured):
         if value in products and path not in attrs and all(_holds(model, b, path, products[value]) for b in bindings):
             attrs[path] = products[value]
+    return attrs
+
+
+def width_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
+    """Find modules of layers that may read the number of units, times sizes of the coupling, as the width of an input.
+
+    Returns {path: axes} as `candidate_attrs` does; it is `WIDTH` of each that changes.
+    """
+    bindings, stars = coupling.bind(model), count_stars(next(iter(coupling.members)))
+    products, attrs = _products(bindings[0]), dict[str, str]()
+    for prefix in dict.fromkeys(".".join(member.split(".")[:-2]) for member in coupling.members):
+        path = f"{prefix}.{WIDTH}".removeprefix(".")
+        if count_stars(path) in (0, stars):
+            for axes in products.values():
+                if all(_holds(model, bound, path, axes) for bound in bindings):
+                    attrs[path] = axes
     return attrs
 
 

@@ -23,7 +23,7 @@ from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
-from .sizes import candidate_attrs, fit_config
+from .sizes import candidate_attrs, fit_config, width_attrs
 from .verify import Reference
 
 _NEAREST = 7  # so many candidates for attributes of a coupling are tried by themselves
@@ -99,7 +99,7 @@ def removable(
 
         good, failing = _sorted(model, tried, trials)
     names = [coupling.name for coupling in tried]
-    good.sort(key=lambda coupling: names.index(coupling.name))
+    good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
     return replace(
         discovery,
         couplings=tuple(good),
@@ -179,11 +179,21 @@ def _sorted(
         if coupling not in replaced and (fit := first.fitted(coupling, together=2)):
             fitted.append(fit)
             replaced.add(coupling)
+    of_layers: dict[Coupling, str] = {}  # why layers of replaced couplings cannot be removed
+    for coupling in failing:
+        if coupling not in replaced and len({bound.grid for bound in coupling.bind(model)}) > 1:
+            layers, why = first.sort(
+                coupling.of_layers(model)
+            )  # stages of other widths, whose code may take other ways
+            if layers:
+                fitted += layers
+                replaced.add(coupling)
+                of_layers |= why
     del first  # frees its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
         good, more = trials(good).sort(good)
-        failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | more
+        failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | of_layers | more
     return good, failing
 
 
@@ -258,7 +268,8 @@ class Trials:
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
 
-        Tried are all candidates, those that are not of a config, and so many of the nearest ones together.
+        Tried are all candidates, those that are not of a config, these with the widths that forwards read, and so many
+        of the nearest ones together.
         """
         if self.has_failed(coupling, together):
             return None
@@ -279,13 +290,15 @@ class Trials:
             return replace(coupling, attrs={**coupling.attrs, **{path: axes[path] for path in paths}})
 
         near = [path for path in axes if "config" not in path.split(".")]
-        for paths in (list(axes), near) if together == 1 else ():
+        nearest, widths = list(axes)[:_NEAREST], width_attrs(self._masked, coupling)
+        tries = [list(axes), near, [*near, *widths] if widths else []] if together == 1 else []
+        axes |= widths
+        for paths in tries:
             if paths and not self.problem([with_attrs(paths)]):
                 for path in reversed(paths):  # the farthest are dropped first
                     fewer = [other for other in paths if other != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
-        nearest = list(axes)[:_NEAREST]
         sets: list[tuple[str, ...]] = [(path,) for path in nearest]
         if together > 1:  # one of each set must change something by itself
             idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}

@@ -298,6 +298,7 @@ BENCHMARKS = {
     "cpu_step.py": "kind: torch.topk",
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask",
+    "gathered.py": "width: 128  tokens: 4  rows of a group: 128  sparsity: 0.75",
     "dst_overhead.py": "step: update",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",

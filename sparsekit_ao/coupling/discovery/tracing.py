@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -134,10 +134,13 @@ class Trace(TorchDispatchMode):
         Again where a parameter has an axis twice: its values along the second one are not zero then.
         """
         used = self._used_steps(output)
+        reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}  # the last of each
+        reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", output)}
         while True:
             self._start(inputs)
-            for (rule, op), is_used in zip(self._steps, used, strict=True):
-                self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable))
+            for at, ((rule, op), is_used) in enumerate(zip(self._steps, used, strict=True)):
+                op = replace(op, is_used=is_used or op.func._schema.is_mutable)
+                self._apply(rule, op, partial(_comes_after, reads, at))
             self.fix(output, "output")
             repeated = set(self._repeated())
             if repeated <= self.further:
@@ -150,7 +153,7 @@ class Trace(TorchDispatchMode):
 
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
-        self.seen, self._labels = [], WeakIdKeyDictionary()
+        self.seen, self._labels, self._shared = [], WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for tensor, name in self.names.items():
             zero = [isinstance(tensor, nn.Parameter) and (name, d) not in self.further for d in range(tensor.dim())]
             sizes = zip(tensor.shape, zero, strict=True)
@@ -181,7 +184,7 @@ class Trace(TorchDispatchMode):
                 needed.update(map(id, op.tensors))
         return used[::-1]
 
-    def _apply(self, rule: AxisRule | None, op: Operation) -> None:
+    def _apply(self, rule: AxisRule | None, op: Operation, is_read_later: Callable[[Tensor], bool]) -> None:
         if op.is_square:
             self._squares.update(dict.fromkeys(op.outs, True))
         before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
@@ -193,9 +196,11 @@ class Trace(TorchDispatchMode):
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        if before is not None and op.tensors[0] in self._shared:
-            # Other views of the memory may still be recorded as zero where this one no longer is.
-            for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
+        written = op.tensors[0]
+        others = (t for t in self._shared if before is not None and t is not written and is_read_later(t))
+        if before is not None and any(t.untyped_storage()._cdata == written.untyped_storage()._cdata for t in others):
+            # Other views of the memory are recorded as zero where this one no longer is.
+            for old, new in zip(before, self.label_of(written), strict=True):
                 zero = [part.factor for part in leaves(new) if part.zero]
                 lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
                 op.freeze(lost, what="it writes into memory that other tensors share")
@@ -246,6 +251,10 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     finally:
         log.removeFilter(_drop)
     return _traced(model, example_inputs, None)
+
+
+def _comes_after(reads: Mapping[int, int], at: int, tensor: Tensor) -> bool:
+    return reads.get(id(tensor), -1) > at
 
 
 def _drop(record: logging.LogRecord) -> bool:
