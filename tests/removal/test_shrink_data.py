@@ -1,4 +1,4 @@
-"""shrink with data: layers that make up for removed units, and recovery; numbers for single layers, one budget of all."""
+"""shrink with data: compensation and recovery; numbers for single layers, and one budget for all layers."""
 
 import copy
 import itertools
