@@ -1,4 +1,4 @@
-"""What makes up for removed units: the weights that read them, by least squares, and statistics of BatchNorms."""
+"""Layers that read removed units make up for them: the best weights for the others, by least squares."""
 
 import copy
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import masking
 from ..calibration import Recorder
@@ -59,21 +58,3 @@ def compensated(
     layers.shared_masks = masks
     walk = Walk(replace(data, model=copied), [layers.target(name) for name in masks])
     return copied, walk.run("shrink", layers)[0] if walk.reached else []
-
-
-@torch.no_grad()
-def measure_batch_norms(data: CalibrationData) -> int:
-    """Measure the running statistics of a model's BatchNorms anew on the batches, in place; return their number."""
-    norms = [m for m in data.model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    modes = [(m, m.training, m.momentum) for m in norms]
-    try:
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a mean over all batches
-            norm.train()
-        for index in range(len(data.batches) if norms else 0):
-            data.run(index)
-    finally:
-        for norm, mode, momentum in modes:
-            norm.training, norm.momentum = mode, momentum
-    return len(norms)

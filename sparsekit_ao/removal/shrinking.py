@@ -19,14 +19,14 @@ from ..models.names import by_pattern, connected, named_tensors, owner_of, param
 from ..models.progress import phases
 from ..models.running import TokenMask, check_example
 from ..oneshot.chain import CalibrationData
-from ..oneshot.matching import recover
+from ..oneshot.matching import recover as recover_blocks
 from ..oneshot.walk import Walk
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..structure import checked_level
 from .compaction import Compaction, Known, check_comparable, check_names, size_of, verified
-from .compensation import compensated, measure_batch_norms
+from .compensation import compensated
 from .levels import (
     Cost,
     Quota,
@@ -105,8 +105,7 @@ def shrink(
         token_mask: Which tokens of the batches count, as for `one_shot`.
         compensate: With batches, `"least_squares"` gives each layer that reads dropped units the best weights for the
             others; None leaves them as they are.
-        recover: Whether to measure BatchNorms anew on the batches, and then to train each block of the smaller model
-            to give the dense block's outputs, as `recover` does.
+        recover: Whether to train each block of the smaller model to give the dense block's outputs, as `recover` does.
         cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters". Or a
             function of a model that returns its cost (a measured time, say).
         scope: Which units compete where the cost is "units": those of a coupling in each of its scopes, or with
@@ -205,7 +204,10 @@ def shrink(
     next(phase, None)
     left_out += [*failing, *_unreached(removals, quotas)]
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
-    return small, _recovered(report, model, small, data, token_mask) if recover else report
+    if recover:
+        recovery = recover_blocks(small, model, data.batches, forward, token_mask=token_mask)
+        report = replace(report, recovery=recovery)
+    return small, report
 
 
 def _checked_data(
@@ -262,14 +264,6 @@ def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData
         counts=tuple(count for _, count in pairs),
         left_out=(*discovery.left_out, *((c.name, why) for c in discovery.couplings if c in streams)),
     )
-
-
-def _recovered(
-    report: Compaction, model: nn.Module, small: nn.Module, data: CalibrationData, token_mask: TokenMask
-) -> Compaction:
-    """Measure BatchNorms anew and match the blocks of the smaller model, in place; return the report of both."""
-    measure_batch_norms(replace(data, model=small))
-    return replace(report, recovery=recover(small, model, data.batches, data.forward, token_mask=token_mask))
 
 
 def _check_named(
