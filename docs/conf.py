@@ -1,7 +1,8 @@
 """Configuration of the documentation site: `python -m sphinx -W docs out/site` builds it, without network.
 
-Before Sphinx reads the pages, the pictures, the gallery of patterns and the pages of the tutorials are generated into
-`docs/_generated` from masks, CSVs and scripts.
+Before Sphinx reads the pages, the pictures, the tables, the gallery of patterns and the pages of the tutorials are
+generated into `docs/_generated` from masks, CSVs and scripts. Numbers in sentences come from the CSVs too: `{{ name }}`
+in a page is a value of `figures.values()`.
 """
 
 import pathlib
@@ -11,6 +12,7 @@ import sys
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import figures  # noqa: E402
 import gallery  # noqa: E402
 import pictures  # noqa: E402
 import tutorial_pages  # noqa: E402
@@ -19,6 +21,7 @@ import sparsekit_ao  # noqa: E402
 
 GENERATED = HERE / "_generated"
 pictures.write_all(GENERATED)
+figures.write_all(GENERATED)
 gallery.write(GENERATED)
 tutorial_pages.write_all(GENERATED)
 
@@ -28,7 +31,8 @@ version = release = sparsekit_ao.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_generated/*.md"]  # included by pages, not pages themselves
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_substitutions = figures.values()
 myst_heading_anchors = 3
 default_role = "literal"  # docstrings use single backticks for code
 autodoc_member_order = "bysource"

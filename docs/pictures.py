@@ -4,21 +4,22 @@
 Every mask is chosen by the library, and every plot reads a CSV of `examples/`, which the page below it names.
 """
 
-import csv
 import pathlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import torch
+from figures import MINILM, read
 from torch import Tensor, nn
 
-from sparsekit_ao import BlockSpec, Coupling, ScopeCoupling, ScopeSparsifier, ScopeSpec, patterns
+from sparsekit_ao import BlockSpec, Coupling, ScopeCoupling, ScopeSparsifier, ScopeSpec, keep_mask, patterns
 
 HERE = pathlib.Path(__file__).parent
-RESULTS = HERE.parent / "examples"
 README_PICTURE = HERE / "_static/patterns.svg"
 CELL = 8  # pixels of an element
 KEPT, DROPPED = "#2b3a67", "#e9ebf2"
+TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
 
 
 def draw_matrix(mask: Tensor, *, outlines: Mapping[str, Tensor] | None = None) -> str:
@@ -121,6 +122,25 @@ def concepts() -> str:
     )
 
 
+def rule() -> str:
+    """Three scopes of four scored blocks, of which two stay; one of them has equal scores."""
+    scores = torch.tensor([[3.0, 9, 4, 7], [5, 5, 5, 5], [8, 2, 6, 6]])
+    mask = keep_mask(scores, 2)
+    size, found = 40, []
+    for r, row in enumerate(scores.tolist()):
+        top = 22 + r * 62
+        found.append(f'<text x="0" y="{top - 7}" {TEXT}>scope {r + 1}</text>')
+        for c, score in enumerate(row):
+            kept = bool(mask[r, c])
+            fill, ink, left = (KEPT, "#fff", c * (size + 4)) if kept else (DROPPED, "#222", c * (size + 4))
+            found.append(f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="{fill}"/>')
+            middle = f'x="{left + size // 2}" y="{top + size // 2 + 5}" text-anchor="middle" font-weight="bold"'
+            found.append(f"<text {middle} {TEXT.replace('#222', ink)}>{score:.0f}</text>")
+        note = ("the two highest stay", "equal: the lower index stays", "equal: the lower index stays")[r]
+        found.append(f'<text x="{4 * size + 24}" y="{top + size // 2 + 5}" {TEXT}>{note}</text>')
+    return _svg(360, 22 + 3 * 62, "".join(found))
+
+
 def views() -> str:
     """One matrix under two views: heads, and pairs of columns that are apart."""
     heads = torch.arange(16)[:, None].div(4, rounding_mode="floor").expand(16, 16)
@@ -178,13 +198,7 @@ def overview() -> str:
         model, [{"tensor_fqn": f"m{k}.weight", "pattern": pattern} for k, pattern in enumerate(found.values())]
     )
     sparsifier.step()
-    return draw_panels([(name, sparsifier.mask(f"m{k}.weight"), {}) for k, name in enumerate(found)])
-
-
-def read(name: str) -> list[dict[str, str]]:
-    """The rows of a CSV below `examples/`."""
-    with (RESULTS / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+    return draw_panels([(name, sparsifier.mask(f"m{k}.weight"), {}) for k, name in enumerate(found)], columns=3)
 
 
 def plot_mask_update(path: pathlib.Path) -> None:
@@ -208,7 +222,7 @@ def plot_one_shot(path: pathlib.Path) -> None:
 
 def plot_sentences(path: pathlib.Path) -> None:
     """Cosine of MiniLM at 2:4 to the dense model, by the number of calibration sentences."""
-    rows = [r for name in ("", "_more") for r in read(f"results/prune_minilm_2_4{name}")]
+    rows = [r for name in ("", "_more") for r in read(f"{MINILM['2_4']}{name}")]
     figure, axes = _figure(3)
     for method in ("admm", "admm, recovered"):
         points = sorted((int(r["sentences"]), float(r["cosine"])) for r in rows if r["method"] == method)
@@ -216,7 +230,7 @@ def plot_sentences(path: pathlib.Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("calibration sentences")
     axes.set_ylabel("cosine to the dense model, 2:4")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     _save(figure, path)
 
 
@@ -231,33 +245,67 @@ def plot_digits(path: pathlib.Path) -> None:
     _save(figure, path)
 
 
+def plot_blocks(path: pathlib.Path) -> None:
+    """Error of each block of MiniLM at 2:4, before and after it was matched to the dense one."""
+    rows = read(f"{MINILM['2_4']}_blocks")
+    names = [r["block"].rpartition(".")[2] for r in rows]
+    series = {f"{when} matching": [float(r[when]) for r in rows] for when in ("before", "after")}
+    _bars(path, names, series, "relative error of the block", x="block of MiniLM, 2:4")
+
+
+def plot_quality(path: pathlib.Path) -> None:
+    """Cosine of MiniLM to the dense model by the share of weights kept, for each method."""
+    rows = {level: read(f"{MINILM['unstructured']}_{level}") for level in (0.5, 0.7, 0.8)}
+    figure, axes = _figure(4)
+    kept = [100 * (1 - level) for level in rows]
+    for k, first in enumerate(rows[0.5]):
+        axes.plot(kept, [float(own[k]["cosine"]) for own in rows.values()], "o-", label=first["method"])
+    axes.set_xlabel("single weights kept, %")
+    axes.set_ylabel("cosine to the dense model")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _save(figure, path)
+
+
+def plot_walk_memory(path: pathlib.Path) -> None:
+    """Memory of a walk over a model on disk, and the size of the model, by number of blocks."""
+    rows = read("benchmarks/results/walk_memory")
+    blocks = [int(r["blocks"]) for r in rows]
+    figure, axes = _figure(3)
+    for name, column in (("the model, on disk", "model MiB"), ("peak of the walk", "peak MiB")):
+        axes.plot(blocks, [int(r[column]) for r in rows], "o-", label=name)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("blocks of the model")
+    axes.set_ylabel("MiB")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _save(figure, path)
+
+
 def _bars(  # type: ignore[no-untyped-def]
     path: pathlib.Path,
     names: Sequence[str],
     series: dict[str, list[float]],
     label: str,
     *,
+    x: str = "",
     log: bool = False,
-    line: float | None = None,
 ):
-    figure, axes = _figure(3.4)
+    figure, axes = _figure(3.8)
     width = 0.8 / len(series)
     for k, (kind, values) in enumerate(series.items()):
         axes.bar([i + width * (k - (len(series) - 1) / 2) for i in range(len(names))], values, width, label=kind)
-    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_xticks(range(len(names)), [textwrap.fill(name, 11) for name in names])
+    axes.set_xlabel(x)
     axes.set_ylabel(label)
     if log:
         axes.set_yscale("log")
-    if line is not None:
-        axes.axhline(line, color="#222", linewidth=0.8)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     _save(figure, path)
 
 
 def _figure(height: float):  # type: ignore[no-untyped-def]
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, height), layout="constrained")
+    figure = Figure(figsize=(4.8, height), layout="constrained")  # inches: text is read at the width of a phone
     return figure, figure.add_subplot()
 
 
@@ -268,12 +316,15 @@ def _save(figure, path: pathlib.Path) -> None:  # type: ignore[no-untyped-def]
         figure.savefig(path, metadata={"Date": None})
 
 
-DRAWINGS = {"concepts": concepts, "views": views, "coupling": coupling, "one_budget": one_budget}
+DRAWINGS = {"concepts": concepts, "rule": rule, "views": views, "coupling": coupling, "one_budget": one_budget}
 PLOTS = {
     "mask_update": plot_mask_update,
     "one_shot": plot_one_shot,
     "sentences": plot_sentences,
     "digits": plot_digits,
+    "blocks": plot_blocks,
+    "quality": plot_quality,
+    "walk_memory": plot_walk_memory,
 }
 
 

@@ -9,7 +9,6 @@ on held-out files. The text is that of the Python installation which runs the sc
 """
 
 import argparse
-import csv
 import math
 import platform
 import sysconfig
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,10 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(rows)
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"threads": args.threads, "python": platform.python_version(), "torch": torch.__version__}
-    with (args.out / "dst_language_model.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
+    write_rows(rows, args.out / "dst_language_model.csv", machine)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from minilm import batched, load_model, pool, shuffled, similarity, split_sentences, write_rows
+from minilm import batched, load_model, pool, shuffled, similarity, split_sentences
+from rows import write_rows
 from shrink_minilm import median_ms
 from torch import Tensor, nn
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: pruned and converted, {time.perf_counter() - start:.0f} s", flush=True)
     rows = measure(models, batches, target, tokenizer, repeat=2 if args.tiny else 31)
     show(rows)
-    write_rows([{**row, **machine()} for row in rows], args.out / "export_minilm.csv")
+    write_rows(rows, args.out / "export_minilm.csv", machine())
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 

@@ -5,7 +5,6 @@ Held-out sentences come from other modules than those for training and calibrati
 """
 
 import ast
-import csv
 import os
 import random
 import re
@@ -103,11 +102,3 @@ def embed(model: nn.Module, batches: Sequence[Any]) -> Tensor:
 def similarity(a: Tensor, b: Tensor) -> float:
     """Mean cosine of unit vectors, row by row."""
     return (a * b).sum(1).mean().item()
-
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the table as CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)

@@ -11,7 +11,6 @@ that this model is really smaller. "recovered" then trains the blocks to give wh
 
 import argparse
 import copy
-import csv
 import platform
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from dst_language_model import BATCH, STEPS, LanguageModel, fit, held_out_loss, linears, read_text, windows
+from rows import write_rows
 from torch import Tensor, nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, patterns, recover
@@ -67,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"steps": args.steps, "threads": args.threads, "python": platform.python_version()}
     machine["torch"] = torch.__version__
-    with (args.out / "one_shot_language_model.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
+    write_rows(rows, args.out / "one_shot_language_model.csv", machine)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

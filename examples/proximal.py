@@ -10,7 +10,6 @@ error is on other data. Writes one row for each run (CSV) and a plot.
 """
 
 import argparse
-import csv
 import itertools
 import os
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"seed {seed} done after {time.perf_counter() - start:.0f} s", flush=True)
     print_table(rows)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_rows(rows, args.out / "proximal.csv")
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    write_rows(rows, args.out / "proximal.csv", machine)
     plot(rows, curves, args.out / "proximal.png")
     print(f"rows and plot: {args.out}")
 
@@ -166,15 +167,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         own = [r for r in rows if r["method"] == name and r["chosen"]]
         cells = [" ".join(str(r[k]) for r in own) for k in ("strength", "inputs left", "relevant left", "test error")]
         print(f"| {name} | {' | '.join(cells)} | {statistics.mean(r['test error'] for r in own):.4f} |")
-
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write one line for each run, with the machine and the versions."""
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**r, **machine} for r in rows)
 
 
 def plot(rows: Sequence[dict[str, Any]], curves: dict[str, dict[str, list]], path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from minilm import write_rows
+from rows import write_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from minilm import batched, embed, load_model, shuffled, similarity, split_sentences, write_rows
+from minilm import batched, embed, load_model, shuffled, similarity, split_sentences
+from rows import write_rows
 from torch import nn
 
 from sparsekit_ao import SparsityError, patterns, prune
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, held_out = split_sentences(limit=16 if args.tiny else None)
     train = shuffled(train)
     batches = batched(tokenizer, held_out)
-    target, rows = embed(dense, batches), []
+    target, rows, blocks = embed(dense, batches), [], []
 
     def measure(model: nn.Module, method: str, sentences: int, seconds: float) -> None:
         cosine = similarity(embed(model, batches), target)
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure(model, name, len(train[:sentences]), time.perf_counter() - start)
         if recover:
             print(report.recovery)
+            blocks.extend(
+                {"block": r.block, "before": f"{r.before:.4f}", "after": f"{r.after:.4f}"} for r in report.recovery
+            )
         return model
 
     print(f"| {args.pattern} | sentences | cosine | seconds |\n|---|---|---|---|", flush=True)
@@ -68,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = pruned(args.sentences, *METHODS["admm"], "admm, recovered", recover=True)
 
     args.out.mkdir(parents=True, exist_ok=True)
-    write_rows(rows, args.out / f"prune_minilm_{args.pattern.replace(':', '_')}.csv")
+    stem = f"prune_minilm_{args.pattern.replace(':', '_')}" + f"_{args.level}" * (args.level is not None)
+    write_rows(rows, args.out / f"{stem}.csv")
+    write_rows(blocks, args.out / f"{stem}_blocks.csv")
     name = "encoder.layer.0.attention.self.query.weight"
     plot_mask(model.get_parameter(name) != 0, args.out / "mask.png", title=name)
     model.save_pretrained(args.out)

@@ -10,7 +10,6 @@ of accuracy and of the change of masks.
 """
 
 import argparse
-import csv
 import itertools
 import os
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import write_rows
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"seed {seed} done after {time.perf_counter() - start:.0f} s", flush=True)
     print_table(rows)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_rows(rows, args.out / "rigl_digits.csv")
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    write_rows(rows, args.out / "rigl_digits.csv", machine)
     plot(rows, curves, args.out / "rigl_digits.png")
     print(f"rows and plot: {args.out}")
 
@@ -177,15 +178,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         statistics.mean(accuracies(rows, name, LEVELS[-1])) for name in ("static", "SET", "RigL")
     )
     print(f"at {LEVELS[-1]:.2f}: SET - static = {random - static:.2f}, RigL - SET = {gradient - random:.2f} points")
-
-
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write one line for each run, with the machine and the versions."""
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**r, **machine} for r in rows)
 
 
 def plot(rows: Sequence[dict[str, Any]], curves: dict[str, dict[str, list[float]]], path: Path) -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from minilm import batched, embed, load_model, shuffled, similarity, split_sentences, write_rows
+from minilm import batched, embed, load_model, shuffled, similarity, split_sentences
+from rows import write_rows
 from torch import Tensor, nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, recover

@@ -36,6 +36,9 @@ import sparsekit_ao
 from sparsekit_ao import BlockSpec, ScopeSpec
 from sparsekit_ao.selection import Request, fill_masks
 
+sys.path.append(str(Path(__file__).parent.parent))
+from rows import write_rows
+
 # name: block, scope (-1 is all), level, stock's arguments where it has the pattern
 ROWS = {
     "2:4": ((1, 1), (1, 4), 0.5, {"sparsity_level": 1.0, "sparse_block_shape": (1, 4), "zeros_per_block": 2}),
@@ -317,7 +320,8 @@ def main() -> None:
     refuse_cached(args.size, torch.cuda.get_device_properties("cuda").L2_cache_size)
     lines = measure(args, "cuda")
     if not args.no_csv:
-        write_csv(lines, Path(__file__).parent / "results" / "gpu_step.csv", torch.cuda.get_device_name())
+        path = Path(__file__).parent / "results" / "gpu_step.csv"
+        write_rows(lines, path, facts(torch.cuda.get_device_name()))
 
 
 def run_tiny(args: argparse.Namespace) -> None:
@@ -326,7 +330,7 @@ def run_tiny(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gpu_step.csv"
         lines = measure(args, "cpu")
-        write_csv(lines, path, "none: Triton's interpreter")
+        write_rows(lines, path, facts("none: Triton's interpreter"))
         with path.open(newline="") as file:
             read = list(csv.DictReader(file))
     if [line["kind"] for line in read] != [line["kind"] for line in lines]:
@@ -334,24 +338,12 @@ def run_tiny(args: argparse.Namespace) -> None:
     print(f"ran in the interpreter, {len(read)} lines: masks were checked, and there is no GPU figure")
 
 
-def write_csv(lines: list[dict], path: Path, gpu: str) -> None:
-    """The table with machine and versions."""
+def facts(gpu: str) -> dict[str, object]:
+    """The machine and versions."""
     import triton
 
-    about = {
-        "gpu": gpu,
-        "host": platform.machine(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "sparsekit_ao": sparsekit_ao.__version__,
-    }
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*lines[0], *about], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**line, **about} for line in lines)
-    print(f"wrote {path.name}")
+    versions = {"cuda": torch.version.cuda, "torch": torch.__version__, "triton": triton.__version__}
+    return {"gpu": gpu, "host": platform.machine(), **versions, "sparsekit_ao": sparsekit_ao.__version__}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Helpers of all benchmarks: the machine's data, memory use, medians, CSVs."""
 
-import csv
 import platform
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 
 import sparsekit_ao
+
+sys.path.append(str(Path(__file__).parent.parent))
+from rows import write_rows
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -30,12 +33,7 @@ def facts() -> dict[str, str]:
 
 def write_csv(lines: list[dict], path: Path) -> None:
     """The table with machine and versions."""
-    about = facts()
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*lines[0], *about], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**line, **about} for line in lines)
+    write_rows(lines, path, facts())
     print(f"wrote {path.name}")
 
 

@@ -94,7 +94,7 @@ def _script(script, *options):
 JOBS = {  # in the order in which the tests need them
     **{
         f"test_every_tutorial_runs[{name}]": lambda name=name: _script(f"tutorials/{name}.py")
-        for name in ("rigl", "trainer_2_4", "one_shot", "smaller_models")
+        for name in ("rigl", "trainer_2_4", "minilm", "smaller_models")
     },
     "test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes": lambda: _tiny(
         "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")

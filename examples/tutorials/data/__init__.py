@@ -101,13 +101,17 @@ def sentences_by_package(tokenizer: Any) -> tuple[list[dict[str, Any]], list[dic
     return rows[len(rows) // 4 :], rows[: len(rows) // 4]
 
 
-def sentence_batches(tokenizer: Any) -> tuple[list[Any], list[Any]]:
-    """Batches of 16 sentences to calibrate on, as the tokenizer makes them, and as many held-out ones; no labels."""
+def sentence_batches(tokenizer: Any, calibration: int, held_out: int) -> tuple[list[Any], list[Any]]:
+    """Batches of 32 sentences to calibrate on, as the tokenizer makes them, and held-out ones; no labels."""
     texts = sorted(set(_paragraphs(sorted(LIBRARY.glob("*.py")))))
     random.Random(0).shuffle(texts)
-    count = 32 if TINY else 128
-    batches = [tokenizer(texts[at : at + 16], padding=True, return_tensors="pt") for at in range(0, count, 16)]
-    return batches[: len(batches) // 2], batches[len(batches) // 2 :]
+    counts = (16, 16) if TINY else (calibration, held_out)
+    chosen = [texts[: counts[0]], texts[counts[0] : sum(counts)]]
+    first, second = (
+        [tokenizer(own[at : at + 32], padding=True, return_tensors="pt") for at in range(0, len(own), 32)]
+        for own in (sorted(part, key=lambda text: len(tokenizer(text)["input_ids"])) for part in chosen)  # less padding
+    )
+    return first, second
 
 
 def _paragraphs(paths: Iterable[Path]) -> Iterator[str]:

@@ -1,0 +1,458 @@
+"""The figures of the site: tables and single numbers, read from the CSVs of `examples/` when the site is built.
+
+A page shows a table of `TABLES` by including `_generated/table_NAME.md`, and a number of `values()` by writing its name
+in double braces. So a page has no figure of its own, and a script that is run again changes them all.
+"""
+
+import csv
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+Row = Mapping[str, str]
+Table = list[list[str]]  # the header first
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a CSV below `examples/`."""
+    with (EXAMPLES / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def three(number: str | float) -> str:
+    """A number with three decimals."""
+    return f"{float(number):.3f}"
+
+
+def span(numbers: Iterable[float], places: int = 0) -> str:
+    """The least and the largest number: "12 to 25"."""
+    known = list(numbers)
+    return f"{min(known):.{places}f} to {max(known):.{places}f}"
+
+
+MINILM = {name: f"results/prune_minilm_{name}" for name in ("2_4", "unstructured", "1x4", "16x16")}
+DIGITS = ("static", "SET", "RigL", "SNFS", "GMP")
+METHODS = "wanda + least_squares"  # as the CSVs write it
+
+
+def mask_update() -> Table:
+    """Time and memory of one mask update, by pattern, for torch.ao and two sparsifiers."""
+    rows = read("benchmarks/results/cpu_step")
+    cells = {(r["pattern"], r["kind"]): r for r in rows}
+    kinds = ("ScopeSparsifier", "WeightNormSparsifier")
+    found = [["pattern", "torch.ao"]]
+    found[0] += [cell for kind in kinds for cell in (kind, "faster", "copies")]
+    found[0] += ["memory: torch.ao", "Scope", "WeightNorm"]
+    for pattern in dict.fromkeys(r["pattern"] for r in rows):
+        stock, *ours = (cells[pattern, kind] for kind in ("stock", *kinds))
+        line = [pattern, f"{float(stock['ms']):.0f} ms"]
+        for r in ours:
+            line += [f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x", r["times one copy"]]
+        found.append(line + [r["extra peak / weight"] for r in (stock, *ours)])
+    return found
+
+
+def targets() -> Table:
+    """MiniLM on every target of a machine without a GPU."""
+    rows = read("results/export_minilm")
+    names = ["pattern", "target", "ms, 1 sentence", "ms, 32 sentences", "MB", "cosine", "ran sparse"]
+    return [names, *([r[name] for name in names] for r in rows)]
+
+
+def one_pass() -> Table:
+    """Cosine of MiniLM by method, on 192 sentences and on 1,024."""
+    header = [
+        "",
+        "magnitude",
+        "wanda",
+        "sparsegpt",
+        "wanda + least squares",
+        "admm",
+        "admm (1,024)",
+        "recovered (1,024)",
+    ]
+    names = {"2_4": "2:4", "unstructured": "single weights, 50 %"}
+    return [header, *([label, *(three(r["cosine"]) for r in read(MINILM[n]))] for n, label in names.items())]
+
+
+def one_pass_blocks() -> Table:
+    """Cosine of MiniLM with blocks at 50 %."""
+    return [["blocks", "admm", "recovered"]] + [
+        [name, *(three(r["cosine"]) for r in read(MINILM[name]))] for name in ("1x4", "16x16")
+    ]
+
+
+def one_layer() -> Table:
+    """Relative output error and seconds of one layer at 2:4, by method."""
+    rows = [r for r in read("benchmarks/results/one_shot_layers") if r["structure"] == "2:4"]
+    found = [["outputs x inputs", "magnitude", "wanda", "wanda + least squares", "sparsegpt", "obs", "admm"]]
+    for name, size in LAYERS.items():
+        own = [r for r in rows if r["layer"] == f"encoder.layer.{name}" and r["method"] != "obs alone"]
+        found.append([size, *(f"{three(r['error'])}, {three(r['seconds'])} s" for r in own)])
+    return found
+
+
+LAYERS = {
+    "4.attention.output.dense": "384 x 384",
+    "2.intermediate.dense": "1536 x 384",
+    "3.output.dense": "384 x 1536",
+}
+
+
+def language_model() -> Table:
+    """Loss of the small transformer, by structure and method."""
+    dense, *rows = read("results/one_shot_language_model")
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    found = [["structure", *methods], ["dense", three(dense["loss"]), *[""] * (len(methods) - 1)]]
+    for structure in dict.fromkeys(r["structure"] for r in rows):
+        loss = {r["method"]: three(r["loss"]) for r in rows if r["structure"] == structure}
+        found.append([structure, *(loss.get(method, "-") for method in methods)])
+    return found
+
+
+def llm_compressor() -> Table:
+    """The same model by LLM Compressor and by this library."""
+    _, *rows = read("benchmarks/results/compare_llmcompressor")
+    found = [["structure", *dict.fromkeys(r["method"] for r in rows)]]
+    for structure in dict.fromkeys(r["structure"] for r in rows):
+        own = [r for r in rows if r["structure"] == structure]
+        found.append([structure, *(f"{three(r['loss'])}, {r['seconds']} s" for r in own)])
+    return found
+
+
+def crepe() -> Table:
+    """Tones that the pruned CREPE finds."""
+    _, *rows = read("results/prune_crepe")
+    return [["structure", "admm", "recovered"], *([r["structure"], r["before"], r["recovered"]] for r in rows)]
+
+
+def units() -> Table:
+    """Cosine of MiniLM without units, by score, without compensation and with."""
+    found = [["removed", "score", "without compensation", "least squares"]]
+    for removed, name in (("half of the MLP units", "units"), ("and a third of the heads", "heads_and_units")):
+        for r in read(f"results/one_shot_{name}"):
+            found.append([removed, r["score"], three(r["cosine"]), three(r["with least squares"])])
+    return found
+
+
+def units_recovered() -> Table:
+    """The same, recovered."""
+    rows = read("results/shrink_minilm_recovered")
+    return [
+        ["removed", "before", "recovered"],
+        *([r["removed"], three(r["before"]), three(r["recovered"])] for r in rows),
+    ]
+
+
+def recover_rate() -> Table:
+    """Recovery with other learning rates."""
+    rows = read("benchmarks/results/recover_rate")
+    names = list(rows[0])[1:6]
+    return [["model", *names], *([r["model"], *(three(r[name]) for name in names)] for r in rows)]
+
+
+def digits() -> Table:
+    """Accuracy of a small MLP by method of training sparse."""
+    rows = read("results/rigl_digits")
+    found = [["sparsity", *DIGITS]]
+    for level in ("0.9", "0.95"):
+        runs = [[float(r["accuracy"]) for r in rows if (r["method"], r["level"]) == (m, level)] for m in DIGITS]
+        errors = [statistics.stdev(own) / len(own) ** 0.5 for own in runs]
+        cells = [f"{statistics.mean(own):.2f} ± {error:.2f}" for own, error in zip(runs, errors, strict=True)]
+        found.append([f"{float(level):.2f}", *cells])
+    return found
+
+
+def sparse_language_model() -> Table:
+    """Loss of the small transformer that is trained sparse."""
+    _, *rows = read("results/dst_language_model")
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    loss = {(r["level"], r["method"]): three(r["loss"]) for r in rows}
+    levels = dict.fromkeys(r["level"] for r in rows)
+    return [["sparsity", *methods], *([f"{float(one):.2f}", *(loss[one, m] for m in methods)] for one in levels)]
+
+
+def proximal() -> Table:
+    """Inputs that a penalty leaves, in three seeds."""
+    rows = read("results/proximal")
+    found = [["method", "inputs left", "relevant ones", "test error, mean"]]
+    for method in dict.fromkeys(r["method"] for r in rows):
+        runs = [r for r in rows if r["method"] == method and r["chosen"] == "1"]
+        cells = [", ".join(r[name] for r in runs) for name in ("inputs left", "relevant left")]
+        found.append([method, *cells, f"{statistics.mean(float(r['test error']) for r in runs):.2f}"])
+    return found
+
+
+def torch_pruning() -> Table:
+    """What became of the networks that both libraries pruned."""
+    rows, ours, theirs = read("benchmarks/results/compare_torch_pruning"), "sparsekit_ao", "Torch-Pruning"
+    kinds = {
+        "exact": "smaller, with the outputs of the masked model",
+        "other outputs": "other outputs (LayerNorms and GroupNorms that lost channels, channel shuffles)",
+        "does not run": "does not run",
+        "error": "error, or no end within 6 s and one for each million parameters",
+        "nothing removed": "nothing removed",
+    }
+    found = [["", ours, theirs]]
+    for kind, label in kinds.items():
+        found.append([label, *(str(sum(r[f"{one} result"] == kind for r in rows)) for one in (ours, theirs))])
+    both = [r for r in rows if r[f"{ours} result"] == r[f"{theirs} result"] == "exact"]
+    times = [statistics.median(float(r[f"{one} seconds"]) for r in rows) for one in (ours, theirs)]
+    removed = [statistics.mean(float(r[f"{one} removed"]) for r in both) for one in (ours, theirs)]
+    found.append(["median seconds", f"{times[0]:.1f}", f"{times[1]:.2f}"])
+    return [
+        *found,
+        [f"parameters removed, mean of the {len(both)} where both are exact", *(f"{x:.2f}" for x in removed)],
+    ]
+
+
+EQUAL_FLOPS = {"digits": (1, 1), "text": (-1, 3), "MiniLM": (1, 3)}  # is more better, decimals
+COLUMNS = ("fine-tuned", "longer", "recovered", "recovered, fine-tuned")
+
+
+def best(network: str, method: str, column: str) -> Row:
+    """The best run of a library at equal FLOPs, or of one of its scores."""
+    rows = read(f"benchmarks/results/compare_accuracy_{network.lower()}")
+    own = [r for r in rows if r["method"].startswith(method) and r[column] != "-"]
+    return max(own, key=lambda r: EQUAL_FLOPS[network][0] * float(r[column]))
+
+
+def equal_flops() -> Table:
+    """Quality at equal FLOPs beside Torch-Pruning."""
+
+    def cell(network: str, method: str, column: str) -> str:
+        row, places = best(network, method, column), EQUAL_FLOPS[network][1]
+        deviation = row.get(f"deviation of {column}")
+        return f"{float(row[column]):.{places}f}" + (f" ± {float(deviation):.{places}f}" if deviation else "")
+
+    found = [["", "random, fine-tuned", *COLUMNS]]
+    for network in EQUAL_FLOPS:
+        for library in ("sparsekit_ao", "Torch-Pruning"):
+            random = cell(network, f"{library} random", "fine-tuned")
+            found.append([f"{network}, {library}", random, *(cell(network, library, c) for c in COLUMNS)])
+    return found
+
+
+def walk_memory() -> Table:
+    """Memory and time of a walk over models on disk."""
+    names = {
+        **{"blocks": "blocks", "model MiB": "model", "peak MiB": "peak over before"},
+        **{"resident MiB in all": "resident in all", "seconds a block": "seconds a block"},
+        **{"of which solving": "solving", "of which matching": "matching"},
+    }
+    return [list(names.values()), *([r[name] for name in names] for r in read("benchmarks/results/walk_memory"))]
+
+
+def pattern_cost() -> Table:
+    """What patterns cost in one pass with recovery."""
+    cosine = {name: three(read(path)[-1]["cosine"]) for name, path in MINILM.items()}
+    removed = {r["removed"]: three(r["recovered"]) for r in read("results/shrink_minilm_recovered")}
+    rows = [r for r in read("results/one_shot_language_model") if r["method"] == "recovered"]
+    loss = {r["structure"]: three(r["loss"]) for r in rows}
+    half, heads, columns = "half of the MLP units", "and a third of the heads", "8 rows x 1 column, 8 of 16"
+    return [
+        ["for", "pattern and level", "cosine of MiniLM", "loss of the small transformer"],
+        ["smaller files; the least loss of quality", "50 %, single weights", cosine["unstructured"], loss["50 %"]],
+        ["sparse tensor cores of NVIDIA", "2:4", cosine["2_4"], loss["2:4"]],
+        ["any device, as a smaller dense model", half, removed[half], loss[half]],
+        ["the same, smaller still", heads, removed[heads], ""],
+        ["vector kernels", "1x4 blocks at 50 %", cosine["1x4"], ""],
+        ["vector kernels", columns, "", loss[columns]],
+        ["block kernels", "16x16 blocks at 50 %", cosine["16x16"], ""],
+    ]
+
+
+def method_cost() -> Table:
+    """What each way to prune costs in quality and time: the table of the decision page."""
+    _, *rows = read("results/one_shot_language_model")
+    loss = {(r["structure"], r["method"]): three(r["loss"]) for r in rows}
+    _, small = read("results/shrink_minilm")
+    removed = {r["removed"]: three(r["recovered"]) for r in read("results/shrink_minilm_recovered")}
+
+    def line(label: str, call: str, name: str, at: int, structure: str, method: str) -> list[str]:
+        row = read(MINILM[name])[at]
+        count = f"{float(row['seconds']):.0f} s on {int(row['sentences']):,} sentences"
+        return [label, call, three(row["cosine"]), loss.get((structure, method), ""), count]
+
+    recovered = "`prune(..., recover=True)`"
+    return [
+        ["what is pruned", "how", "cosine of MiniLM", "loss of the small transformer", "time, MiniLM, two cores"],
+        line("2:4", "by magnitude, without data", "2_4", 0, "2:4", "magnitude"),
+        line("2:4", '`prune(..., score="wanda", compensate=None)`', "2_4", 1, "2:4", "wanda"),
+        line("2:4", '`prune(..., compensate="sparsegpt")`', "2_4", 2, "2:4", "sparsegpt"),
+        line("2:4", "`prune(...)`", "2_4", 4, "2:4", "admm"),
+        line("2:4", recovered, "2_4", -1, "2:4", "recovered"),
+        line("50 %, single weights", recovered, "unstructured", -1, "50 %", "recovered"),
+        line("1x4 blocks at 50 %", recovered, "1x4", -1, "", ""),
+        line("16x16 blocks at 50 %", recovered, "16x16", -1, "", ""),
+        [
+            "half of the MLP units",
+            "`shrink`, then `recover`",
+            removed["half of the MLP units"],
+            loss["half of the MLP units", "recovered"],
+            "",
+        ],
+        [
+            "and a third of the heads",
+            "`shrink`, then `recover`",
+            three(small["cosine"]),
+            "",
+            "",
+        ],
+    ]
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    one.__name__: one
+    for one in (
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
+        *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
+        *(walk_memory, pattern_cost, method_cost),
+    )
+}
+
+
+def values() -> dict[str, str]:
+    """Single numbers that sentences of pages quote, by name."""
+    return {**_of_pruning(), **_of_smaller_models(), **_of_training(), **_of_speed()}
+
+
+def _of_pruning() -> dict[str, str]:
+    found = {}
+    for name in ("2_4", "unstructured"):
+        for r in read(MINILM[name])[:5]:
+            found[f"cosine_{name}_{r['method'].split()[0]}{'_fitted' * (r['method'] == METHODS)}"] = three(r["cosine"])
+    for name, path in MINILM.items():
+        recovered = read(path)[-1]
+        found |= {f"cosine_{name}_recovered": three(recovered["cosine"])}
+        found |= {f"seconds_{name}_recovered": f"{float(recovered['seconds']):.0f}"}
+    more = read("results/prune_minilm_2_4_more")[-1]
+    found |= {"cosine_more": three(more["cosine"]), "seconds_more": f"{float(more['seconds']):.0f}"}
+    dense, *rows = read("results/one_shot_language_model")
+    found["loss_dense"] = three(dense["loss"])
+    found |= {
+        f"loss_2_4_{r['method']}": three(r["loss"]) for r in rows if r["structure"] == "2:4" and " " not in r["method"]
+    }
+    layers = [r for r in read("benchmarks/results/one_shot_layers") if (r["structure"], r["method"]) == ("2:4", "admm")]
+    seconds = {r["layer"].removeprefix("encoder.layer."): f"{float(r['seconds']):.2f}" for r in layers}
+    found |= {
+        "seconds_short_layer": seconds["4.attention.output.dense"],
+        "seconds_wide_layer": seconds["3.output.dense"],
+    }
+    walks = read("benchmarks/results/walk_memory")
+    few, many = (int(walks[k]["peak MiB"]) for k in (0, -1))
+    size = [int(walks[k]["model MiB"]) for k in (0, -1)]
+    found |= {
+        "walk_times": f"{many / few:.1f}",
+        "walk_model_times": f"{size[1] / size[0]:.0f}",
+        "walk_few_blocks": walks[0]["blocks"],
+    }
+    found |= {
+        "walk_few": str(few),
+        "walk_many": str(many),
+        "walk_many_blocks": walks[-1]["blocks"],
+        "walk_model": walks[-1]["model MiB"],
+    }
+    found["walk_block"] = walks[0]["block MiB in float32"]
+    found["crepe_dense"] = read("results/prune_crepe")[0]["before"]
+    return found
+
+
+def _of_smaller_models() -> dict[str, str]:
+    dense, small = read("results/shrink_minilm")
+    found = {
+        "small_flops": f"{100 * int(small['flops']) / int(dense['flops']):.0f}",
+        "small_time": f"{100 * float(small['of dense']):.0f}",
+        "small_file": f"{100 * int(small['file bytes']) / int(dense['file bytes']):.0f}",
+        "small_cosine": f"{float(small['cosine']):.2f}",
+    }
+    rows = read("benchmarks/results/compare_torch_pruning")
+    found |= {"architectures": str(len(rows))}
+    for name, library in (("ours", "sparsekit_ao"), ("theirs", "Torch-Pruning")):
+        found[f"exact_{name}"] = str(sum(r[f"{library} result"] == "exact" for r in rows))
+    for name, (sign, places) in EQUAL_FLOPS.items():
+        columns = {"recovered": COLUMNS[-1], "fine_tuned": COLUMNS[0]}
+        for label, column in columns.items():
+            ours, theirs = (
+                float(best(name, m, c)[c]) for m, c in (("sparsekit_ao", column), ("Torch-Pruning", COLUMNS[0]))
+            )
+            found[f"ahead_{name.lower()}_{label}"] = f"{sign * (ours - theirs):.{places}f}"
+        dense_row = read(f"benchmarks/results/compare_accuracy_{name.lower()}")[0]
+        found[f"dense_{name.lower()}"] = f"{float(dense_row['pruned']):.{places}f}"
+    return found
+
+
+def _of_training() -> dict[str, str]:
+    output = (EXAMPLES / "tutorials/outputs/trainer_2_4.txt").read_text()
+    found = {}
+    for name in ("dense", "2:4"):
+        accuracy = re.search(rf"{name}: accuracy (\S+?),?\s", output)
+        assert accuracy is not None
+        found[f"accuracy_{name.replace(':', '_')}"] = accuracy[1]
+    dense = [float(r["accuracy"]) for r in read("results/rigl_digits") if r["method"] == "dense"]
+    found["accuracy_digits"] = f"{statistics.mean(dense):.2f}"
+    loss = {(r["method"], r["level"]): three(r["loss"]) for r in read("results/dst_language_model")}
+    found |= {f"loss_{m.lower()}": loss[m, "0.9"] for m in ("GMP", "RigL")}
+    runs = [r for r in read("results/proximal") if r["method"] == "Adam, conditioned"]
+    for name, strength in (("weak", 0.15), ("strong", 0.5)):
+        found[f"inputs_left_{name}"] = span(int(r["inputs left"]) for r in runs if float(r["strength"]) == strength)
+    steps = [r for r in read("benchmarks/results/dst_overhead") if r["step"] == "closed"]
+    found |= {f"dynamic_step_{r['model'].split()[3].strip(',')}": f"{float(r['times stock']):.2f}" for r in steps}
+    return found
+
+
+def _of_speed() -> dict[str, str]:
+    rows = read("benchmarks/results/cpu_step")
+    scope = {r["pattern"]: float(r["ms"]) for r in rows if r["kind"] == "ScopeSparsifier"}
+    found = {}
+    for name, kind in (("scope", "ScopeSparsifier"), ("drop_in", "WeightNormSparsifier")):
+        found[f"faster_{name}"] = span(float(r["times faster than stock"]) for r in rows if r["kind"] == kind)
+    others = {"topk": "torch.topk", "kthvalue": "torch.kthvalue", "l1_unstructured": "prune.l1_unstructured"}
+    for name, kind in (
+        others | {"pat_blocks": "PAT MinSparsityConstraint", "pat_n_m": "PAT NMSparseConstraint"}
+    ).items():
+        times = [float(r["ms"]) / scope[r["pattern"]] for r in rows if r["kind"] == kind]
+        found[f"slower_{name}"] = span(times, 1) if len(times) > 1 else f"{times[0]:.1f}"
+    for dtype in ("float32", "bfloat16"):
+        patterns = [r for r in read("benchmarks/results/cpu_patterns") if r["dtype"] == dtype]
+        copies, pattern = max((float(r["times one copy"]), r["pattern"]) for r in patterns)
+        found[f"slowest_{dtype}"] = f"{copies} copies ({pattern})"
+    growth = {(r["pattern"], r["size"]): float(r["ns an element"]) for r in read("benchmarks/results/cpu_growth")}
+    found["growth"] = span((growth[p, "8192"] / ns for (p, size), ns in growth.items() if size == "1024"), 2)
+    layers = read("benchmarks/results/masked_linear")
+    masked = [r for r in layers if r["layer"] in ("bool mask", "float mask") and r["mode"] == "eager"]
+    for what in ("training", "evaluation"):
+        ratios = [float(r["ratio"]) for r in masked if r["pass"] == what]
+        found |= {f"masked_{what}": span(ratios, 2), f"masked_{what}_median": f"{statistics.median(ratios):.2f}"}
+    compiled = {r["layer"]: r["ratio"] for r in layers if r["mode"] == "compiled"}
+    found |= {"compiled_bool": compiled["bool mask"], "compiled_float": compiled["float mask"]}
+    prepare = {r["kind"]: f"{float(r['prepare ms']):.0f}" for r in read("benchmarks/results/prepare")}
+    found |= {"prepare_ours": prepare["ScopeSparsifier"], "prepare_stock": prepare["stock"]}
+    bisection, gather = (int(r["bytes"]) for r in read("benchmarks/results/selection_bytes"))
+    found |= {"selection_bytes": str(bisection), "selection_gather": f"{gather // 10**6} MB"}
+    targets = {(r["pattern"], r["target"]): r for r in read("results/export_minilm")}
+    for name, key in (
+        ("dense", ("dense", "float32")),
+        ("2_4", ("2:4", "float32")),
+        ("bsr", ("16x16 blocks at 80%", "BSR")),
+    ):
+        found[f"ms_{name}"] = targets[key]["ms, 32 sentences"]
+    found |= {"ms_16x16": targets["16x16 blocks at 80%", "float32"]["ms, 32 sentences"]}
+    found |= {"cosine_16x16_80": three(targets["16x16 blocks at 80%", "float32"]["cosine"])}
+    found |= {"ms_int8": targets["dense", "torch.ao dynamic int8"]["ms, 32 sentences"]}
+    return found
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(line)} |" for line in table]
+    return "\n".join([lines[0], "|---" * len(table[0]) + "|", *lines[1:]]) + "\n"
+
+
+def write_all(folder: pathlib.Path) -> None:
+    """Write every table as `table_NAME.md`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in TABLES.items():
+        (folder / f"table_{name}.md").write_text(markdown(table()))

