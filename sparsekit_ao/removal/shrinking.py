@@ -25,7 +25,7 @@ from .compaction import Compaction, Known, check_comparable, check_names, size_o
 from .levels import Cost, Quota, Rows, cost_function, counts_within, multiple_for
 from .remove import Removal, plain_tensors
 from .sizes import fitting_engines, has_config
-from .trials import NOT_TRIED, Trials, in_config, removable, with_own_names
+from .trials import NOT_TRIED, Trials, find_removable, in_config, with_own_names
 from .verify import Reference
 
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -120,7 +120,7 @@ def shrink(
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)
     how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
-    discovery = removable(plain, example_inputs, couplings, ratio=level, **how)
+    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, is_verified=False)
     known = [*(c.name for c in discovery.couplings), *(name for name, _ in discovery.left_out)]
     known += dict.fromkeys(c.kind for c in discovery.couplings)
     numbers = {"ratio": ratio, "multiple_of": multiple_of, "max_sparsity": max_sparsity}
