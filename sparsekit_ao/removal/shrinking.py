@@ -41,7 +41,7 @@ from .levels import (
 )
 from .remove import Removal, masked_copy, plain_tensors
 from .sizes import fitting_engines, has_config
-from .trials import Trials, in_config, removable
+from .trials import Trials, find_removable, in_config
 from .verify import Reference
 
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
@@ -161,7 +161,7 @@ def shrink(
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)
     how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
-    discovery = removable(plain, example_inputs, couplings, ratio=level, **how)
+    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, is_verified=False)
     if recover:
         discovery = _inside_blocks(plain, discovery, data)
     numbers = {"ratio": ratio, "max_sparsity": max_sparsity, "multiple_of": multiple_of}

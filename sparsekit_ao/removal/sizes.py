@@ -365,12 +365,12 @@ def fit_config(
     a model constructed from the config differs ("" if it does not). With `discarded` as for `Reference.compare`, and
     the smaller model itself is not compared again.
     """
-    now = dict(_config_sizes(small))
+    now = dict(config_sizes(small))
     options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
         (path, value // removal.scope_units * removal.kept): value
         for removal in removals
         if not removal.is_empty
-        for path, value in _config_sizes(dense)
+        for path, value in config_sizes(dense)
         if value in _products(removal.coupling) and now.get(path) == value
     }
     unset = [f"{path}.n_inner" for path, config in _configs(small) if getattr(config, "n_inner", ...) is None]
@@ -381,12 +381,12 @@ def fit_config(
     apply_changes(small, head_dims)
     problem = ""
     for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous
-        wrong, changes = _misfits(small), list[Change]()
+        wrong, changes = misfits(small), list[Change]()
         for change in [*candidates[start:], *candidates[:start]] if wrong else ():
             if any(change.path == other.path for other in changes):
                 continue
             apply_changes(small, [change])
-            fewer = _misfits(small)
+            fewer = misfits(small)
             if len(fewer) < len(wrong):
                 wrong = fewer
                 changes.append(change)
@@ -395,7 +395,7 @@ def fit_config(
         misfit = wrong[0] if wrong else _other_outputs(small, reference, discarded)
         if not misfit:
             apply_changes(small, undone(head_dims))
-            needed = head_dims if _misfits(small) else []
+            needed = head_dims if misfits(small) else []
             apply_changes(small, needed)
             return needed + changes, ""
         problem = problem or misfit
@@ -422,13 +422,13 @@ def _configs(model: nn.Module) -> list[tuple[str, Any]]:
     return list(seen.values())
 
 
-def _config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+def config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
     """(path, value) of the integers above one in the configs of a model."""
     for path, config in _configs(model):
         yield from _integers_of(path, config)
 
 
-def _misfits(model: nn.Module) -> list[str]:
+def misfits(model: nn.Module) -> list[str]:
     """The tensors of a model that have another shape in one constructed from its config, as text."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     try:

@@ -1,5 +1,6 @@
 """removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ from .compaction import Compaction, Known, check_comparable, compared, find_remo
 from .levels import multiple_for, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config, width_attrs
+from .twin import Twin, make_twin
 from .verify import Reference
 
 _NEAREST = 7  # so many candidates for attributes of a coupling are tried by themselves
@@ -79,7 +81,26 @@ def removable(
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
-    model = plain_copy(model)
+    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
+    return find_removable(plain_copy(model), example_inputs, couplings, **how)
+
+
+def find_removable(
+    model: nn.Module,
+    example_inputs: Any,
+    couplings: Sequence[Coupling] | None,
+    *,
+    ratio: float,
+    exclude: Sequence[str | type],
+    multiple_of: int | Mapping[str, int] | None,
+    tolerance: float,
+    is_verified: bool = True,
+) -> Discovery:
+    """Find couplings as `removable`, by trials of a short twin where there is one.
+
+    If the twin does not run, or its couplings cannot be removed from the whole model, that is tried itself. Without
+    `is_verified`, the caller removes them from the whole model.
+    """
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
@@ -90,14 +111,25 @@ def removable(
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
-    reference_of, failed = partial(Reference, inputs=example_inputs, tolerance=tolerance), Counter[str]()
+    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
-        def trials(some: Sequence[Coupling]) -> Trials:
-            return Trials(model, _random(model, some, ratio, multiple_of), reference_of, bar.update, failed)
+        def trials(running: nn.Module, failed: Counter[str], some: Sequence[Coupling]) -> Trials:
+            return Trials(running, _random(running, some, ratio, multiple_of), reference_of, bar.update, failed)
 
-        good, failing = _sorted(model, tried, trials)
+        def found_in(twin: Twin) -> tuple[list[Coupling], dict[Coupling, str]] | None:
+            try:
+                good, failing = _sorted(twin.model, twin.couplings, partial(trials, twin.model, Counter()))
+                good = [twin.in_whole(coupling) for coupling in good]
+                is_wrong = is_verified and trials(model, Counter(), good).problem(good)
+            except SparsityError:
+                return None
+            return None if is_wrong else (good, failing)
+
+        twin = make_twin(model, tried)
+        found = twin and found_in(twin)
+        good, failing = found or _sorted(model, tried, partial(trials, model, Counter()))
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
     return replace(
@@ -348,22 +380,22 @@ def in_config(
     Couplings that fail are tried again together with others that have as many units, since one field may hold both.
     Also returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
     """
-    trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), reference_of)
-    together = {coupling: [coupling] for coupling in discovery.couplings}
-    failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling]))}
-    units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
+    trials, couplings = _config_trials(model, discovery.couplings, reference_of, ratio, multiples)
+    together = {coupling: [coupling] for coupling in couplings}
+    failing = {coupling: why for coupling in couplings if (why := trials.misfit([coupling]))}
+    units = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
         equal = [coupling for coupling in failing if units[coupling] == number]
         if len(equal) > 1 and not trials.misfit(equal):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
             together |= dict.fromkeys(equal, equal)
     widths = dict(multiples)
-    for coupling in (c for c in discovery.couplings if any_width and c not in failing):
-        whole, name = coupling.bind(model)[0].grid[-1], coupling.name
+    for coupling in (c for c in couplings if any_width and c not in failing):
+        whole, name = coupling.bind(trials.reference.model)[0].grid[-1], coupling.name
         steps = [m for m in range(multiples[name], whole, multiples[name]) if whole % m == 0] or [multiples[name]]
         fit = (m for m in steps if not trials.misfit(together[coupling], (whole - 1) // m * m))
         widths[name] = next(fit, whole)
-    kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
+    kept = [at for at, coupling in enumerate(couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
     fitting = replace(
         discovery,
@@ -372,6 +404,22 @@ def in_config(
         left_out=(*discovery.left_out, *reasons),
     )
     return fitting, widths
+
+
+def _config_trials(
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    reference_of: Callable[[nn.Module], Reference],
+    ratio: float,
+    multiples: Mapping[str, int],
+) -> tuple[Trials, Sequence[Coupling]]:
+    """Trials of a short twin that its config describes, else of the model; and the couplings in it."""
+    if (twin := make_twin(model, couplings)) is not None:
+        with contextlib.suppress(SparsityError):
+            trials = Trials(twin.model, _random(twin.model, twin.couplings, ratio, multiples), reference_of)
+            if not trials.misfit([]):
+                return trials, twin.couplings
+    return Trials(model, _random(model, couplings, ratio, multiples), reference_of), couplings
 
 
 def _kind(coupling: Coupling, together: int = 1) -> str:

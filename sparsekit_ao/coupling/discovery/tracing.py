@@ -7,6 +7,7 @@ the forward needs values (`.item()`, `nonzero`), a copy with values runs instead
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import linecache
@@ -106,7 +107,7 @@ class Trace(TorchDispatchMode):
         if rule is None and reads_tensors:
             with self:
                 out = func.decompose(*args, **kwargs)
-                parts = get_decompositions([func]).get(func)
+                parts = _decomposition(func)
                 out = parts(*args, **kwargs) if out is NotImplemented and parts else out
             if out is not NotImplemented and func.overloadpacket is not torch.ops.aten.scaled_dot_product_attention:
                 return out
@@ -255,6 +256,12 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
 
 def _comes_after(reads: Mapping[int, int], at: int, tensor: Tensor) -> bool:
     return reads.get(id(tensor), -1) > at
+
+
+@functools.cache
+def _decomposition(func: Any) -> Any:
+    """Torch's decomposition of an operator or None; it looks through all of them."""
+    return get_decompositions([func]).get(func)
 
 
 def _drop(record: logging.LogRecord) -> bool:
