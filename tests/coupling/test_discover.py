@@ -118,6 +118,13 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
         torch.zeros(2, 3, 4),
         ["0.weight: u i, 0.bias: u, 3.weight: o u"],
     ),
+    "written into a view of what nobody else reads": (
+        Net(
+            lambda m, x: m.b(m.a(x).unsqueeze(1).add_(2) * m.c(x).unsqueeze(1)),
+            **{"a": nn.Linear(4, 6), "b": nn.Linear(6, 3), "c": nn.Linear(4, 6)},
+        ),
+        ["a.weight: u i, a.bias: u, b.weight: o u, c.weight: u i, c.bias: u"],
+    ),
     "packed halves": (
         Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
         ["a.weight: (d u) i, a.bias: (d u), b.weight: o u"],
@@ -361,7 +368,7 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
     "input and output": (nn.Linear(4, 3), "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]"),
     "LayerNorm": (
         nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
-        "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1",
+        "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1: its mean and variance are those of all units",
     ),
     "LayerNorm by hand": (
         Net(lambda m, x: m.b((lambda y: y - y.mean(-1, keepdim=True))(m.a(x))), **PAIR),
@@ -430,7 +437,8 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
     ),
     "alike in every layer": (
         nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 4)),
-        "#   2 x 4 in *.0.weight[0] and 4 more: native_layer_norm in *.1\n",
+        "#   2 x 4 in *.0.weight[0] and 4 more: native_layer_norm in *.1: its mean and variance are those of all "
+        "units\n",
     ),
 }
 

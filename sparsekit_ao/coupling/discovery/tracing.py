@@ -38,7 +38,8 @@ from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
 
-NOT_UNDERSTOOD, COMPUTED = "not understood", "is computed by a parametrization"
+NOT_UNDERSTOOD = "not understood"
+COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
 
 
 class Trace(TorchDispatchMode):
@@ -186,7 +187,7 @@ class Trace(TorchDispatchMode):
         return used[::-1]
 
     def _apply(self, rule: AxisRule | None, op: Operation, is_read_later: Callable[[Tensor], bool]) -> None:
-        if op.is_square:
+        if op.is_square or op.name == "linalg_vector_norm":
             self._squares.update(dict.fromkeys(op.outs, True))
         before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
         labels = rule(op) if rule else self._not_understood(op)
@@ -197,11 +198,10 @@ class Trace(TorchDispatchMode):
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        written = op.tensors[0]
-        others = (t for t in self._shared if before is not None and t is not written and is_read_later(t))
-        if before is not None and any(t.untyped_storage()._cdata == written.untyped_storage()._cdata for t in others):
+        others = [t for t in self._shared if before is not None and t is not op.tensors[0] and is_read_later(t)]
+        if before is not None and any(_are_views(op.tensors[0], t) for t in others):
             # Other views of the memory are recorded as zero where this one no longer is.
-            for old, new in zip(before, self.label_of(written), strict=True):
+            for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
                 zero = [part.factor for part in leaves(new) if part.zero]
                 lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
                 op.freeze(lost, what="it writes into memory that other tensors share")
@@ -214,13 +214,17 @@ class Trace(TorchDispatchMode):
         return [op.fixed(*out.shape) for out in op.outs]
 
     def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
-        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
+        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon.
+
+        A global response norm (a weight of [1, 1, 1, units]) may have it in its code.
+        """
         if squares not in self._squares:
             return False  # a mean that is subtracted, say
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
+        size = math.prod(part.factor.size for part in leaves(axis))
+        if not isinstance(weight, Tensor) or weight.shape[-1:] != (size,) or weight.numel() != size:
             return False
-        return weight.dim() == 1 and math.prod(part.factor.size for part in leaves(axis)) == weight.shape[0]
+        return weight.dim() > 2 or hasattr(module, "eps") or hasattr(module, "variance_epsilon")
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
@@ -252,6 +256,10 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     finally:
         log.removeFilter(_drop)
     return _traced(model, example_inputs, None)
+
+
+def _are_views(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _comes_after(reads: Mapping[int, int], at: int, tensor: Tensor) -> bool:
