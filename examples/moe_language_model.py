@@ -7,15 +7,19 @@ The model is a Qwen3-MoE of transformers: 3 layers of width 128, each with 8 exp
 million parameters, 1.2 million of them in experts. The text is that of dst_language_model.py. It is trained dense once;
 then copies of it are pruned by every method and measured on held-out files. "recovered" then trains the blocks to give
 what the dense model's blocks give (`recover`). The last structures are in the experts alone: 2:4, half of the experts
-removed (REAP), and experts that are narrower by the units that matter least, at the bytes of 2:4. Prints a table and
-writes a CSV. Bytes are those of float32 weights that are not zero, with one bit more for each weight of a pruned tensor,
-which is what 2:4 and a bitmap of single elements take.
+removed (REAP), and experts that are narrower by the units that matter least, at the bytes of 2:4. Prints rows and
+writes a CSV. Bytes are those of float32 weights that are not zero, and of one bit for each weight of a tensor with
+zeros, which 2:4 and a bitmap of single elements take alike.
+
+SparseGPT of LLM Compressor runs beside, with its default settings, where it is installed (pip install llmcompressor).
 """
 
 import argparse
 import copy
 import csv
+import importlib.util
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -43,8 +47,8 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "sparsegpt": ("wanda", "sparsegpt"),
     "admm": ("wanda", "admm"),
 }
-RECOVERED, DENSE = "recovered", "dense"
 IN_EXPERTS, FEWER, NARROWER = "2:4 in experts", "half of the experts", "narrower experts"
+THEIRS = "SparseGPT of LLM Compressor"
 Pruned = Callable[[], nn.Module]
 
 
@@ -54,16 +58,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     start, (text, held) = time.perf_counter(), read_text(limit=60 if args.tiny else None)
     dense = train(text, args)
-    rows = [row_of(DENSE, "", dense, held, time.perf_counter() - start, args)]
+    print(f"trained in {time.perf_counter() - start:.0f} s", flush=True)
+    rows = [row_of("dense", "", dense, held, "", args)]
     source = torch.Generator().manual_seed(2)
     calibration = [inputs for inputs, _ in windows(text, args.calibration, args.batch, source)]
     for structure, method, pruned in runs(dense, calibration):
         start = time.perf_counter()
         model = pruned()
-        rows.append(row_of(structure, method, model, held, time.perf_counter() - start, args))
-        if method in ("admm", "reap", "obs"):
+        rows.append(row_of(structure, method, model, held, round(time.perf_counter() - start, 1), args))
+        if method in ("admm", "reap") or structure == NARROWER:
             recover(model, dense, calibration, progress=False)
-            rows.append(row_of(structure, RECOVERED, model, held, time.perf_counter() - start, args))
+            rows.append(row_of(structure, "recovered", model, held, round(time.perf_counter() - start, 1), args))
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"steps": args.steps, "threads": args.threads, "python": platform.python_version()}
     machine |= {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -95,6 +100,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def train(text: Tensor, args: argparse.Namespace) -> Qwen3MoeForCausalLM:
     """The dense mixture."""
+    model = untrained(args)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.05 + 0.95 * warm_then_cosine(t / args.steps))
+    for inputs, targets in windows(text, args.steps, args.batch, torch.Generator().manual_seed(args.seed)):
+        output = model(inputs, output_router_logits=True)
+        loss = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        (loss + model.config.router_aux_loss_coef * output.aux_loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+    return model.eval()
+
+
+def untrained(args: argparse.Namespace) -> Qwen3MoeForCausalLM:
+    """The mixture before it is trained."""
     torch.manual_seed(args.seed)
     width = 16 if args.tiny else WIDTH
     config = Qwen3MoeConfig(
@@ -112,18 +133,7 @@ def train(text: Tensor, args: argparse.Namespace) -> Qwen3MoeForCausalLM:
         tie_word_embeddings=False,
         router_aux_loss_coef=0.01,
     )
-    model = Qwen3MoeForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.05 + 0.95 * warm_then_cosine(t / args.steps))
-    for inputs, targets in windows(text, args.steps, args.batch, torch.Generator().manual_seed(args.seed)):
-        output = model(inputs, output_router_logits=True)
-        loss = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        (loss + config.router_aux_loss_coef * output.aux_loss).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-    return model.eval()
+    return Qwen3MoeForCausalLM(config)
 
 
 def runs(dense: nn.Module, calibration: Sequence[Tensor]) -> Iterator[tuple[str, str, Pruned]]:
@@ -132,13 +142,15 @@ def runs(dense: nn.Module, calibration: Sequence[Tensor]) -> Iterator[tuple[str,
         for method, (score, compensation) in METHODS.items():
             keys = {**keys, "score": score, "compensate": compensation}
             yield structure, method, partial(pruned_by, dense, calibration, **keys)
+        if importlib.util.find_spec("llmcompressor") is not None:
+            yield structure, THEIRS, partial(by_llmcompressor, dense, structure, calibration)
     for method in ("magnitude", "admm"):
         score, compensation = METHODS[method]
         keys = {"pattern": "2:4", "score": score, "compensate": compensation, "exclude": ["*self_attn*"]}
         yield IN_EXPERTS, method, partial(pruned_by, dense, calibration, **keys)
     yield FEWER, "reap", lambda: shrink_experts(dense, calibration)[0]
     units = expert_couplings(dense)["expert_units"]
-    yield NARROWER, "obs", lambda: shrink(dense, calibration, 15 / 32, couplings=[units])[0]
+    yield NARROWER, "wanda", lambda: shrink(dense, None, 15 / 32, "wanda", batches=calibration, couplings=[units])[0]
 
 
 def pruned_by(dense: nn.Module, calibration: Sequence[Tensor], **keys: Any) -> nn.Module:
@@ -146,12 +158,40 @@ def pruned_by(dense: nn.Module, calibration: Sequence[Tensor], **keys: Any) -> n
     return prune(dense, batches=calibration, progress=False, **keys)[0]
 
 
+def by_llmcompressor(dense: nn.Module, structure: str, calibration: Sequence[Tensor]) -> nn.Module:
+    """A copy, pruned by SparseGPT of LLM Compressor, with modules in the place of packed experts."""
+    from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import linearize_moe
+    from llmcompressor.modifiers.pruning import SparseGPTModifier
+    from torch.utils.data import DataLoader
+    from transformers import ProcessorMixin
+
+    model = copy.deepcopy(dense)
+    mask = "2:4" if structure == "2:4" else "0:0"
+    modifier = SparseGPTModifier(
+        sparsity=0.5, mask_structure=mask, targets=["Qwen3MoeDecoderLayer"], ignore=["re:.*gate$", "lm_head"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        model.name_or_path = model.config.name_or_path = folder  # whose config it reads
+        linearize_moe(model)
+        data = DataLoader([{"input_ids": batch} for batch in calibration], batch_size=None)
+        oneshot(
+            model=model,
+            processor=ProcessorMixin(),
+            dataset=data,
+            num_calibration_samples=len(calibration),
+            recipe=modifier,
+        )
+    return model
+
+
 def row_of(
-    structure: str, method: str, model: nn.Module, held: Tensor, seconds: float, args: argparse.Namespace
+    structure: str, method: str, model: nn.Module, held: Tensor, seconds: float | str, args: argparse.Namespace
 ) -> dict[str, Any]:
     """A row of the CSV, printed."""
     row = {"structure": structure, "method": method, "loss": round(held_out_loss(model, held, args), 4)}
-    row |= {"seconds": round(seconds, 1), "bytes": kept_bytes(model)}
+    row |= {"seconds": seconds, "bytes": kept_bytes(model)}
     print(row, flush=True)
     return row
 

@@ -83,6 +83,18 @@ def test_half_of_every_scope_is_zero_and_the_model_loads_and_generates(kind, tmp
     assert ids.shape == (4, 8)
 
 
+def test_the_report_counts_the_tokens_of_experts():
+    model, chosen = mixture("Mixtral"), []
+    _, report = prune(model, pattern="2:4", batches=BATCHES, progress=False)
+    hook = lambda _, args: chosen.append(args[1])  # noqa: E731
+    with torch.no_grad(), model.model.layers[0].mlp.experts.register_forward_pre_hook(hook):
+        for ids in BATCHES:
+            model(ids)
+    counts = torch.cat(chosen).flatten().bincount(minlength=4)
+    note = f"tokens of an expert: {counts.min()} at least, {counts.median()} in the median"
+    assert {row.note for row in report if row.tensor.startswith("model.layers.0.mlp.experts")} == {note}
+
+
 @pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3", "Llama4"])
 def test_a_mixture_that_lost_experts_is_recovered(kind):
     dense = mixture(kind)
