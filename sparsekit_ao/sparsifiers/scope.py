@@ -216,7 +216,7 @@ class BudgetSparsifier(MaskSparsifier):
         return ""
 
     def resolved(
-        self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[Mapping[str, Any]] = ()
+        self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = ()
     ) -> ResolvedConfig:
         """The groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; the model stays as it is.
 

@@ -277,6 +277,30 @@ def test_the_figures_of_one_pass_equal_the_csvs():
             assert f"| {removed} | {r['score']} | {cells} |" in page("benchmarks")
 
 
+def test_the_figures_of_the_mixture_of_experts_equal_the_csv():
+    dense, *rows = table_rows("results/moe_language_model")
+    loss = {(r["structure"], r["method"]): float(r["loss"]) for r in rows}
+    size = {r["structure"]: int(r["bytes"]) for r in rows}
+    lost = {key: one - float(dense["loss"]) for key, one in loss.items()}
+    text = page("experts")
+    assert f"dense has {float(dense['loss']):.3f} nats" in text
+    for structure in ("2:4", "50 %"):
+        cells = [f"{x:.3f}" for (s, _), x in loss.items() if s == structure]
+        assert f"| {structure} | {' | '.join(cells)} |" in text
+        assert lost[structure, "admm"] <= lost[structure, "magnitude"] / 5
+        assert lost[structure, "recovered"] <= lost[structure, "magnitude"] / 8
+    for structure, one_pass in (
+        ("2:4 in experts", "admm"),
+        ("narrower experts", "wanda"),
+        ("half of the experts", "reap"),
+    ):
+        cells = f"{loss[structure, one_pass]:.3f} | {loss[structure, 'recovered']:.3f}"
+        assert f"| {structure} | {size[structure] / 1e6:.2f} MB | {cells} |" in text
+    assert f"of {int(dense['bytes']) / 1e6:.2f} MB" in text
+    assert f"leaves {lost['2:4', 'admm'] / lost['2:4', 'magnitude']:.0%} of what magnitude loses" in text
+    assert f"with recovery {lost['2:4', 'recovered'] / lost['2:4', 'magnitude']:.0%}" in text
+
+
 def test_the_guidance_on_patterns_and_settings_equals_the_csvs():
     """Which pattern and level, what a layer costs in one pass, fine-tuning, strengths."""
     text = page("patterns")
