@@ -13,7 +13,7 @@ and transformers' `Conv1D` (both stored transposed), and packed experts `(expert
 
 import numbers
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ class Pattern:
         kind: The name of the function.
         arguments: Its whole numbers.
         sparsity_level: Fraction of blocks dropped; None takes the entry's or the sparsifier's.
+        is_transposed: Whether the weight is (..., inputs, outputs), where its module has no class that tells.
 
     >>> pattern = unstructured(0.9)
     >>> pattern.resolve(nn.Linear(8, 4), "weight")
@@ -58,6 +59,7 @@ class Pattern:
     kind: str
     arguments: tuple[int, ...] = ()
     sparsity_level: float | None = None
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -87,7 +89,10 @@ class Pattern:
             SparsityError: The tensor has no such dimension, or the numbers do not fit it.
         """
         weight = getattr(module, tensor_name) if tensor is None else tensor
-        keys = _KINDS[self.kind](_dimensions(module, tuple(weight.shape)), f"{where}{self}: ", *self.arguments)
+        dimensions = _dimensions(module, tuple(weight.shape))
+        if self.is_transposed:
+            dimensions = replace(dimensions, output=len(weight.shape) - 1, input=len(weight.shape) - 2)
+        keys = _KINDS[self.kind](dimensions, f"{where}{self}: ", *self.arguments)
         return keys if self.sparsity_level is None else {**keys, "sparsity_level": self.sparsity_level}
 
     def keys(self) -> Iterator[str]:

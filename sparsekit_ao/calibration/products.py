@@ -6,7 +6,7 @@ a part of one (an expert of packed ones, a chunk, a transposed view), and what f
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import full_tensor, local
+from ..models.names import owner_of, weights_by_name
+from ..models.running import eval_mode
 
 _GATHERS = ("__getitem__", "index_select")
 Positions = range | Tensor
@@ -216,6 +218,29 @@ class Products(TorchFunctionMode):
             for each in output if isinstance(output, (tuple, list)) else [output]:
                 if isinstance(each, Tensor) and each.ndim and len(each) == len(counts):
                     self._counts[each] = counts
+
+
+def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], object]) -> dict[str, bool]:
+    """Find parameters that products of a running model read, beside known names.
+
+    Returns:
+        {name: whether it is stored as (inputs, outputs)}, in the order of the model; of packed ones the last two
+        dimensions.
+    """
+    found: dict[str, bool] = {}
+    tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name not in known}
+
+    def take(product: Product, place: Place) -> None:
+        inputs = [place.dims[d] for d in product.contracted]
+        whole = getattr(*tensors[place.name])
+        is_itself = _key(product.weight) == _key(whole)  # not what was computed of it, a position that is added, say
+        if is_itself and product.kind == "matrix" and len(inputs) == 1 and inputs[0] is not None and whole.ndim < 4:
+            found.setdefault(place.name, inputs[0][0] == whole.ndim - 2)
+
+    if tensors:
+        with Products(tensors, take, lambda: None), eval_mode(model), torch.no_grad():
+            run()
+    return {name: found[name] for name in tensors if name in found}
 
 
 def _key(tensor: Tensor) -> StorageWeakRef | None:

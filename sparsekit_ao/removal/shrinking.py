@@ -44,6 +44,7 @@ from .sizes import fitting_engines, has_config
 from .trials import Trials, find_removable, in_config
 from .verify import Reference
 
+_FEW = 3  # layers that are left out for one reason and named one by one
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
@@ -402,12 +403,12 @@ def _without_lowest(
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Write (name, reason) as lines, one line for layers that only a number in their names tells apart."""
+    """Write (name, reason) as lines; one line for more than a few layers that only numbers tell apart."""
     names: dict[str, list[str]] = {}
     for name, why in left_out:
         names.setdefault(why, []).append(name)
-    few = [(name, why) for why, alike in names.items() for name in by_pattern(alike)]
-    return tuple(f"{name}: {why}" for name, why in few)
+    few = {why: by_pattern(alike) if len(alike) > _FEW else alike for why, alike in names.items()}
+    return tuple(f"{name}: {why}" for why, some in few.items() for name in some)
 
 
 def _unreached(removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota]) -> list[tuple[str, str]]:

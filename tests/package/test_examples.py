@@ -60,6 +60,7 @@ def test_every_example_has_a_test():
         "export_minilm.py",
         "rigl_digits.py",
         "dst_language_model.py",
+        "moe_language_model.py",
         "one_shot_language_model.py",
         "proximal.py",
         "fsdp2.py",
@@ -188,6 +189,20 @@ def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
     assert all(abs(x - float(dense["loss"])) < 0.2 for x in loss.values())
     blocks = {m: x for (s, m), x in loss.items() if s == "8 rows x 1 column, 8 of 16"}
     assert blocks["admm"] < blocks["wanda"] < blocks["magnitude"]
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_pruned_by_every_method_and_loses_experts(run, tmp_path):
+    done = run(EXAMPLES / "moe_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    dense, *rows = read_csv(tmp_path / "moe_language_model.csv")
+    structures = list(dict.fromkeys(r["structure"] for r in rows))
+    assert structures == ["2:4", "50 %", "2:4 in experts", "half of the experts", "narrower experts"]
+    assert [sum(r["structure"] == s for r in rows) for s in structures] == [6, 6, 3, 2, 2]
+    size = {s: {int(r["bytes"]) for r in rows if r["structure"] == s} for s in structures}
+    assert size["2:4"] == size["50 %"] and all(len(one) == 1 for one in size.values())
+    assert max(max(one) for one in size.values()) < int(dense["bytes"])
+    assert all(abs(float(r["loss"]) - float(dense["loss"])) < 0.5 for r in rows)
 
 
 @pytest.mark.slow
