@@ -15,7 +15,7 @@ from ..calibration import GRADIENTS
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
 from ..masking.normalized import plain_copy, undo_weight_norms
-from ..models.names import by_pattern, connected, named_tensors, owner_of, parameter_of
+from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
 from ..models.running import TokenMask, check_example
 from ..oneshot.chain import CalibrationData
@@ -41,10 +41,10 @@ from .levels import (
 )
 from .remove import Removal, masked_copy, plain_tensors
 from .sizes import fitting_engines, has_config
-from .trials import Trials, find_removable, in_config
+from .trials import NOT_TRIED, Trials, find_removable, in_config
 from .verify import Reference
 
-_FEW = 3  # layers that are left out for one reason and named one by one
+_FEW = 3  # so many that are left out for one reason are named one by one
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
@@ -403,12 +403,15 @@ def _without_lowest(
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Write (name, reason) as lines; one line for more than a few layers that only numbers tell apart."""
+    """Write (name, reason) as lines; one line for more than a few that are left out for the same reason."""
     names: dict[str, list[str]] = {}
     for name, why in left_out:
         names.setdefault(why, []).append(name)
-    few = {why: by_pattern(alike) if len(alike) > _FEW else alike for why, alike in names.items()}
-    return tuple(f"{name}: {why}" for why, some in few.items() for name in some)
+    lines = list[str]()
+    for why, alike in names.items():
+        more = len(alike) - 1 if why.startswith(NOT_TRIED) or len(alike) > _FEW else 0
+        lines += [f"{alike[0]} and {more} more: {why}"] if more else [f"{name}: {why}" for name in alike]
+    return tuple(lines)
 
 
 def _unreached(removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota]) -> list[tuple[str, str]]:

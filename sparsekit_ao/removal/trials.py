@@ -57,8 +57,8 @@ def removable(
         couplings: To be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
             by what is found for the same tensors, where sizes no longer fit.
         ratio: Fraction of the units of every coupling that is removed in the trial.
-        exclude: Names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
-            tensor are left out.
+        exclude: Names, globs and regular expressions of tensors or modules, and module classes. Layers of a coupling
+            with such a tensor are left out; the others are then couplings of their own.
 
     Returns:
         As `discover`; `left_out` has the couplings that cannot be removed, with the reason. All names differ.
@@ -107,7 +107,8 @@ def find_removable(
         tested = partial(removable, model, example_inputs, tolerance=tolerance)
         fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), tested])
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
-    tried, left_out = _tried(model, discovery, exclude, ratio)
+    excluded = excluded_names(model, exclude, dict(named_tensors(model)))
+    tried, left_out = _tried(model, discovery, excluded, ratio)
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
@@ -132,6 +133,8 @@ def find_removable(
         good, failing = found or _sorted(model, tried, partial(trials, model, Counter()))
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
+    good, parts = _without_layers(model, good, excluded)
+    left_out += parts
     return replace(
         discovery,
         couplings=tuple(good),
@@ -141,14 +144,14 @@ def find_removable(
 
 
 def _tried(
-    model: nn.Module, discovery: Discovery, exclude: Sequence[str | type], ratio: float
+    model: nn.Module, discovery: Discovery, excluded: Mapping[str, str], ratio: float
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings that are tried, with names of their own, and (name, reason) of the others."""
-    excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
-    left_out = list(discovery.left_out)
+    tried, left_out = list[Coupling](), list(discovery.left_out)
     for coupling in with_own_names(discovery.couplings):
         bindings = coupling.bind(model)
-        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
+        reasons = [_why_excluded(bound, excluded) for bound in bindings]
+        why = reasons[0] if all(reasons) else ""
         if not why and coupling.lists:
             why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
         if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
@@ -158,6 +161,26 @@ def _tried(
         else:
             tried.append(coupling)
     return tried, left_out
+
+
+def _without_layers(
+    model: nn.Module, couplings: Sequence[Coupling], excluded: Mapping[str, str]
+) -> tuple[list[Coupling], list[tuple[str, str]]]:
+    """Divide couplings with excluded layers into the other layers; (name, reason) of the excluded ones."""
+    kept, left_out = list[Coupling](), list[tuple[str, str]]()
+    for coupling in couplings:
+        reasons = [_why_excluded(bound, excluded) for bound in coupling.bind(model)]
+        layers = coupling.of_layers(model) if any(reasons) else [coupling]
+        for layer, why in zip(layers, reasons, strict=False):
+            if why:
+                left_out.append((layer.name, why))
+            else:
+                kept.append(layer)
+    return with_own_names(kept), left_out
+
+
+def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:
+    return next((excluded[member.fqn] for member in bound.members if member.fqn in excluded), "")
 
 
 def _refitted(

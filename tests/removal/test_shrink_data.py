@@ -10,7 +10,7 @@ from discovered import fill
 from networks import NETWORKS
 from torch import nn
 
-from sparsekit_ao import SparsityError
+from sparsekit_ao import Coupling, SparsityError
 from sparsekit_ao.removal import shrink
 
 
@@ -107,6 +107,23 @@ def test_one_layer_of_many_that_are_alike():
     assert widths[1] == 0.5 and widths[0] == 1
     with pytest.raises(SparsityError, match="ratio has different numbers for .*, whose units go together"):
         shrink(model, inputs, {"model.layers.0.mlp.gate_proj": 0.5, "model.layers.0.mlp.up_proj": 0.25})
+
+
+def test_single_layers_of_many_are_excluded():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))).eval()
+    units = Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"}, name="units *")
+    for couplings in (None, [units]):
+        small, report = shrink(model, torch.randn(5, 8), exclude=["1.0", "2"], couplings=couplings)
+        assert [block[0].out_features for block in small] == [8, 16, 16, 8]
+        assert sum("left out by exclude" in text for text in report.left_out) >= 2
+    llama, inputs = hf_models.make("Llama")
+    small, report = shrink(llama, inputs, kinds=("mlp",), uniform=False, exclude=["model.layers.0"])
+    widths = [layer.mlp.up_proj.out_features / llama.config.intermediate_size for layer in small.model.layers]
+    assert widths == [1] + [0.5] * (len(widths) - 1)
+    small, report = shrink(llama, inputs, exclude=["model.layers.0.mlp"])  # the config has one number for all
+    assert small.config.intermediate_size == llama.config.intermediate_size and report.not_in_config == ""
+    assert any("the config cannot hold it" in text for text in report.left_out)
 
 
 def test_units_of_all_layers_compete_for_one_budget_with_caps():
