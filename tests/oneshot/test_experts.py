@@ -95,6 +95,19 @@ def test_the_report_counts_the_tokens_of_experts():
     assert {row.note for row in report if row.tensor.startswith("model.layers.0.mlp.experts")} == {note}
 
 
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("level", [0.5, 0.7])
+def test_sparsegpt_keeps_the_same_share_of_every_expert(kind, level):
+    keys = {"compensate": "sparsegpt", "batches": BATCHES, "progress": False}
+    pruned, report = prune(mixture(kind), level, **keys)
+    for row in report:
+        weight = pruned.get_parameter(row.tensor)
+        assert int((weight == 0).sum()) == int(level * weight.numel()) and 0 < row.after < row.before
+        if weight.ndim == 3:
+            zeros = (weight == 0).sum((1, 2))
+            assert int(zeros.max() - zeros.min()) <= 1
+
+
 @pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3", "Llama4"])
 def test_a_mixture_that_lost_experts_is_recovered(kind):
     dense = mixture(kind)

@@ -227,6 +227,17 @@ def test_units_of_an_offloaded_model_are_not_removed_and_layers_are(folder, tmp_
     assert torch.equal(small(BATCHES[0]).logits, here(BATCHES[0]).logits)
 
 
+def test_a_smaller_model_on_disk_has_files_of_its_own(folder, tmp_path):
+    dense = all_on_disk(folder, tmp_path)
+    before = values(dense)
+    small, _ = removal.shrink_layers(dense, BATCHES, 0.34)
+    recover(small, dense, BATCHES, progress=False)
+    need_same(dense, before)
+    recovered = values(small)
+    prune(dense, pattern="2:4", inplace=True)
+    need_same(small, recovered)
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """A small mixture of experts that transformers saved, in bfloat16."""
