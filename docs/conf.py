@@ -61,6 +61,7 @@ LINKS = {  # from files that are read in the repository, too, to their pages
     "triton/README.md": "triton.md",
     "sparsekit_ao/README.md": "inside/index.md",
     "../CONTRIBUTING.md": "../contributing.md",
+    "docs/choose.md": "choose.md",
     "docs/concepts.md": "concepts.md",
     "docs/export.md": "export.md",
 }

@@ -217,7 +217,7 @@ def plot_one_shot(path: pathlib.Path) -> None:
     loss = {(r["structure"], r["method"]): float(r["loss"]) - float(dense["loss"]) for r in rows}
     methods = list(dict.fromkeys(r["method"] for r in rows))
     series = {m: [loss.get((n, m), float("nan")) for n in names] for m in methods}
-    _bars(path, names, series, "loss above the dense model's")
+    _bars(path, names, series, "loss above dense")
 
 
 def plot_sentences(path: pathlib.Path) -> None:

@@ -64,7 +64,7 @@ RECOMMENDED = ("--methods", "")
 FEW = ("--sentences", "192", "--methods", "magnitude,wanda,sparsegpt")
 MORE = tuple((*RECOMMENDED, "--sentences", count) for count in ("256", "512", "4096"))
 JOBS: dict[str, Job] = {
-    "prune_minilm_2_4": _minilm("2:4", 3, "prune_minilm_2_4.csv"),
+    "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
     "prune_minilm_2_4_more": _minilm("2:4", 8, "prune_minilm_2_4_more.csv", *MORE),
     "prune_minilm_unstructured": _minilm("unstructured", 3, "prune_minilm_unstructured.csv"),
     **{
@@ -74,12 +74,6 @@ JOBS: dict[str, Job] = {
         for level in ("0.5", "0.7", "0.8")
     },
     **{f"prune_minilm_{size}": _minilm(size, 2, f"prune_minilm_{size}.csv", RECOMMENDED) for size in ("1x4", "16x16")},
-    "prune_minilm_blocks": Job(
-        "prune_minilm.py",
-        1,
-        {"results/prune_minilm_2_4_blocks.csv": "prune_minilm_2_4_blocks.csv"},
-        ((*RECOMMENDED, "--sentences", "192"),),
-    ),
     "shrink_minilm": _example(
         "shrink_minilm", 8, "shrink_minilm", "shrink_minilm_recovered", "one_shot_units", "one_shot_heads_and_units"
     ),

@@ -41,7 +41,7 @@ def test_the_figures_of_the_readme_are_those_of_the_csvs():
         "1,024 sentences take {seconds_2_4_recovered} s on two CPU cores",
         "keep a cosine of {cosine_2_4_recovered} to the dense model's",
         "Dropping the smallest weights alone leaves {cosine_2_4_magnitude}.",
-        "each of [{architectures} architectures]",
+        "from [{exact_ours} of {architectures} architectures]",
         "`WeightNormSparsifier` updates its masks {faster_drop_in} times as fast as torch.ao does",
         "`ScopeSparsifier` {faster_scope} times as fast",
     )
