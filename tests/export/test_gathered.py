@@ -137,6 +137,15 @@ def test_kept_values_that_are_zero_stay_while_the_mask_is_there():
     assert model[0].weight.shape == (6, 8, 16) and not model[0].weight.any()
 
 
+def test_a_sparsifier_whose_masks_went_says_so():
+    model = linear()
+    sparsifier = masked(model, **GROUPS)
+    export.to_gathered(model)
+    for call in (sparsifier.step, sparsifier.squash_mask):
+        with pytest.warns(UserWarning, match="0.weight: its layer was replaced or removed after prepare"):
+            call()
+
+
 def test_masks_of_torch_ao_are_converted():
     model, groups = linear(), squashed(linear(), **GROUPS)
     parametrize.register_parametrization(model[0], "weight", FakeSparsity(groups[0].weight != 0))
