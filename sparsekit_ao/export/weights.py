@@ -351,11 +351,20 @@ def pack_refusals(layer: WeightToExport) -> list[str]:
 
 
 def row_groups(layer: WeightToExport) -> Tensor:
-    """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest equal groups that agree."""
+    """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest groups that keep the same.
+
+    Without a mask, a few kept weights may be zero: of 2^24 random numbers in float32 one is.
+    """
     masks = [p.mask != 0 for p in _parametrizations(layer.module, "weight") if isinstance(p, FakeSparsity)]
-    kept = masks[0] if masks else layer.kept  # a mask may also keep values that are zero
-    changes = (kept[1:] != kept[:-1]).any(1).nonzero()[:, 0] + 1
-    return kept[:: math.gcd(len(kept), *changes.tolist()) or 1]
+    kept, groups = masks[0] if masks else layer.kept, list[Tensor]()
+    for rows in (n for n in range(len(kept), 0, -1) if len(kept) % n == 0):
+        reads = kept.unflatten(0, (-1, rows)).any(1)
+        counts = reads.sum(1)
+        if int(kept.sum()) >= DENSE * rows * int(counts.sum()):
+            groups.append(reads)
+            if bool((counts == counts[0]).all()):
+                return reads
+    return groups[0] if groups else kept
 
 
 def gathered_refusals(layer: WeightToExport) -> list[str]:
@@ -367,7 +376,7 @@ def gathered_refusals(layer: WeightToExport) -> list[str]:
     if any(hooks) or parametrize.type_before_parametrizations(module) is not nn.Linear:
         return [f"needs a plain nn.Linear, got {_kind(module)}, or one with hooks, which a new layer would not have"]
     counts, changed = reads.sum(1), _first_index((reads[1:] != reads[:-1]).any(1))
-    if changed and len(reads) == rows:
+    if changed and len(reads) == rows > 1:
         text = f"they change from row to row, first after row {changed[0]}"
         return [f"needs equal groups of rows that keep the same inputs (patterns.row_groups), but {text}"]
     if at := _first_index(counts != counts[:1]):

@@ -103,12 +103,16 @@ class Narrow(Tensor):
         return self.shape if dim is None else self.shape[dim]
 
     def permute(self, *dims: Any) -> Any:
-        """As of any tensor, with the same width."""
-        return narrowed(Tensor.permute(self, *dims), self.width)
+        """As of any tensor, with the same width if its last dimension stays the last."""
+        order = dims[0] if len(dims) == 1 else dims
+        permuted = Tensor.permute(self, *order)
+        return narrowed(permuted, self.width) if order[-1] in (-1, self.dim() - 1) else permuted
 
     def transpose(self, dim0: int, dim1: int) -> Any:
-        """As of any tensor, with the same width."""
-        return narrowed(Tensor.transpose(self, dim0, dim1), self.width)
+        """As of `permute`."""
+        order = list(range(self.dim()))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permute(*order)
 
 
 def narrowed(tensor: Tensor, width: int) -> Narrow:
@@ -121,7 +125,7 @@ def narrowed(tensor: Tensor, width: int) -> Narrow:
 def set_width(module: nn.Module, width: int) -> None:
     """Let the forward of a module read this as the last size of its inputs: `C` in `C // self.num_heads`."""
     if WIDTH not in vars(module):
-        module.register_forward_pre_hook(_narrow, with_kwargs=True)
+        module.register_forward_pre_hook(_show_width, with_kwargs=True)
     setattr(module, WIDTH, width)
 
 
@@ -131,7 +135,7 @@ def width_of(module: nn.Module) -> int | None:
     return vars(module).get(WIDTH, first)
 
 
-def _narrow(module: Any, args: Any, kwargs: Any) -> Any:
+def _show_width(module: Any, args: Any, kwargs: Any) -> Any:
     whole = next((tensor.shape[-1:] for _, tensor in tensors_in("", [args, kwargs])), None)
 
     def shown(tensor: Tensor) -> Tensor:

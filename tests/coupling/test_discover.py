@@ -125,6 +125,13 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
         ),
         ["a.weight: u i, a.bias: u, b.weight: o u, c.weight: u i, c.bias: u"],
     ),
+    "complex numbers": (
+        Net(
+            lambda m, x: m.b(torch.view_as_real(torch.view_as_complex(m.a(x).unflatten(1, (-1, 2))) * 1j).flatten(1)),
+            **PAIR,
+        ),
+        ["a.weight: (u d) i, a.bias: (u d), b.weight: o (u d)"],
+    ),
     "packed halves": (
         Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
         ["a.weight: (d u) i, a.bias: (d u), b.weight: o u"],
@@ -388,12 +395,12 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
         "#   8 in a.weight[0] and a.bias[0]: sum in the model: what it sums over is not zero where a unit is",
     ),
     "not understood": (
-        Net(lambda m, x: m.b(torch.fft.rfft(m.a(x)).real), a=nn.Linear(4, 8), b=nn.Linear(5, 2)),
-        "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model: not understood",
+        Net(lambda m, x: m.b(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(4, 8), b=nn.Linear(2, 2)),
+        "removed there:\n#   8 in a.weight[0] and a.bias[0]: linalg_qr in the model: not understood",
     ),
-    "complex numbers": (
-        Net(lambda m, x: m.b(torch.view_as_real(torch.view_as_complex(m.a(x).view(-1, 4, 2)) * 1j).flatten(1)), **PAIR),
-        "#   2 in a.weight[0] and a.bias[0]: view_as_complex in the model: not understood",
+    "a Fourier transform": (
+        Net(lambda m, x: m.b(torch.fft.rfft(m.a(x)).real), a=nn.Linear(4, 8), b=nn.Linear(5, 2)),
+        "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model",
     ),
     "a parametrization": (
         nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 2)),

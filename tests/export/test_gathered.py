@@ -137,6 +137,26 @@ def test_kept_values_that_are_zero_stay_while_the_mask_is_there():
     assert model[0].weight.shape == (6, 8, 16) and not model[0].weight.any()
 
 
+def test_a_few_kept_values_that_are_zero_stay_after_squash():
+    model, x = mlp(), torch.randn(3, 64)
+    with torch.no_grad():
+        for row in (0, 17, 47):
+            model[0].weight[row, model[0].weight[row].nonzero()[0]] = 0
+    expected = model(x)
+    export.to_gathered(model)
+    assert model[0].weight.shape == (6, 8, 16) and int((model[0].weight == 0).sum()) == 3
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_sparsifier_whose_masks_went_says_so():
+    model = linear()
+    sparsifier = masked(model, **GROUPS)
+    export.to_gathered(model)
+    for call in (sparsifier.step, sparsifier.squash_mask):
+        with pytest.warns(UserWarning, match="0.weight: its layer was replaced or removed after prepare"):
+            call()
+
+
 def test_masks_of_torch_ao_are_converted():
     model, groups = linear(), squashed(linear(), **GROUPS)
     parametrize.register_parametrization(model[0], "weight", FakeSparsity(groups[0].weight != 0))

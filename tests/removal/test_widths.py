@@ -57,8 +57,9 @@ class Turned(Separate):
     """Time comes first, and a context has the same width, as in Mask2Former."""
 
     def forward(self, x, context=None):
-        x, context = x.permute(1, 0, 2), (x if context is None else context).transpose(0, 1)
+        x, context = x.permute((1, 0, 2)), (x if context is None else context).transpose(0, 1)
         B, N, C = x.size()
+        assert x.transpose(1, 2).shape[1:] == (32, N)  # the width itself moves
         shape = (B, -1, self.num_heads, context.shape[-1] // self.num_heads)
         q, k, v = (f(t).view(shape).transpose(1, 2) for f, t in ((self.q, x), (self.k, context), (self.v, context)))
         return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)).permute(1, 0, 2)
@@ -105,6 +106,19 @@ def test_it_is_compiled_as_one_graph_and_exported(kind):
     small, _ = shrink(make(kind), x)
     torch.testing.assert_close(torch.compile(small, fullgraph=True, backend="aot_eager")(x), small(x))
     torch.testing.assert_close(torch.export.export(small, (x,), strict=True).module()(x), small(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.onnx
+def test_onnxruntime_runs_it(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    x = torch.randn(2, 7, 8)
+    small, _ = shrink(make(Packed), x)
+    torch.onnx.export(small, (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx")
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), small(x).detach())
 
 
 def test_a_width_that_is_not_read_stays_away():

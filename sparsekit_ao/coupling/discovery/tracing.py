@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,6 +67,7 @@ class Trace(TorchDispatchMode):
         self.names = WeakIdKeyDictionary()
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
+        self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
         self._normed: dict[str, str] = {}  # {parameter of the former weight_norm: the tensor that it computes}
         self._modules: list[tuple[str, nn.Module]] = []
         self._steps: list[tuple[AxisRule | None, Operation]] = []
@@ -136,13 +137,12 @@ class Trace(TorchDispatchMode):
         Again where a parameter has an axis twice: its values along the second one are not zero then.
         """
         used = self._used_steps(output)
-        reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}  # the last of each
-        reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", output)}
+        self._reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}
+        self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", output)}
         while True:
             self._start(inputs)
             for at, ((rule, op), is_used) in enumerate(zip(self._steps, used, strict=True)):
-                op = replace(op, is_used=is_used or op.func._schema.is_mutable)
-                self._apply(rule, op, partial(_comes_after, reads, at))
+                self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable), at)
             self.fix(output, "output")
             repeated = set(self._repeated())
             if repeated <= self.further:
@@ -186,7 +186,7 @@ class Trace(TorchDispatchMode):
                 needed.update(map(id, op.tensors))
         return used[::-1]
 
-    def _apply(self, rule: AxisRule | None, op: Operation, is_read_later: Callable[[Tensor], bool]) -> None:
+    def _apply(self, rule: AxisRule | None, op: Operation, at: int) -> None:
         if op.is_square or op.name == "linalg_vector_norm":
             self._squares.update(dict.fromkeys(op.outs, True))
         before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
@@ -198,8 +198,12 @@ class Trace(TorchDispatchMode):
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        others = [t for t in self._shared if before is not None and t is not op.tensors[0] and is_read_later(t)]
-        if before is not None and any(_are_views(op.tensors[0], t) for t in others):
+        written = op.tensors[0] if before is not None else None
+        later = [
+            t for t in self._shared if written is not None and t is not written and self._reads.get(id(t), -1) > at
+        ]
+        memories = {t.untyped_storage()._cdata for t in later}
+        if before is not None and written is not None and written.untyped_storage()._cdata in memories:
             # Other views of the memory are recorded as zero where this one no longer is.
             for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
                 zero = [part.factor for part in leaves(new) if part.zero]
@@ -256,14 +260,6 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     finally:
         log.removeFilter(_drop)
     return _traced(model, example_inputs, None)
-
-
-def _are_views(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _comes_after(reads: Mapping[int, int], at: int, tensor: Tensor) -> bool:
-    return reads.get(id(tensor), -1) > at
 
 
 @functools.cache
