@@ -36,7 +36,9 @@ def fold_norms(
         and isinstance(smaller, nn.GroupNorm)
         and dense.num_channels * smaller.num_groups != smaller.num_channels * dense.num_groups
     ]
-    norms = dict[int, dict[str, nn.Module]]()  # {id of a weight: the norms that have it, by name; several if it is tied}
+    norms = dict[
+        int, dict[str, nn.Module]
+    ]()  # {id of a weight: the norms that have it, by name; several if it is tied}
     for name, module in model.named_modules():
         if _takes_statistics(module):
             norms.setdefault(id(getattr(module, "weight", None)), {})[name] = module
@@ -50,9 +52,7 @@ def fold_norms(
                 kept[weight] = kept[weight] & keep if weight in kept else keep
     unrounded: _Exact = {}
     changes = [
-        change
-        for weight, keep in kept.items()
-        for change in _fold(norms[id(weight)], small, keep, notes, unrounded)
+        change for weight, keep in kept.items() for change in _fold(norms[id(weight)], small, keep, notes, unrounded)
     ]
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)

@@ -305,6 +305,7 @@ BENCHMARKS = {
     "walk_memory.py": "blocks: 3  how: admm, recovered",
     "recover_rate.py": "model: language model, loss",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
+    "shrink_time.py": "model: Llama of 3 layers  threads: 1",
     "proximal_map.py": "block: the whole  size: 64",
     "selection_bytes.py": "way: bisection  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",
