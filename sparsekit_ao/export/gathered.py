@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..errors import SparsityError
 from ..models.names import parameter_of
-from .weights import Conversion, WeightToExport, checked_layers, gathered_refusals, row_groups
+from .weights import Conversion, WeightToExport, checked_layers, gathered_refusals, groups_of_rows
 
 
 class GatheredLinear(nn.Module):
@@ -81,7 +81,7 @@ def to_gathered(model: nn.Module, tensors: Sequence[str] | None = None) -> Conve
 
 
 def _gathered(layer: WeightToExport) -> GatheredLinear:
-    module, weight, reads = layer.module, layer.weight, row_groups(layer)
+    module, weight, reads = layer.module, layer.weight, groups_of_rows(layer)
     indices = torch.stack([row.nonzero()[:, 0] for row in reads])
     values = weight.unflatten(0, (len(reads), -1)).take_along_dim(indices[:, None], 2)
     gathered = GatheredLinear(values, indices, module._parameters["bias"], weight.shape[1])

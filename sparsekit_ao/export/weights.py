@@ -350,7 +350,7 @@ def pack_refusals(layer: WeightToExport) -> list[str]:
     return refusals + two_four_refusals(layer)
 
 
-def row_groups(layer: WeightToExport) -> Tensor:
+def groups_of_rows(layer: WeightToExport) -> Tensor:
     """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest groups that keep the same.
 
     Without a mask, a few kept weights may be zero: of 2^24 random numbers in float32 one is.
@@ -371,7 +371,7 @@ def gathered_refusals(layer: WeightToExport) -> list[str]:
     """Return why `to_gathered` does not take a layer."""
     if refusals := linear_refusals(layer):
         return refusals
-    module, reads, (rows, inputs) = layer.module, row_groups(layer), layer.weight.shape
+    module, reads, (rows, inputs) = layer.module, groups_of_rows(layer), layer.weight.shape
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, "forward" in vars(module))
     if any(hooks) or parametrize.type_before_parametrizations(module) is not nn.Linear:
         return [f"needs a plain nn.Linear, got {_kind(module)}, or one with hooks, which a new layer would not have"]

@@ -166,12 +166,7 @@ def shrink(
     if recover:
         discovery = _inside_blocks(plain, discovery, data)
     numbers = {"ratio": ratio, "max_sparsity": max_sparsity, "multiple_of": multiple_of}
-    _check_named(plain, discovery, numbers, kinds)
-    parts = divided(plain, discovery.couplings, numbers)
-    counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(plain) for part in parts))
-    discovery = replace(discovery, couplings=tuple(parts), counts=counts)
-    given = numbers_by_coupling(plain, parts, multiple_of, 1, "multiple_of")
-    multiples = {c.name: tensor_parallel * (given[c.name] or multiple_for(plain, c)) for c in parts}
+    discovery, multiples = _by_layer(plain, discovery, numbers, kinds, tensor_parallel)
     next(phase)
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
@@ -198,10 +193,7 @@ def shrink(
     scored = partial(_scored, plain, data=data, score=score, token_mask=token_mask)
     removals, small, report, failing = _removed(layers, scored, pruned, is_uniform)
     if batches is not None and compensate is not None and removals:
-        better, rows = compensated(plain, [removal for _, removal in removals], data)
-        reference = reference_of(masked_copy(better, [removal for _, removal in removals]))
-        small, report = verified(reference, [removal for _, removal in removals], with_config=True)
-        report = replace(report, compensation=tuple(rows))
+        small, report = _with_compensation(plain, [removal for _, removal in removals], data, reference_of)
     next(phase, None)
     left_out += [*failing, *_unreached(removals, quotas)]
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
@@ -265,6 +257,34 @@ def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData
         counts=tuple(count for _, count in pairs),
         left_out=(*discovery.left_out, *((c.name, why) for c in discovery.couplings if c in streams)),
     )
+
+
+def _by_layer(
+    model: nn.Module,
+    discovery: Discovery,
+    numbers: Mapping[str, Any],
+    kinds: Sequence[str] | None,
+    tensor_parallel: int,
+) -> tuple[Discovery, dict[str, int]]:
+    """Divide couplings into layers where names give their layers different numbers; the multiples that each keeps."""
+    _check_named(model, discovery, numbers, kinds)
+    parts = divided(model, discovery.couplings, numbers)
+    counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(model) for part in parts))
+    given = numbers_by_coupling(model, parts, numbers["multiple_of"], 1, "multiple_of")
+    multiples = {c.name: tensor_parallel * (given[c.name] or multiple_for(model, c)) for c in parts}
+    return replace(discovery, couplings=tuple(parts), counts=counts), multiples
+
+
+def _with_compensation(
+    model: nn.Module,
+    removals: Sequence[Removal],
+    data: CalibrationData,
+    reference_of: Callable[[nn.Module], Reference],
+) -> tuple[nn.Module, Compaction]:
+    """The smaller model whose kept weights make up for these removals, and its report."""
+    better, rows = compensated(model, removals, data)
+    small, report = verified(reference_of(masked_copy(better, removals)), removals, with_config=True)
+    return small, replace(report, compensation=tuple(rows))
 
 
 def _check_named(
