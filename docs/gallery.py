@@ -105,6 +105,16 @@ ENTRIES = (
         fast="Research kernels for vector-wise sparsity; as 2:4 on sparse tensor cores where N:M is 2:4.",
     ),
     Entry(
+        name="row_groups",
+        title="Groups of rows that keep the same inputs",
+        text="Four rows here, usually 128 or more. Each group keeps equally many inputs, so a layer is a gather and a "
+        "dense product for each group.",
+        pattern="patterns.row_groups(4, 0.5)",
+        shapes='{"block_shape": (4, 1), "scope_shape": (1, -1), "sparsity_level": 0.5}',
+        axes='{"axes": "(r v) i", "unit": "r i", "scope": "r", "sizes": {"v": 4}, "sparsity_level": 0.5}',
+        fast=f"Wide layers in plain torch, by `export.to_gathered`. {EXPORT}",
+    ),
+    Entry(
         name="blocks",
         title="Blocks over the tensor",
         text="Blocks of 4 x 4 here, usually 32 x 32 or 64 x 64.",

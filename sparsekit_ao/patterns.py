@@ -13,7 +13,7 @@ and transformers' `Conv1D` (both stored transposed), and packed experts `(expert
 
 import numbers
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,19 @@ from .errors import SparsityError
 from .models.names import is_of_transformers
 from .structure import checked_level
 
-__all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "parse", "rows", "unstructured", "v_n_m"]
+__all__ = [
+    "Pattern",
+    "blocks",
+    "columns",
+    "filters",
+    "heads",
+    "n_m",
+    "parse",
+    "row_groups",
+    "rows",
+    "unstructured",
+    "v_n_m",
+]
 
 Keys = dict[str, Any]
 
@@ -37,6 +49,7 @@ class Pattern:
         kind: The name of the function.
         arguments: Its whole numbers.
         sparsity_level: Fraction of blocks dropped; None takes the entry's or the sparsifier's.
+        is_transposed: Whether the weight is (..., inputs, outputs), where its module has no class that tells.
 
     >>> pattern = unstructured(0.9)
     >>> pattern.resolve(nn.Linear(8, 4), "weight")
@@ -46,6 +59,7 @@ class Pattern:
     kind: str
     arguments: tuple[int, ...] = ()
     sparsity_level: float | None = None
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -75,7 +89,10 @@ class Pattern:
             SparsityError: The tensor has no such dimension, or the numbers do not fit it.
         """
         weight = getattr(module, tensor_name) if tensor is None else tensor
-        keys = _KINDS[self.kind](_dimensions(module, tuple(weight.shape)), f"{where}{self}: ", *self.arguments)
+        dimensions = _dimensions(module, tuple(weight.shape))
+        if self.is_transposed:
+            dimensions = replace(dimensions, output=len(weight.shape) - 1, input=len(weight.shape) - 2)
+        keys = _KINDS[self.kind](dimensions, f"{where}{self}: ", *self.arguments)
         return keys if self.sparsity_level is None else {**keys, "sparsity_level": self.sparsity_level}
 
     def keys(self) -> Iterator[str]:
@@ -179,6 +196,18 @@ def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Patt
     return pattern
 
 
+def row_groups(rows: int, sparsity_level: float | None = None) -> Pattern:
+    """Groups of rows that keep the same inputs, as many in each group; `export.to_gathered` makes them fast.
+
+    >>> row_groups(4).resolve(nn.Linear(8, 16), "weight")
+    {'block_shape': (4, 1), 'scope_shape': (1, -1)}
+    """
+    pattern = Pattern("row_groups", (rows,), sparsity_level)
+    if rows < 1:
+        raise SparsityError(f"row_groups needs at least one row in a group, got {rows}")
+    return pattern
+
+
 def rows(sparsity_level: float | None = None) -> Pattern:
     """Whole output units: rows of a Linear, filters of a convolution; units compete within each expert.
 
@@ -261,6 +290,10 @@ def _blocks(d: _Dimensions, where: str, rows: int, columns: int) -> Keys:
     return {"block_shape": _inside_groups(d, where, d.tile(1, output=rows, input=columns)), "scope_shape": ()}
 
 
+def _row_groups(d: _Dimensions, where: str, rows: int) -> Keys:
+    return {**_blocks(d, where, rows, 1), "scope_shape": _inside_groups(d, where, d.tile(-1, output=1, experts=1))}
+
+
 def _units(unit: str, other: str, d: _Dimensions, where: str) -> Keys:
     """One block for each index of a dimension, over everything else; each group and each expert by itself.
 
@@ -301,6 +334,7 @@ _KINDS: dict[str, Callable[..., Keys]] = {
     "unstructured": lambda d, where: {"block_shape": (), "scope_shape": ()},
     "n_m": _n_m,
     "blocks": _blocks,
+    "row_groups": _row_groups,
     "rows": partial(_units, "output", "input"),
     "columns": partial(_units, "input", "output"),
     "filters": partial(_units, "output", "input"),

@@ -362,7 +362,7 @@ def saliency_of(
         score: Called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`. One that is not
             built in gets a copy of the weight, so that it may work in place.
         weight, name: The dense weight, whole, detached, and its `tensor_fqn`.
-        statistics: Of this weight, if there are any.
+        statistics: What was recorded for this weight, if anything was.
         blocks: Gives the block of each element, int64 in the weight's shape, the third argument of a score with
             `uses_blocks`.
 

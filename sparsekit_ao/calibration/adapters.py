@@ -62,7 +62,7 @@ class LayerAdapter:
     Args:
         module: The one whose forward call computes the product.
         input_dims: The dimensions of the weight that are summed over.
-        group_dims: Those at each index of which there is a matrix of its own.
+        group_dims: The dimensions that count matrices, such as that of the experts.
         parts: In how many groups the outputs are divided, one after another.
         is_known: Whether these are known; if not, the first product that is recorded tells them.
     """
@@ -269,10 +269,10 @@ class _TransposedConvolution(_Convolution):
 
 
 def token_rows(x: Tensor, token_mask: Tensor | None, counts: Tensor | None = None) -> Tensor:
-    """[..., inputs] as [tokens, inputs], without those for which the mask, of the leading shape, is False.
+    """[..., inputs] as [tokens, inputs], without tokens for which the mask, of the leading shape, is False.
 
-    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Of tokens that the model gathered
-    those are taken for which `counts`, bool [tokens], is True. Inputs of another leading shape (a pooled token, say)
+    Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Where the model gathered tokens,
+    `counts`, bool [tokens], says which of them are taken. Inputs of another leading shape (a pooled token, say)
     are taken whole.
     """
     if counts is not None and len(counts) == len(x):

@@ -6,7 +6,7 @@ a part of one (an expert of packed ones, a chunk, a transposed view), and what f
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import full_tensor, local
+from ..models.names import owner_of, weights_by_name
+from ..models.running import eval_mode
 
 _GATHERS = ("__getitem__", "index_select")
 Positions = range | Tensor
@@ -36,7 +38,7 @@ class Product:
         contracted: The dimensions of the weight that are summed over, in the order of the inputs.
         batch: The dimension of the weight at each index of which it has inputs of its own.
         ends: Where the inputs [tokens, inputs] of each index of `batch` end, for sorted tokens.
-        settings: Of a convolution: stride, padding, dilation and so on.
+        settings: What a convolution is called with: stride, padding, dilation and so on.
         is_computed: Whether the inputs are more than a form of `read`.
         counts: Which inputs count, bool, where that is known by following gathered tokens.
     """
@@ -57,7 +59,7 @@ class Place(NamedTuple):
     """Where the elements of a tensor are in a weight.
 
     Attributes:
-        name: Of the weight.
+        name: The name of the weight.
         fixed: {dimension of the weight: index} of the dimensions that the tensor does not have.
         dims: For each dimension of the tensor that of the weight and the indices in it; None where it has one index.
     """
@@ -218,6 +220,29 @@ class Products(TorchFunctionMode):
                     self._counts[each] = counts
 
 
+def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], object]) -> dict[str, bool]:
+    """Find parameters that products of a running model read, beside known names.
+
+    Returns:
+        {name: whether it is stored as (inputs, outputs)}, in the order of the model; of packed ones the last two
+        dimensions.
+    """
+    found: dict[str, bool] = {}
+    tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name not in known}
+
+    def take(product: Product, place: Place) -> None:
+        inputs = [place.dims[d] for d in product.contracted]
+        whole = getattr(*tensors[place.name])
+        is_itself = _key(product.weight) == _key(whole)  # not what was computed of it, a position that is added, say
+        if is_itself and product.kind == "matrix" and len(inputs) == 1 and inputs[0] is not None and whole.ndim < 4:
+            found.setdefault(place.name, inputs[0][0] == whole.ndim - 2)
+
+    if tensors:
+        with Products(tensors, take, lambda: None), eval_mode(model), torch.no_grad():
+            run()
+    return {name: found[name] for name in tensors if name in found}
+
+
 def _key(tensor: Tensor) -> StorageWeakRef | None:
     """What tells storages apart, also freed ones; None of tensors without one (sparse ones, those inside of vmap)."""
     try:
@@ -268,7 +293,7 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rea
 
 
 def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Of two factors, each of whose letters is in the other one or in the result."""
+    """Read an einsum of two factors, each of whose letters is in the other one or in the result."""
     equation, *factors = args
     factors = [*factors[0]] if factors and isinstance(factors[0], (tuple, list)) else factors
     if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:

@@ -322,7 +322,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     the level of every coupling.
 
     Args:
-        couplings: Of different names.
+        couplings: Couplings that have different names.
         model: Where the names are looked up.
         keys: Further keys of every entry, as `Coupling.entries` takes them. A dict {name of a coupling: its number} may
             stand for `sparsity_level` and `nnz`. A coupling that it does not name has the sparsifier's default.

@@ -6,8 +6,8 @@ Which experts run depends on values, so that `discover` freezes them. Names and 
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -163,22 +163,31 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     torch.Size([128])
     """
     check_batches(batches, None, forward, "expert_scores")
+    with rated_experts(model) as scores, torch.no_grad(), eval_mode(model):
+        for batch in batches:
+            (forward or call)(model, batch)
+    return scores
+
+
+@contextmanager
+def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield what `expert_scores` returns, which is filled at the end; inside, the experts run, all of them or some."""
     tensors = dict(named_tensors(checked_model(model, "expert_scores")))
     paths = [fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)]
     sums = {path: torch.zeros(2, len(tensors[f"{path}.down_proj"]), dtype=torch.float64) for path in paths}
     if not paths:
         raise SparsityError(f"expert_scores: {type(model).__name__} has no packed experts; see expert_couplings")
-    with ExitStack() as hooks, torch.no_grad(), eval_mode(model):
+    scores: dict[str, Tensor] = {}
+    with ExitStack() as hooks:
         for path, totals in sums.items():
             hook = functools.partial(_add_scores, totals)
             hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
-        for batch in batches:
-            (forward or call)(model, batch)
+        yield scores
     if not any(bool(counts.any()) for _, counts in sums.values()):
         raise SparsityError(
             "expert_scores: no token reached an expert; there are no batches, or experts are not called"
         )
-    return {path: total / counts.clamp(min=1) for path, (total, counts) in sums.items()}
+    scores.update({path: total / counts.clamp(min=1) for path, (total, counts) in sums.items()})
 
 
 def _add_scores(totals: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def gathered(model: nn.Module, modules: Sequence[nn.Module], writes: bool) -> It
 
     Args:
         model: The model that the modules are part of; FSDP2 may have wrapped modules around them.
-        modules: Those whose parameters are gathered, with the parameters of all modules inside them.
+        modules: The modules whose parameters are gathered, with the parameters of all modules inside them.
         writes: Whether each rank keeps its part of the changed values; it does not after an error inside.
     """
     abandon_forward(model)

@@ -181,9 +181,9 @@ class Criterion:
     Attributes:
         name: Used in messages.
         score: `Slots` -> float rows [scopes, slots].
-        needs: Of `NEEDS`: what is gathered for it, the dense gradient or the optimizer's momentum.
+        needs: What is gathered for it, some of `NEEDS`: the dense gradient or the optimizer's momentum.
         is_global: For pruning: the tensors compete over which of them loses how many blocks.
-        statistics: Of `calibration.NEEDS`: what `sparsifier.calibrate` must have recorded before an update.
+        statistics: What `sparsifier.calibrate` must have recorded before an update, some of `calibration.NEEDS`.
         share: For redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
             is not finite, or not positive, counts as 0.
 

@@ -24,7 +24,7 @@ class DynamicMask(WeightMask):
     code reads a Python bool, which never waits for a device.
 
     Args:
-        mask: Of the weight's shape; the forward mask, only ever filled in place.
+        mask: The forward mask, of the weight's shape, which is only ever filled in place.
         with_backward_mask: Also keep a backward mask (bool buffer), all True to begin with: straight-through and
             Top-KAST (arXiv 2106.03517).
         is_initialized: False while the kept elements are still unknown, because the weight is on the meta device.

@@ -1,6 +1,7 @@
 """A masked or pruned model for use elsewhere: dense state dicts, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
+from .gathered import GatheredLinear, to_gathered
 from .lora import merge_lora
 from .pretrained import load_masks, load_pretrained, save_pretrained
 from .quantization import quantize
@@ -10,6 +11,7 @@ from .weights import Conversion, ExportRow, LayerReport, check, report
 __all__ = [
     "Conversion",
     "ExportRow",
+    "GatheredLinear",
     "LayerReport",
     "check",
     "dense_state_dict",
@@ -22,4 +24,5 @@ __all__ = [
     "report",
     "save_pretrained",
     "to_2_4",
+    "to_gathered",
 ]

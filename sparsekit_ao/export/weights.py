@@ -201,7 +201,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
 
     Args:
         model: Masked, or squashed; it does not change.
-        target: "pack_2_4" or "quantize".
+        target: "pack_2_4", "quantize" or "to_gathered".
         tensors: Names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
             every weight of which at least a tenth is zero.
 
@@ -350,7 +350,47 @@ def pack_refusals(layer: WeightToExport) -> list[str]:
     return refusals + two_four_refusals(layer)
 
 
-REFUSALS: Mapping[str, Callable[[WeightToExport], list[str]]] = {"pack_2_4": pack_refusals, "quantize": linear_refusals}
+def row_groups(layer: WeightToExport) -> Tensor:
+    """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest groups that keep the same.
+
+    Without a mask, a few kept weights may be zero: of 2^24 random numbers in float32 one is.
+    """
+    masks = [p.mask != 0 for p in _parametrizations(layer.module, "weight") if isinstance(p, FakeSparsity)]
+    kept, groups = masks[0] if masks else layer.kept, list[Tensor]()
+    for rows in (n for n in range(len(kept), 0, -1) if len(kept) % n == 0):
+        reads = kept.unflatten(0, (-1, rows)).any(1)
+        counts = reads.sum(1)
+        if int(kept.sum()) >= DENSE * rows * int(counts.sum()):
+            groups.append(reads)
+            if bool((counts == counts[0]).all()):
+                return reads
+    return groups[0] if groups else kept
+
+
+def gathered_refusals(layer: WeightToExport) -> list[str]:
+    """Return why `to_gathered` does not take a layer."""
+    if refusals := linear_refusals(layer):
+        return refusals
+    module, reads, (rows, inputs) = layer.module, row_groups(layer), layer.weight.shape
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, "forward" in vars(module))
+    if any(hooks) or parametrize.type_before_parametrizations(module) is not nn.Linear:
+        return [f"needs a plain nn.Linear, got {_kind(module)}, or one with hooks, which a new layer would not have"]
+    counts, changed = reads.sum(1), _first_index((reads[1:] != reads[:-1]).any(1))
+    if changed and len(reads) == rows > 1:
+        text = f"they change from row to row, first after row {changed[0]}"
+        return [f"needs equal groups of rows that keep the same inputs (patterns.row_groups), but {text}"]
+    if at := _first_index(counts != counts[:1]):
+        first, size = at[0], rows // len(reads)
+        place = f"{counts[0]} in rows 0:{size}, {counts[first]} in rows {first * size}:{first * size + size}"
+        return [f"needs as many inputs in each group of rows, got {place}"]
+    return [f"needs some of {inputs} inputs to be kept, got {n}" for n in counts[:1].tolist() if n in (0, inputs)]
+
+
+REFUSALS: Mapping[str, Callable[[WeightToExport], list[str]]] = {
+    "pack_2_4": pack_refusals,
+    "quantize": linear_refusals,
+    "to_gathered": gathered_refusals,
+}
 
 
 def _first_index(wrong: Tensor) -> tuple[int, ...] | None:

@@ -7,8 +7,11 @@ parameters are plain tensors in all these cases.
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -187,8 +190,27 @@ def _write(each: _Offloaded, value: Tensor) -> None:
     elif not torch.equal(value, each.values[each.key]):
         from accelerate.utils import offload_weight
 
+        Path(each.values.save_folder, f"{each.key}.dat").unlink(missing_ok=True)  # which copies may read
         index = offload_weight(value, each.key, each.values.save_folder, index={})
         each.values.index[each.key] = index[each.key]
+
+
+def replace_offloaded(model: nn.Module, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
+    """Give offloaded tensors of a copy of a model values of other shapes, and the copy a folder of its own.
+
+    Args:
+        model: The copy, which still has the model's placeholders.
+        changes: {id of a placeholder: the function of the old values}.
+    """
+    offloaded = [*_offloaded(model)]
+    for values in {id(each.values): each.values for each in offloaded}.values():
+        if getattr(values, "save_folder", None) is not None:
+            before, values.save_folder = values.save_folder, tempfile.mkdtemp(prefix="copy-", dir=values.save_folder)
+            for file in Path(before).glob("*.dat"):
+                os.link(file, Path(values.save_folder, file.name))
+    for each in offloaded:
+        if id(each.placeholder) in changes:
+            _write(each, changes[id(each.placeholder)](each.values[each.key]).contiguous())
 
 
 def fingerprint(tensors: Mapping[str, Tensor], *, whole: bool = False) -> str:

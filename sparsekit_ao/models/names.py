@@ -40,7 +40,7 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
 
 
 def weights_by_name(model: nn.Module) -> dict[str, int]:
-    """{name: elements} of the weights that layers multiply by: of two or more dimensions, and no embeddings.
+    """{name: elements} of the weights that layers multiply by: of two or more dimensions, no embeddings, no biases.
 
     >>> weights_by_name(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)))
     {'1.weight': 8}
@@ -49,7 +49,7 @@ def weights_by_name(model: nn.Module) -> dict[str, int]:
     return {
         name: p.numel()
         for name, p in named_tensors(model)
-        if p.ndim > 1 and p.is_floating_point() and id(p) not in embeddings
+        if p.ndim > 1 and p.is_floating_point() and id(p) not in embeddings and not name.endswith("bias")  # of experts
     }
 
 

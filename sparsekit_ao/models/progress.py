@@ -29,8 +29,8 @@ def progress_bar(
     Args:
         items: Pieces of work; None to call `update()` of the bar after each piece.
         what, unit, total: The bar's title, what it counts, and how many there are.
-        elements: Of work that usually is quick, the number of elements. There is no bar for fewer than `LARGE`, none in
-            the first seconds, and none remains afterwards.
+        elements: The number of elements, for work that is usually quick. There is no bar for fewer than `LARGE`, none
+            in the first seconds, and none remains afterwards.
     """
     is_shown = progress and sys.stderr is not None and sys.stderr.isatty() and (elements is None or elements >= LARGE)
     keys = {} if elements is None else {"delay": AFTER, "leave": False}

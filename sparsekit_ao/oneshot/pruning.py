@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calibration import GRADIENTS, Recorder
+from ..calibration import GRADIENTS, Recorder, other_matrices
 from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..models.loading import Device, fingerprint, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
@@ -19,8 +19,9 @@ from ..models.names import by_pattern, weights_by_name
 from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
-from ..sparsifiers.config import Exclusion
+from ..sparsifiers.config import Exclusion, TensorGroup, make_config
 from ..sparsifiers.scope import ScopeSparsifier
+from ..sparsifiers.stages import checked_pattern
 from ..tables import Table
 from .chain import CalibrationData
 from .matching import RecoveryReport, Teacher, check_ranks
@@ -219,6 +220,8 @@ def prune(
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
+    So are those of recurrent layers, packed experts and, with batches, all parameters that a product reads.
+
     Without batches, weights are dropped by their size (or a `score` that needs no data) and the others stay. With
     batches, kept weights make up for the dropped ones; see `one_shot`. For other configs, training and schedules use
     `ScopeSparsifier`.
@@ -227,7 +230,8 @@ def prune(
     by accelerate to the CPU or to disk, or sharded by `fully_shard`. It is then pruned in place.
 
     Args:
-        model: Of any device and dtype; not changed unless `inplace`. In a copy, weights of weight_norm are pruned too.
+        model: A model on any device, in any dtype; it is not changed unless `inplace`. In a copy, weights of
+            weight_norm are pruned too.
         sparsity_level: Fraction dropped of each weight, in [0, 1]; 0.5 by default.
         pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
         batches, forward, token_mask, compensate: As for `one_shot`; inputs alone, no labels, unless the
@@ -275,7 +279,9 @@ def prune(
     normed = () if inplace else undo_weight_norms(pruned)
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
-    resolved = sparsifier.resolved(pruned, exclude)
+    data = replace(data, model=pruned)
+    more = [] if batches is None else _other_entries(data, checked_pattern(pattern, ""))
+    resolved = sparsifier.resolved(pruned, exclude, more)
     refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     method = None if batches is None else compensate
@@ -283,7 +289,6 @@ def prune(
     if has_gradients:
         recorder.run(data.batches, layers.gradients(), forward, token_mask, progress)
     layers.check(has_data=batches is not None)
-    data = replace(data, model=pruned)
     if is_elsewhere(pruned):
         check_ranks(data)
     teacher = Teacher(None, data) if recover else None
@@ -337,6 +342,16 @@ def _pruned(
     return OneShotReport(
         rows=tuple(rows), seconds=seconds, blocks=blocks, recovery=recovery, tokens=tokens, weights=weights
     )
+
+
+def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[TensorGroup]:
+    """Config entries of the weights that products of the first batch read and no class of a module tells."""
+    known = {entry["tensor_fqn"] for entry in make_config(data.model)}
+    entries = list[TensorGroup]()
+    for name, is_transposed in other_matrices(data.model, known, lambda: data.output(0)).items():
+        own = {} if pattern is None else {"pattern": replace(pattern, is_transposed=is_transposed)}
+        entries.append({"tensor_fqn": name, **own})
+    return entries
 
 
 def _warn_of_dense(report: OneShotReport) -> None:

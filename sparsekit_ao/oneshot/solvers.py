@@ -231,25 +231,27 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
 def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
     """SparseGPT (arXiv 2301.00774), a loop over columns with the Cholesky factor of C; the baseline of comparisons.
 
-    For N:M along the inputs, and for single elements over the whole tensor: of these every `WIDTH` columns keep the
-    same share, and the last ones even out the count.
+    For N:M along the inputs, and for single elements over the whole tensor: of these every expert, and every `WIDTH`
+    columns of it, keep the same share, and the last ones even out the count.
     """
     keep, m = _sparsegpt_budget(scopes)
     inverse = damped_inverse(gram, 0.0, scopes.name)
     solution, mask, columns = weight.clone(), torch.ones_like(weight, dtype=torch.bool), weight.shape[2]
-    for w, kept, upper in zip(solution, mask, torch.linalg.cholesky(inverse, upper=True), strict=True):
+    factors = torch.linalg.cholesky(inverse, upper=True)
+    for group, (w, kept, upper) in enumerate(zip(solution, mask, factors, strict=True)):
+        own = keep if m is not None else keep * (group + 1) // len(weight) - keep * group // len(weight)
         for start in range(0, columns, WIDTH):
             stop = min(start + WIDTH, columns)
             block, factor = w[:, start:stop].clone(), upper[start:stop, start:stop]
             errors = torch.zeros_like(block)
             if m is None:
-                share = round(keep * stop / columns) - round(keep * start / columns)
+                share = round(own * stop / columns) - round(own * start / columns)
                 saliency = (block / factor.diagonal()).square()
                 kept[:, start:stop] = keep_mask(saliency.reshape(1, -1), share).view_as(block)
             for at in range(stop - start):
                 if m is not None and at % m == 0:
                     saliency = (block[:, at : at + m] / factor.diagonal()[at : at + m]).square()
-                    kept[:, start + at : start + at + m] = keep_mask(saliency, keep)
+                    kept[:, start + at : start + at + m] = keep_mask(saliency, own)
                 pruned = block[:, at] * kept[:, start + at]
                 errors[:, at] = (block[:, at] - pruned) / factor[at, at]
                 block[:, at:] -= errors[:, at : at + 1] @ factor[at : at + 1, at:]
@@ -263,7 +265,7 @@ def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
     """Return (n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
     (labels, blocks), m = scopes.labels(), scopes.blocks_per_scope
     if scopes.is_plain and int(blocks.max()) + 1 == blocks.numel():
-        if scopes.keep.numel() == 1 and len(labels) == 1:
+        if scopes.keep.numel() == 1:
             return int(scopes.keep), None
         runs = labels.unflatten(2, (-1, m)) if labels.shape[2] % m == 0 else None
         if runs is not None and bool((runs == runs[..., :1]).all()):

@@ -68,7 +68,8 @@ class Layer:
         target: Its name, module and parameter.
         statistics: Recorded in this pass, and gradients that the user collected before; None if no batch reached it.
         weight: The dense weight in float32 (float64 if it is float64).
-        pruning_groups: Those of this tensor alone, stage by stage; none where its mask is chosen before.
+        pruning_groups: The pruning groups that have this tensor alone, stage by stage; empty where its mask is
+            chosen before.
         mask, compensated, seconds: Its mask and new weight, once they are computed, and the time that both took.
         unused_score: What the report says if the method chose the mask though there is a score.
     """
@@ -93,7 +94,7 @@ class Layers:
 
     Args:
         groups: The group dicts of the tensors.
-        pruning_groups: Those of the tensors, stage by stage.
+        pruning_groups: The pruning groups of the tensors, stage by stage.
         recorder: Knows how each tensor is a matrix, and what was recorded for it before.
         method: How kept weights make up for dropped ones.
         live_mask: The mask of a group, to be written; None where the model has no masks.

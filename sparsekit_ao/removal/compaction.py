@@ -16,6 +16,8 @@ from ..coupling import Coupling
 from ..coupling.discovery.tracing import code_line
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
+from ..oneshot.matching import RecoveryReport
+from ..oneshot.solving import LayerRow
 from ..tables import Table
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
@@ -96,6 +98,9 @@ class Compaction(Table[KeptUnits]):
             called, with the reason.
         frozen: Axes from which nothing may be removed, with the reason, but for inputs and outputs. Of `shrink`.
         values: What the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
+        compensation: The output errors of the layers that read removed units, before and after their kept weights made
+            up for them; of `shrink` with batches.
+        recovery: What `recover` did; of `shrink(recover=True)`.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -122,6 +127,8 @@ class Compaction(Table[KeptUnits]):
     left_out: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    compensation: tuple[LayerRow, ...] = ()
+    recovery: RecoveryReport | None = None
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -167,7 +174,13 @@ class Compaction(Table[KeptUnits]):
         lines += [f"left out: {text}" for text in self.left_out]
         lines += [f"frozen: {text}" for text in self.frozen]
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
-        return lines
+        if rows := self.compensation:
+            before, after = (
+                sum(errors) / len(rows) for errors in zip(*((r.before, r.after) for r in rows), strict=True)
+            )
+            count = f"{len(rows)} layers that read removed units"
+            lines.append(f"mean output error of the {count}: {before:.4f}, and {after:.4f} after they made up for them")
+        return [*lines, *([] if self.recovery is None else [str(self.recovery)])]
 
 
 def compact(

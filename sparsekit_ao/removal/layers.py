@@ -14,9 +14,14 @@ from torch.nn import functional as F
 
 from ..coupling import BoundCoupling, expert_couplings, expert_scores
 from ..coupling.bound import Part, is_list
+from ..coupling.experts import rated_experts
+from ..distributed import is_sharded
 from ..errors import SparsityError
-from ..models.loading import is_elsewhere
-from ..models.running import Forward, call, check_batches, eval_mode, first_tensor
+from ..models.loading import loaded, refuse_unloadable
+from ..models.progress import progress_bar
+from ..models.running import Forward, call, check_batches, checked_list, eval_mode, first_tensor
+from ..oneshot.chain import CalibrationData
+from ..oneshot.walk import Walk
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compaction import Compaction, verified
@@ -43,27 +48,28 @@ def shrink_experts(
     by `report.difference` on the first batch, and are not compared otherwise.
 
     Args:
-        model: With experts of `expert_couplings`, packed as transformers 5 does; not changed.
+        model: With experts of `expert_couplings`, packed as transformers 5 does; not changed. All batches pass a block
+            before the next one is loaded, so that the model may be offloaded by accelerate; so is the result then.
         batches, forward: As for `expert_scores`.
         ratio: Fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
 
     Raises:
-        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs; weights that are offloaded.
+        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs; weights that are sharded.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
-    if is_elsewhere(model):
-        raise SparsityError(
-            "shrink_experts: weights of this model are offloaded by accelerate or sharded over ranks; load it without "
-            "device_map and offload_folder, or remove experts before fully_shard"
-        )
-    level, scores = checked_level(ratio, "shrink_experts: ratio: "), expert_scores(model, batches, forward)
+    if any(map(is_sharded, model.parameters())):
+        raise SparsityError("shrink_experts: weights are sharded over ranks; remove experts before fully_shard")
+    refuse_unloadable(model, "shrink_experts")
+    level, batches = checked_level(ratio, "shrink_experts: ratio: "), checked_list(batches, forward, "shrink_experts")
     check_multiple(multiple_of, "shrink_experts: ")
     coupling = expert_couplings(model).get("experts")
     if coupling is None:
         raise SparsityError("shrink_experts: there is no router with a row for each expert beside the experts")
-    removals = []
-    for bound in coupling.bind(model):
+    bounds = coupling.bind(model)
+    owners = [model.get_submodule(member.fqn.rpartition(".")[0]) for bound in bounds for member in bound.members]
+    scores, removals = _expert_scores(model, owners, batches, forward), []
+    for bound in bounds:
         units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
         path = next(name for name in names if name in scores)
         kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
@@ -73,6 +79,24 @@ def shrink_experts(
     if (kept := int(removals[0].keep.sum())) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
     return _without(model, removals, batches, forward)
+
+
+@torch.no_grad()
+def _expert_scores(
+    model: nn.Module, owners: Sequence[nn.Module], batches: Sequence[Any], forward: Forward | None
+) -> dict[str, Tensor]:
+    """`expert_scores` in one walk: all batches pass a block before the next one is loaded."""
+    data = CalibrationData.checked(model, batches, forward, False, "shrink_experts")
+    walk = Walk(data, (), layers=owners)
+    inside = {module for block in walk.blocks for module in block.modules()}
+    if not inside.issuperset(owners):
+        return expert_scores(model, batches, forward)
+    with rated_experts(model) as scores, eval_mode(model):
+        stream = walk.captured(data, walk.blocks[0])
+        for block in progress_bar(walk.blocks, "shrink_experts", "block"):
+            with loaded(model, [block]):
+                stream.advance(block)
+    return scores
 
 
 def shrink_layers(

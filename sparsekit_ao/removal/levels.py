@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..coupling import Coupling
+from ..calibration.adapters import adapter_of
+from ..coupling import BoundCoupling, Coupling
 from ..errors import SparsityError
 from ..models.names import connected, owner_of
 from ..structure import sparsity_to_nnz
@@ -94,11 +96,90 @@ class Quota:
         return rounded(sparsity_to_nnz(self.limit, self.units, "max_sparsity: "), self.units, self.multiple)
 
 
+def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
+    """The names of the tensors whose outputs are units of a layer, and of the modules around them.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    >>> sorted(names_of_outputs(model, Coupling({"0.weight": "u i", "1.weight": "o u"}).bind(model)[0]))
+    ['0', '0.weight']
+    """
+    names = set[str]()
+    for member in bound.members:
+        adapter = adapter_of(*owner_of(model, member.fqn), {})
+        if adapter is None or member.pattern.dimension_of(bound.unit) not in adapter.input_dims:
+            parts = member.fqn.split(".")
+            names.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return names
+
+
+def numbers_by_coupling(
+    model: nn.Module, couplings: Sequence[Coupling], numbers: Any, default: Any, what: str
+) -> dict[str, Any]:
+    """{coupling: its number}: one for all, or what numbers by name say; `what` is the argument, for errors."""
+    by_layer = _numbers_of_layers(model, couplings, numbers, default, what)
+    return {c.name: layers[0] for c, layers in zip(couplings, by_layer, strict=True)}
+
+
+def _numbers_of_layers(
+    model: nn.Module, couplings: Sequence[Coupling], numbers: Any, default: Any, what: str
+) -> list[list[Any]]:
+    """For each coupling the numbers of its layers: by its name, else by a tensor or module of a layer, else by kind.
+
+    A name of a coupling is not taken for that of a tensor. Of the names of several modules the longest one counts.
+    """
+    reserved = {coupling.name for coupling in couplings}
+
+    def number(coupling: Coupling, bound: BoundCoupling) -> Any:
+        if not isinstance(numbers, Mapping) or coupling.name in numbers:
+            return numbers[coupling.name] if isinstance(numbers, Mapping) else numbers
+        names = names_of_outputs(model, bound) - reserved
+        named = sorted((name for name in numbers if name in names), key=lambda name: -name.count("."))
+        for rival in named:
+            if rival.count(".") == named[0].count(".") and numbers[rival] != numbers[named[0]]:
+                raise SparsityError(
+                    f"shrink: {what} has different numbers for {named[0]!r} and {rival!r}, whose units go together; "
+                    "give one of them"
+                )
+        return numbers[named[0]] if named else numbers.get(coupling.kind, default)
+
+    return [[number(coupling, bound) for bound in coupling.bind(model)] for coupling in couplings]
+
+
+def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
+    """Give couplings different names: equal ones get the kind, or the axes of the first member, or a number."""
+    named = list(couplings)
+    for name, count in Counter(coupling.name for coupling in couplings).items():
+        alike = [at for at, coupling in enumerate(couplings) if coupling.name == name]
+        choices = (
+            [f"({couplings[at].kind})" for at in alike],
+            [next(iter(couplings[at].members.values())) for at in alike],
+            [f"#{at}" for at in alike],
+        )
+        suffixes = next(choice for choice in choices if len({*choice}) == count)
+        for at, suffix in zip(alike, suffixes, strict=True) if count > 1 else ():
+            named[at] = replace(couplings[at], name=f"{name} {suffix}")
+    return named
+
+
+def divided(model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any]) -> list[Coupling]:
+    """Couplings, and in place of those whose layers have different numbers their layers.
+
+    Args:
+        numbers: {argument: a number for all, or numbers by the name of a coupling, tensor or module, or by kind}.
+    """
+    by_layer = [_numbers_of_layers(model, couplings, n, None, what) for what, n in numbers.items()]
+    parts: list[Coupling] = []
+    for coupling, *layers in zip(couplings, *by_layer, strict=True):
+        differ = any(number != row[0] for row in layers for number in row)
+        parts += coupling.of_layers(model) if differ else [coupling]
+    return with_own_names(parts)
+
+
 def counts_within(
     model: nn.Module,
     couplings: Sequence[Coupling],
     scores: Rows,
-    cost: Cost,
+    cost: Cost | None,
     ratio: float,
     *,
     power: int,
@@ -106,6 +187,7 @@ def counts_within(
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
 
+    Without a cost, so many units of all couplings together are kept.
     Units are dropped one by one, or in multiples. Next is the one with the least increase of its coupling's lost
     importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
     from being cut to their limit (examples/benchmarks/compare_accuracy.py). The last step may save more than is needed,
@@ -113,7 +195,7 @@ def counts_within(
     allowed. Importances, scores to a power, add up.
     """
     full = {coupling.name: quotas[coupling.name].units for coupling in couplings}
-    cost_at = partial(_cost_with, model, couplings, cost)
+    cost_at = partial(_units_with, model, couplings) if cost is None else partial(_cost_with, model, couplings, cost)
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # they share an integer
         units, multiple = full[names[0]], max(quotas[name].multiple for name in names)
@@ -151,6 +233,12 @@ def counts_within(
         fixed |= {name: kept for name in names if name not in fixed}
         taken = bisect.bisect_left(range(taken), True, key=is_within)
     return counts(taken)
+
+
+def _units_with(model: nn.Module, couplings: Sequence[Coupling], counts: Mapping[str, int]) -> float:
+    """The units of all couplings, with as many in a scope of each as `counts` says."""
+    grids = [(c.name, bound.grid) for c in couplings for bound in c.bind(model)]
+    return sum(math.prod(grid[:-1]) * counts.get(name, grid[-1]) for name, grid in grids)
 
 
 def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..coupling.bound import Part, is_list
 from ..errors import SparsityError
@@ -81,6 +82,67 @@ class Zeros(nn.Module):
         """Return zeros, first in a tuple of as many outputs as the removed module returned."""
         zeros = torch.zeros_like(next(tensor for _, tensor in tensors_in("", [args, kwargs])))
         return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
+
+
+WIDTH = "width_of_input"  # an attribute of a module that holds the last size of its inputs as its forward reads it
+
+
+class Narrow(Tensor):
+    """A tensor whose Python code reads another last size; operations on it are those of the whole tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    width: int
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Its sizes, the last one replaced."""
+        return torch.Size((*Tensor.size(self)[:-1], self.width))
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of `shape`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def permute(self, *dims: Any) -> Any:
+        """As of any tensor, with the same width if its last dimension stays the last."""
+        order = dims[0] if len(dims) == 1 else dims
+        permuted = Tensor.permute(self, *order)
+        return narrowed(permuted, self.width) if order[-1] in (-1, self.dim() - 1) else permuted
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """As of `permute`."""
+        order = list(range(self.dim()))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permute(*order)
+
+
+def narrowed(tensor: Tensor, width: int) -> Narrow:
+    """Return the same tensor, whose last size is read as `width`."""
+    narrow = tensor.as_subclass(Narrow)
+    narrow.width = width
+    return narrow
+
+
+def set_width(module: nn.Module, width: int) -> None:
+    """Let the forward of a module read this as the last size of its inputs: `C` in `C // self.num_heads`."""
+    if WIDTH not in vars(module):
+        module.register_forward_pre_hook(_show_width, with_kwargs=True)
+    setattr(module, WIDTH, width)
+
+
+def width_of(module: nn.Module) -> int | None:
+    """Return the last size of a module's inputs as its forward reads it: what its first Linear reads, if it has one."""
+    first = next((child.in_features for child in module.children() if isinstance(child, nn.Linear)), None)
+    return vars(module).get(WIDTH, first)
+
+
+def _show_width(module: Any, args: Any, kwargs: Any) -> Any:
+    whole = next((tensor.shape[-1:] for _, tensor in tensors_in("", [args, kwargs])), None)
+
+    def shown(tensor: Tensor) -> Tensor:
+        is_alike = tensor.shape[-1:] == whole and tensor.is_floating_point()
+        return narrowed(tensor, module.width_of_input) if is_alike else tensor
+
+    return tree_map_only(Tensor, shown, (args, kwargs))
 
 
 def config_of(model: nn.Module, path: str) -> tuple[str, Any]:

@@ -1,7 +1,8 @@
-"""Norms over a pruned axis: an RMSNorm is folded, a LayerNorm is reported as not exact.
+"""Norms over a pruned axis: RMSNorms and global response norms are folded, a LayerNorm is reported as not exact.
 
 If m of n values are kept and the others are zero, the mean square over m values is n / m times that over n. The output
-is the same with eps times n / m and the weight times sqrt(n / m).
+is the same with eps times n / m and the weight times sqrt(n / m). A global response norm divides by the mean itself,
+so its weight is multiplied by n / m; where its code has the epsilon as a number, the difference is of its size.
 """
 
 import copy
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..models.names import owner_of
 from .remove import Removal, kept_elements
@@ -41,8 +43,8 @@ def fold_norms(
         for member in () if removal.is_empty else removal.coupling.members:
             module, name = owner_of(model, member.fqn)
             weight = getattr(module, name)
-            if name == "weight" and weight.ndim == 1 and _norms_of(model, weight):
-                keep = kept_elements(member, removal, tuple(weight.shape))
+            if name == "weight" and weight.numel() == weight.shape[-1] and _norms_of(model, weight):
+                keep = kept_elements(member, removal, tuple(weight.shape)).flatten()
                 kept[weight] = kept[weight] & keep if weight in kept else keep
     unrounded: _Exact = {}
     changes = [
@@ -84,16 +86,16 @@ def _fold(
             notes.append(f"{name}.weight: a {type(dense).__name__} could not be tested, so it was not folded ({e})")
             return []
         wanted[name] = outputs[..., keep.to(weight.device)]
-        eps_name = next(name for name in EPS_NAMES if name in vars(dense))
-        was = getattr(dense, eps_name)
-        eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
-        changes.append(Change(path=f"{name}.{eps_name}".lstrip("."), was=was, now=eps))
-    for shift in (0.0, 1.0):
-        scaled = (weight.detach().double() + shift) * math.sqrt(ratio) - shift
+        for eps_name in [eps_name for eps_name in EPS_NAMES if eps_name in vars(dense)][:1]:
+            was = getattr(dense, eps_name)
+            eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
+            changes.append(Change(path=f"{name}.{eps_name}".lstrip("."), was=was, now=eps))
+    for shift, factor in ((0.0, math.sqrt(ratio)), (1.0, math.sqrt(ratio)), (0.0, ratio)):
+        scaled = (weight.detach().double() + shift) * factor - shift
         wrong = [
             name
-            for (name, norm), change in zip(smaller.items(), changes, strict=True)
-            if not _is_folded(norm, change, scaled.to(like.dtype), keep, wanted[name])
+            for name, norm in smaller.items()
+            if not _is_folded(name, norm, changes, scaled.to(like.dtype), keep, wanted[name])
         ]
         if not wrong:
             weight.data.copy_(scaled)
@@ -108,16 +110,21 @@ def _fold(
     return []
 
 
-def _is_folded(norm: nn.Module, change: Change, weight: Tensor, keep: Tensor, wanted: Tensor) -> bool:
+def _is_folded(
+    name: str, norm: nn.Module, changes: Sequence[Change], weight: Tensor, keep: Tensor, wanted: Tensor
+) -> bool:
     """Whether a smaller norm with this weight and the changed eps gives what the larger one does."""
     folded = copy.deepcopy(norm).to(weight.dtype)
     folded.weight = nn.Parameter(weight, requires_grad=False)
-    setattr(folded, change.path.rpartition(".")[2], change.now)
+    for change in changes:
+        if change.path.rpartition(".")[0] == name:
+            setattr(folded, change.path.rpartition(".")[2], change.now)
     try:
         output = _outputs(folded, weight, keep, whole=False)
     except Exception:  # its size is stored elsewhere, too
         return False
-    return torch.allclose(wanted.double(), output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6)
+    largest = max(1.0, float(wanted.abs().max()))
+    return torch.allclose(wanted.double(), output.double(), rtol=8 * torch.finfo(output.dtype).eps, atol=1e-6 * largest)
 
 
 def _change_config(model: nn.Module, small: nn.Module, changes: Sequence[Change], notes: list[str]) -> list[Change]:
@@ -141,7 +148,10 @@ def _change_config(model: nn.Module, small: nn.Module, changes: Sequence[Change]
 def _takes_statistics(module: nn.Module) -> bool:
     if hasattr(module, "running_mean") or isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return False  # their statistics are of single channels, or of groups that are removed as a whole
-    return any(isinstance(vars(module).get(name), float) for name in EPS_NAMES) or isinstance(module, nn.RMSNorm)
+    weight = module._parameters.get("weight")
+    is_response_norm = weight is not None and weight.ndim > 2 and not isinstance(module, _ConvNd)
+    has_eps = any(isinstance(vars(module).get(name), float) for name in EPS_NAMES)
+    return has_eps or isinstance(module, nn.RMSNorm) or is_response_norm
 
 
 @torch.no_grad()
@@ -149,8 +159,8 @@ def _outputs(norm: nn.Module, like: Tensor, keep: Tensor, *, whole: bool) -> Ten
     """Its outputs for random values that are zero in removed units, or for the kept ones; a gate is random too."""
     needed = [p for p in inspect.signature(norm.forward).parameters.values() if p.default is p.empty]
     generator = torch.Generator().manual_seed(0)
-    inputs = [
-        (torch.randn(4, keep.numel(), generator=generator, dtype=torch.float32, device="cpu") * keep).to(like)
+    inputs = [  # images with channels last, which every norm takes
+        (torch.randn(2, 2, 2, keep.numel(), generator=generator, dtype=torch.float32, device="cpu") * keep).to(like)
         for _ in range(max(1, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)))
     ]
     out: Tensor = norm(*(x if whole else x[..., keep.to(like.device)] for x in inputs))

@@ -6,6 +6,7 @@ To keep a unit of zeros is always exact, so a scope with fewer other units keeps
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from ..coupling import BoundCoupling, Member
 from ..errors import CouplingError, SparsityError
+from ..models.loading import replace_offloaded
 from ..models.names import owner_of
 from ..models.progress import progress_bar
 from ..structure import AxisPattern
@@ -143,6 +145,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
         if id(tensor) in smaller
     ]
     sizes = [sizes_of(m, n, smaller[key], [(mb.pattern, r.kept) for mb, r in cuts[key]]) for m, n, key in places]
+    replace_offloaded(model, {key: partial(_smaller, cuts=tensor_cuts) for key, tensor_cuts in cuts.items()})
     replace_tensors(model, smaller)
     for (module, *_), new_sizes in zip(places, sizes, strict=True):
         for attribute, size in new_sizes.items():

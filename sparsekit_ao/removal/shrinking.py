@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,23 +11,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calibration import GRADIENTS
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
 from ..masking.normalized import plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
-from ..models.running import check_example, checked_list
+from ..models.running import TokenMask, check_example
+from ..oneshot.chain import CalibrationData
+from ..oneshot.matching import recover as recover_blocks
+from ..oneshot.walk import Walk
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from ..structure import checked_level
-from .compaction import Compaction, Known, check_comparable, check_names, size_of
-from .levels import Cost, Quota, Rows, cost_function, counts_within, multiple_for
-from .remove import Removal, plain_tensors
+from .compaction import Compaction, Known, check_comparable, check_names, size_of, verified
+from .compensation import compensated
+from .levels import (
+    Cost,
+    Quota,
+    Rows,
+    cost_function,
+    counts_within,
+    divided,
+    multiple_for,
+    names_of_outputs,
+    numbers_by_coupling,
+    with_own_names,
+)
+from .remove import Removal, masked_copy, plain_tensors
 from .sizes import fitting_engines, has_config
-from .trials import NOT_TRIED, Trials, in_config, removable, with_own_names
+from .trials import NOT_TRIED, Trials, find_removable, in_config
 from .verify import Reference
 
+_FEW = 3  # so many that are left out for one reason are named one by one
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
@@ -40,7 +57,11 @@ def shrink(
     exclude: Sequence[str | type] = (),
     *,
     batches: Iterable[Any] | None = None,
+    token_mask: TokenMask = None,
+    compensate: str | None = "least_squares",
+    recover: bool = False,
     cost: str | Cost = "units",
+    scope: str = "coupling",
     kinds: Sequence[str] | None = None,
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -57,10 +78,14 @@ def shrink(
     numbers of each; else those that remove most parameters, or the first. What is left out is in the report, with the
     reason.
 
-    With a cost, units are dropped by importance and cost until the model costs `1 - ratio` of what it did. It ends less
-    than a hundredth or one step (a unit, or `multiple_of`, in every scope) below that, if fewer units cost less. Each
-    layer has its own number. Where the model has a `config`, layers of one coupling that have equal numbers keep equal
-    ones, so that the config can hold them, except with `uniform=False`.
+    With a cost, or with `scope="global"`, one budget is spent on all layers, so that each has its own number of units.
+    Units are dropped by importance and cost until the model costs `1 - ratio` of what it did. It ends less than a
+    hundredth or one step (a unit, or `multiple_of`, in every scope) below that, if fewer units cost less. Where the
+    model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
+    them, except with `uniform=False`.
+
+    With batches, the layers that read dropped units make up for them. With `recover=True` each block of the smaller
+    model is then trained to give what the block of the dense model gives. Neither needs labels.
 
     In a transformers model, units are dropped only if the config can hold their number, the same in all layers.
     Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
@@ -69,23 +94,32 @@ def shrink(
     Args:
         model: Not changed.
         example_inputs, tolerance: As for `compact`. None is the first of the batches.
-        ratio: Fraction of the units of every coupling that is dropped in each scope. Or {kind or name of a coupling:
-            fraction}, and nothing of others. Or the fraction of the cost that is saved.
+        ratio: Fraction of the units of every coupling that is dropped in each scope. Or {name: fraction}, and nothing
+            of others; a name is a kind ("mlp"), a coupling, or a tensor or module whose outputs are the units of a
+            layer ("layer1.0.conv1"). Or the fraction of the cost that is saved.
         score: One of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the batches; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: As for `removable`.
-        batches: What statistics are recorded on, a list of batches or a data loader; padding is left out where they
-            have an `attention_mask`. None is the example inputs alone. All other runs of the model, to find and to
+        batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
+            None records what scores need on the example inputs alone. All other runs of the model, to find and to
             verify what can be removed, take the example inputs.
+        token_mask: Which tokens of the batches count, as for `one_shot`.
+        compensate: With batches, `"least_squares"` gives each layer that reads dropped units the best weights for the
+            others; None leaves them as they are.
+        recover: Whether to train each block of the smaller model to give the dense block's outputs, as `recover` does.
         cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters". Or a
             function of a model that returns its cost (a measured time, say).
+        scope: Which units compete where the cost is "units": those of a coupling in each of its scopes, or with
+            `"global"` the units of all couplings and layers.
         kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
         couplings: The couplings to be considered; None takes what `discover` finds.
-        forward: `(model, batch) -> loss`, for scores that need gradients.
-        max_sparsity: With a cost, the largest fraction of its units that a coupling loses; or by name, with 0.9 for
-            others.
-        multiple_of: As for `compact`; by default dimensions of 16-bit weights, and of packed experts (experts, out, in)
-            in any dtype, stay multiples of 16 bytes.
+        forward: `(model, batch) -> output`, called instead of the model; for scores that need gradients, it returns the
+            loss.
+        max_sparsity: With one budget, the largest fraction of its units that a coupling or layer loses; or by name, as
+            `ratio`, with 0.9 for others.
+        multiple_of: A number, or numbers by name, as `ratio`: the number of kept units is a multiple of it, or all. By
+            default dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype, stay multiples
+            of 16 bytes.
         uniform: Whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
             nor a `ratio` by names says what is dropped, and the config can hold some of it.
         tensor_parallel: Number of devices that an engine divides each layer over; numbers of units, times
@@ -107,12 +141,20 @@ def shrink(
     >>> small, report = shrink(model, torch.randn(3, 8), 0.5, cost="flops")
     >>> report.after.flops / report.before.flops <= 0.5
     True
+    >>> small, report = shrink(model, ratio={"0": 0.5}, batches=[torch.randn(64, 8) for _ in range(4)], recover=True)
+    >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
+    (8, 16, True)
     """
     check_comparable("shrink: ", model, tolerance)
-    example_inputs, kept = _checked_data(model, example_inputs, batches, forward)
+    example_inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
+    needs = needs_of(parse_score(score, "shrink: "))
+    _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
-    saved = _checked_ratio(model, ratio, cost_of, kinds, couplings, uniform, tensor_parallel)
-    level = saved if cost_of is None else max(saved, 0.5)  # couplings may lose more than the whole model
+    if scope not in ("coupling", "global"):
+        raise SparsityError(f"shrink: scope must be 'coupling' or 'global', got {scope!r}")
+    is_shared = cost_of is not None or scope == "global"  # one budget, of a cost or of units
+    saved = _checked_ratio(model, ratio, is_shared, kinds, couplings, uniform, tensor_parallel)
+    level = max(saved, 0.5) if is_shared else saved  # couplings may lose more than the whole model
     plain = plain_copy(model)
     normed = undo_weight_norms(plain)
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance, normed=normed)
@@ -120,30 +162,32 @@ def shrink(
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)
     how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
-    discovery = removable(plain, example_inputs, couplings, ratio=level, **how)
-    known = [*(c.name for c in discovery.couplings), *(name for name, _ in discovery.left_out)]
-    known += dict.fromkeys(c.kind for c in discovery.couplings)
-    numbers = {"ratio": ratio, "multiple_of": multiple_of, "max_sparsity": max_sparsity}
-    check_names("shrink: ", known, **numbers, kinds=dict.fromkeys(kinds or ()))
-    multiples = {
-        c.name: tensor_parallel * (_number(multiple_of, c, 1) or multiple_for(plain, c)) for c in discovery.couplings
-    }
+    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, is_verified=False)
+    if recover:
+        discovery = _inside_blocks(plain, discovery, data)
+    numbers = {"ratio": ratio, "max_sparsity": max_sparsity, "multiple_of": multiple_of}
+    _check_named(plain, discovery, numbers, kinds)
+    parts = divided(plain, discovery.couplings, numbers)
+    counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(plain) for part in parts))
+    discovery = replace(discovery, couplings=tuple(parts), counts=counts)
+    given = numbers_by_coupling(plain, parts, multiple_of, 1, "multiple_of")
+    multiples = {c.name: tensor_parallel * (given[c.name] or multiple_for(plain, c)) for c in parts}
     next(phase)
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
-        is_any, fraction = (False, level) if cost_of is None else (True, 0.5)  # a config often holds half a number
+        is_any, fraction = (True, 0.5) if is_shared else (False, level)  # a config often holds half a number
         described, widths = in_config(plain, discovery, reference_of, fraction, multiples, any_width=is_any)
         if is_uniform := bool(uniform or described.couplings):
             discovery, multiples = described, widths
     # Which layers are pruned, and how many units each keeps
-    quotas = _quotas(plain, discovery, kinds, ratio if cost_of is None else level, max_sparsity, multiples)
+    quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, max_sparsity, multiples)
     chosen, left_out = _chosen(plain, discovery, quotas)
     has_one_number = hasattr(plain, "config") and (is_uniform or not (is_open or uniform is False))
-    layers, quotas = _of_layers(plain, chosen, quotas, cost_of is not None and not has_one_number)
+    layers, quotas = _of_layers(plain, chosen, quotas, is_shared and not has_one_number)
 
     def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
-        if cost_of is None:
+        if not is_shared:
             counts = {layer.name: quotas[layer.name].kept for layer in some}
         else:  # importances must add up: saliencies do, and squares of norms
             counts = counts_within(plain, some, scores, cost_of, saved, power=2 if score is None else 1, quotas=quotas)
@@ -151,11 +195,20 @@ def shrink(
 
     # Their units of the lowest scores are made zero and removed
     next(phase)
-    scored = partial(_scored, plain, batches=kept, score=score, forward=forward)
+    scored = partial(_scored, plain, data=data, score=score, token_mask=token_mask)
     removals, small, report, failing = _removed(layers, scored, pruned, is_uniform)
+    if batches is not None and compensate is not None and removals:
+        better, rows = compensated(plain, [removal for _, removal in removals], data)
+        reference = reference_of(masked_copy(better, [removal for _, removal in removals]))
+        small, report = verified(reference, [removal for _, removal in removals], with_config=True)
+        report = replace(report, compensation=tuple(rows))
     next(phase, None)
     left_out += [*failing, *_unreached(removals, quotas)]
-    return small, _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
+    report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
+    if recover:
+        recovery = recover_blocks(small, model, data.batches, forward, token_mask=token_mask)
+        report = replace(report, recovery=recovery)
+    return small, report
 
 
 def _checked_data(
@@ -163,20 +216,79 @@ def _checked_data(
     example_inputs: Any,
     batches: Iterable[Any] | None,
     forward: Callable[[nn.Module, Any], Any] | None,
-) -> tuple[Any, list[Any]]:
-    """Return the example inputs, or the first batch in their place, and the batches that scores read."""
-    kept = [example_inputs] if batches is None else checked_list(batches, forward, "shrink")
-    example_inputs = kept[0] if example_inputs is None else example_inputs
+    token_mask: TokenMask,
+) -> tuple[Any, CalibrationData]:
+    """Return the example inputs, or the first batch in their place, and the data that scores and compensation read."""
+    if batches is None:
+        data = CalibrationData(model=model, batches=[example_inputs], forward=forward, token_masks=[None])
+    else:
+        data = CalibrationData.checked(model, batches, forward, token_mask, "shrink")
+    example_inputs = data.batches[0] if example_inputs is None else example_inputs
     if example_inputs is None:
         raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, whose first is taken")
     check_example(model, example_inputs, "shrink")
-    return example_inputs, kept
+    return example_inputs, data
+
+
+def _check_compensation(
+    has_batches: bool, token_mask: TokenMask, compensate: object, recover: object, has_gradients: bool
+) -> None:
+    """Raise where what is to make up for removed units lacks data, or is unknown."""
+    if compensate not in (None, "least_squares"):
+        raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {compensate!r}")
+    if not isinstance(recover, bool):
+        raise SparsityError(f"shrink: recover must be True or False, got {recover!r}; the dense model is the first one")
+    if not has_batches and (recover or token_mask is not None):
+        raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
+    if recover and has_gradients:
+        raise SparsityError(
+            "shrink: the score needs a forward that returns the loss, and recover one that returns outputs; call "
+            "shrink, and then recover(small, model, batches)"
+        )
+
+
+def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData) -> Discovery:
+    """Leave out couplings of what passes from one repeated block to the next, since recovery matches it."""
+    layers = [owner_of(model, name)[0] for name, p in named_tensors(model) if p.ndim > 1]
+    names = Walk(replace(data, model=model), (), layers=layers).names
+
+    def is_stream(coupling: Coupling) -> bool:
+        members = ([m.fqn for m in bound.members] for bound in coupling.bind(model))
+        return any(len({n for n in names for fqn in fqns if fqn.startswith(f"{n}.")}) > 1 for fqns in members)
+
+    streams = {coupling for coupling in discovery.couplings if is_stream(coupling)}
+    pairs = [pair for pair in zip(discovery.couplings, discovery.counts, strict=True) if pair[0] not in streams]
+    why = "recover=True matches the outputs of blocks, so what passes between them stays; recover=False removes it"
+    return replace(
+        discovery,
+        couplings=tuple(coupling for coupling, _ in pairs),
+        counts=tuple(count for _, count in pairs),
+        left_out=(*discovery.left_out, *((c.name, why) for c in discovery.couplings if c in streams)),
+    )
+
+
+def _check_named(
+    model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any], kinds: Sequence[str] | None
+) -> None:
+    """Raise where a number is given for a name by which no units are known."""
+    couplings = discovery.couplings
+    known = {*(c.name for c in couplings), *(c.kind for c in couplings), *(name for name, _ in discovery.left_out)}
+    check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
+    layers = set().union(*(names_of_outputs(model, bound) for c in couplings for bound in c.bind(model)))
+    tensors = dict(named_tensors(model))
+    for what, name in ((what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by):
+        if name not in known | layers and any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
+            raise SparsityError(
+                f"shrink: {what} names {name!r}, but no units that can be removed are outputs of it; the layer before "
+                "has those that it reads, and report.left_out of a call without the name has the reasons of others"
+            )
+        check_names("shrink: ", [*sorted(known), *layers & {name}], **{what: {name: 0}})
 
 
 def _checked_ratio(
     model: nn.Module,
     ratio: float | Mapping[str, float],
-    cost_of: Cost | None,
+    is_shared: bool,
     kinds: Sequence[str] | None,
     couplings: Sequence[Coupling] | None,
     uniform: bool | None,
@@ -186,8 +298,10 @@ def _checked_ratio(
     for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
         how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
         raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
-    if isinstance(ratio, Mapping) and (cost_of is not None or not ratio):
-        raise SparsityError(f"shrink: a ratio by names needs cost='units' and at least one name, got {ratio!r}")
+    if isinstance(ratio, Mapping) and (is_shared or not ratio):
+        raise SparsityError(
+            f"shrink: a ratio by names needs cost='units', scope='coupling' and at least one name, got {ratio!r}"
+        )
     if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
     if uniform and not has_config(model):
@@ -289,11 +403,15 @@ def _without_lowest(
 
 
 def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Write (name, reason) as lines; one line for all couplings that were not tried for the same reason."""
-    alike = Counter(why for _, why in left_out if why.startswith(NOT_TRIED))
-    first = {why: name for name, why in reversed(left_out) if why in alike}
-    more = {why: f" and {count - 1} more" for why, count in alike.items() if count > 1}
-    return tuple(f"{name}{more.get(why, '')}: {why}" for name, why in left_out if first.get(why, name) == name)
+    """Write (name, reason) as lines; one line for more than a few that are left out for the same reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out:
+        names.setdefault(why, []).append(name)
+    lines = list[str]()
+    for why, alike in names.items():
+        more = len(alike) - 1 if why.startswith(NOT_TRIED) or len(alike) > _FEW else 0
+        lines += [f"{alike[0]} and {more} more: {why}"] if more else [f"{name}: {why}" for name in alike]
+    return tuple(lines)
 
 
 def _unreached(removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota]) -> list[tuple[str, str]]:
@@ -327,9 +445,9 @@ def _scored(
 def _all_scored(
     model: nn.Module,
     couplings: Sequence[Coupling],
-    batches: Sequence[Any],
+    data: CalibrationData,
     score: Score | str | None,
-    forward: Callable[[nn.Module, Any], Any] | None,
+    token_mask: TokenMask,
 ) -> dict[str, list[Tensor]]:
     needs = needs_of(parse_score(score, "shrink: "))
     if not couplings:
@@ -341,7 +459,7 @@ def _all_scored(
     copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
-        sparsifier.calibrate(batches, forward)
+        sparsifier.calibrate(data.batches, data.forward, token_mask=token_mask)
 
     def ids(names: Iterable[str]) -> frozenset[int]:
         return frozenset(id(parameter_of(*owner_of(copied, name))) for name in names)
@@ -390,23 +508,15 @@ def _quotas(
     multiples: Mapping[str, int],
 ) -> dict[str, Quota]:
     """The quotas of couplings of these kinds, or names, by name."""
+    pruned = [c for c in discovery.couplings if kinds is None or {c.name, c.kind} & {*kinds}]
+    level = numbers_by_coupling(model, pruned, levels, 0.0, "ratio")
+    limit = numbers_by_coupling(model, pruned, limits, 0.9, "max_sparsity")
     return {
         c.name: Quota(
-            units=c.bind(model)[0].grid[-1],
-            level=_number(levels, c, 0.0),
-            limit=_number(limits, c, 0.9),
-            multiple=multiples[c.name],
+            units=c.bind(model)[0].grid[-1], level=level[c.name], limit=limit[c.name], multiple=multiples[c.name]
         )
-        for c in discovery.couplings
-        if kinds is None or {c.name, c.kind} & {*kinds}
+        for c in pruned
     }
-
-
-def _number(numbers: Any, coupling: Coupling, default: float) -> Any:
-    """The number of a coupling: one for all, or by its name or kind."""
-    if not isinstance(numbers, Mapping):
-        return numbers
-    return numbers.get(coupling.name, numbers.get(coupling.kind, default))
 
 
 def _chosen(

@@ -17,6 +17,7 @@ from ..coupling.bound import count_stars, fill_stars, match_names
 from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from ..models.running import seeded
+from .modules import WIDTH, set_width, width_of
 from .remove import Removal, plain_tensors, sizes_of
 from .verify import Reference
 
@@ -133,6 +134,8 @@ def apply_changes(model: nn.Module, changes: Sequence[Change]) -> None:
             value = (list if isinstance(entries, list) else tuple)([*entries[:at], value, *entries[at + 1 :]])
         if value is None and not hasattr(type(holder), attribute):
             delattr(holder, attribute)  # a field of `FILLED` that was missing
+        elif attribute == WIDTH and isinstance(holder, nn.Module):
+            set_width(holder, value)
         else:
             setattr(holder, attribute, value)
 
@@ -200,6 +203,9 @@ def _objects(model: nn.Module, path: str) -> list[tuple[str, Any]]:
 def _value(holder: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
+    if attribute == WIDTH and isinstance(holder, nn.Module):
+        width = width_of(holder)
+        return default if width is None else width
     value = getattr(holder, attribute, default)
     if at is None:
         return value
@@ -243,6 +249,22 @@ def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
     for path, value, _ in _integers_around(model, coupling.members, names, captured):
         if value in products and path not in attrs and all(_holds(model, b, path, products[value]) for b in bindings):
             attrs[path] = products[value]
+    return attrs
+
+
+def width_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
+    """Find modules of layers that may read the number of units, times sizes of the coupling, as the width of an input.
+
+    Returns {path: axes} as `candidate_attrs` does; it is `WIDTH` of each that changes.
+    """
+    bindings, stars = coupling.bind(model), count_stars(next(iter(coupling.members)))
+    products, attrs = _products(bindings[0]), dict[str, str]()
+    for prefix in dict.fromkeys(".".join(member.split(".")[:-2]) for member in coupling.members):
+        path = f"{prefix}.{WIDTH}".removeprefix(".")
+        if count_stars(path) in (0, stars):
+            for axes in products.values():
+                if all(_holds(model, bound, path, axes) for bound in bindings):
+                    attrs[path] = axes
     return attrs
 
 
@@ -343,12 +365,12 @@ def fit_config(
     a model constructed from the config differs ("" if it does not). With `discarded` as for `Reference.compare`, and
     the smaller model itself is not compared again.
     """
-    now = dict(_config_sizes(small))
+    now = dict(config_sizes(small))
     options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
         (path, value // removal.scope_units * removal.kept): value
         for removal in removals
         if not removal.is_empty
-        for path, value in _config_sizes(dense)
+        for path, value in config_sizes(dense)
         if value in _products(removal.coupling) and now.get(path) == value
     }
     unset = [f"{path}.n_inner" for path, config in _configs(small) if getattr(config, "n_inner", ...) is None]
@@ -359,12 +381,12 @@ def fit_config(
     apply_changes(small, head_dims)
     problem = ""
     for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous
-        wrong, changes = _misfits(small), list[Change]()
+        wrong, changes = misfits(small), list[Change]()
         for change in [*candidates[start:], *candidates[:start]] if wrong else ():
             if any(change.path == other.path for other in changes):
                 continue
             apply_changes(small, [change])
-            fewer = _misfits(small)
+            fewer = misfits(small)
             if len(fewer) < len(wrong):
                 wrong = fewer
                 changes.append(change)
@@ -373,7 +395,7 @@ def fit_config(
         misfit = wrong[0] if wrong else _other_outputs(small, reference, discarded)
         if not misfit:
             apply_changes(small, undone(head_dims))
-            needed = head_dims if _misfits(small) else []
+            needed = head_dims if misfits(small) else []
             apply_changes(small, needed)
             return needed + changes, ""
         problem = problem or misfit
@@ -400,13 +422,13 @@ def _configs(model: nn.Module) -> list[tuple[str, Any]]:
     return list(seen.values())
 
 
-def _config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+def config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
     """(path, value) of the integers above one in the configs of a model."""
     for path, config in _configs(model):
         yield from _integers_of(path, config)
 
 
-def _misfits(model: nn.Module) -> list[str]:
+def misfits(model: nn.Module) -> list[str]:
     """The tensors of a model that have another shape in one constructed from its config, as text."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     try:

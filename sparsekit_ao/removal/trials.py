@@ -1,5 +1,6 @@
 """removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -21,9 +22,10 @@ from ..models.progress import progress_bar
 from ..sparsifiers.config import excluded_names
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
-from .levels import multiple_for
+from .levels import multiple_for, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
-from .sizes import candidate_attrs, fit_config
+from .sizes import candidate_attrs, fit_config, width_attrs
+from .twin import Twin, make_twin
 from .verify import Reference
 
 _NEAREST = 7  # so many candidates for attributes of a coupling are tried by themselves
@@ -55,8 +57,8 @@ def removable(
         couplings: To be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
             by what is found for the same tensors, where sizes no longer fit.
         ratio: Fraction of the units of every coupling that is removed in the trial.
-        exclude: Names, globs and regular expressions of tensors or modules, and module classes; couplings with such a
-            tensor are left out.
+        exclude: Names, globs and regular expressions of tensors or modules, and module classes. Layers of a coupling
+            with such a tensor are left out; the others are then couplings of their own.
 
     Returns:
         As `discover`; `left_out` has the couplings that cannot be removed, with the reason. All names differ.
@@ -79,27 +81,60 @@ def removable(
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
-    model = plain_copy(model)
+    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
+    return find_removable(plain_copy(model), example_inputs, couplings, **how)
+
+
+def find_removable(
+    model: nn.Module,
+    example_inputs: Any,
+    couplings: Sequence[Coupling] | None,
+    *,
+    ratio: float,
+    exclude: Sequence[str | type],
+    multiple_of: int | Mapping[str, int] | None,
+    tolerance: float,
+    is_verified: bool = True,
+) -> Discovery:
+    """Find couplings as `removable`, by trials of a short twin where there is one.
+
+    If the twin does not run, or its couplings cannot be removed from the whole model, that is tried itself. Without
+    `is_verified`, the caller removes them from the whole model.
+    """
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
         tested = partial(removable, model, example_inputs, tolerance=tolerance)
         fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), tested])
         discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
-    tried, left_out = _tried(model, discovery, exclude, ratio)
+    excluded = excluded_names(model, exclude, dict(named_tensors(model)))
+    tried, left_out = _tried(model, discovery, excluded, ratio)
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
-    reference_of, failed = partial(Reference, inputs=example_inputs, tolerance=tolerance), Counter[str]()
+    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
-        def trials(some: Sequence[Coupling]) -> Trials:
-            return Trials(model, _random(model, some, ratio, multiple_of), reference_of, bar.update, failed)
+        def trials(running: nn.Module, failed: Counter[str], some: Sequence[Coupling]) -> Trials:
+            return Trials(running, _random(running, some, ratio, multiple_of), reference_of, bar.update, failed)
 
-        good, failing = _sorted(model, tried, trials)
+        def found_in(twin: Twin) -> tuple[list[Coupling], dict[Coupling, str]] | None:
+            try:
+                good, failing = _sorted(twin.model, twin.couplings, partial(trials, twin.model, Counter()))
+                good = [twin.in_whole(coupling) for coupling in good]
+                is_wrong = is_verified and trials(model, Counter(), good).problem(good)
+            except SparsityError:
+                return None
+            return None if is_wrong else (good, failing)
+
+        twin = make_twin(model, tried)
+        found = twin and found_in(twin)
+        good, failing = found or _sorted(model, tried, partial(trials, model, Counter()))
     names = [coupling.name for coupling in tried]
-    good.sort(key=lambda coupling: names.index(coupling.name))
+    good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
+    good, parts = _without_layers(model, good, excluded)
+    left_out += parts
     return replace(
         discovery,
         couplings=tuple(good),
@@ -109,14 +144,14 @@ def removable(
 
 
 def _tried(
-    model: nn.Module, discovery: Discovery, exclude: Sequence[str | type], ratio: float
+    model: nn.Module, discovery: Discovery, excluded: Mapping[str, str], ratio: float
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings that are tried, with names of their own, and (name, reason) of the others."""
-    excluded, tried = excluded_names(model, exclude, dict(named_tensors(model))), list[Coupling]()
-    left_out = list(discovery.left_out)
+    tried, left_out = list[Coupling](), list(discovery.left_out)
     for coupling in with_own_names(discovery.couplings):
         bindings = coupling.bind(model)
-        why = next((excluded[m.fqn] for bound in bindings for m in bound.members if m.fqn in excluded), "")
+        reasons = [_why_excluded(bound, excluded) for bound in bindings]
+        why = reasons[0] if all(reasons) else ""
         if not why and coupling.lists:
             why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
         if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
@@ -126,6 +161,26 @@ def _tried(
         else:
             tried.append(coupling)
     return tried, left_out
+
+
+def _without_layers(
+    model: nn.Module, couplings: Sequence[Coupling], excluded: Mapping[str, str]
+) -> tuple[list[Coupling], list[tuple[str, str]]]:
+    """Divide couplings with excluded layers into the other layers; (name, reason) of the excluded ones."""
+    kept, left_out = list[Coupling](), list[tuple[str, str]]()
+    for coupling in couplings:
+        reasons = [_why_excluded(bound, excluded) for bound in coupling.bind(model)]
+        layers = coupling.of_layers(model) if any(reasons) else [coupling]
+        for layer, why in zip(layers, reasons, strict=False):
+            if why:
+                left_out.append((layer.name, why))
+            else:
+                kept.append(layer)
+    return with_own_names(kept), left_out
+
+
+def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:
+    return next((excluded[member.fqn] for member in bound.members if member.fqn in excluded), "")
 
 
 def _refitted(
@@ -179,11 +234,21 @@ def _sorted(
         if coupling not in replaced and (fit := first.fitted(coupling, together=2)):
             fitted.append(fit)
             replaced.add(coupling)
+    of_layers: dict[Coupling, str] = {}  # why layers of replaced couplings cannot be removed
+    for coupling in failing:
+        if coupling not in replaced and len({bound.grid for bound in coupling.bind(model)}) > 1:
+            layers, why = first.sort(
+                coupling.of_layers(model)
+            )  # stages of other widths, whose code may take other ways
+            if layers:
+                fitted += layers
+                replaced.add(coupling)
+                of_layers |= why
     del first  # frees its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
         good, more = trials(good).sort(good)
-        failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | more
+        failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | of_layers | more
     return good, failing
 
 
@@ -258,7 +323,8 @@ class Trials:
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
 
-        Tried are all candidates, those that are not of a config, and so many of the nearest ones together.
+        Tried are all candidates, those that are not of a config, these with the widths that forwards read, and so many
+        of the nearest ones together.
         """
         if self.has_failed(coupling, together):
             return None
@@ -279,13 +345,15 @@ class Trials:
             return replace(coupling, attrs={**coupling.attrs, **{path: axes[path] for path in paths}})
 
         near = [path for path in axes if "config" not in path.split(".")]
-        for paths in (list(axes), near) if together == 1 else ():
+        nearest, widths = list(axes)[:_NEAREST], width_attrs(self._masked, coupling)
+        tries = [list(axes), near, [*near, *widths] if widths else []] if together == 1 else []
+        axes |= widths
+        for paths in tries:
             if paths and not self.problem([with_attrs(paths)]):
                 for path in reversed(paths):  # the farthest are dropped first
                     fewer = [other for other in paths if other != path]
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
-        nearest = list(axes)[:_NEAREST]
         sets: list[tuple[str, ...]] = [(path,) for path in nearest]
         if together > 1:  # one of each set must change something by itself
             idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}
@@ -335,22 +403,22 @@ def in_config(
     Couplings that fail are tried again together with others that have as many units, since one field may hold both.
     Also returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
     """
-    trials = Trials(model, _random(model, discovery.couplings, ratio, multiples), reference_of)
-    together = {coupling: [coupling] for coupling in discovery.couplings}
-    failing = {coupling: why for coupling in discovery.couplings if (why := trials.misfit([coupling]))}
-    units = {coupling: coupling.bind(model)[0].grid[-1] for coupling in failing}
+    trials, couplings = _config_trials(model, discovery.couplings, reference_of, ratio, multiples)
+    together = {coupling: [coupling] for coupling in couplings}
+    failing = {coupling: why for coupling in couplings if (why := trials.misfit([coupling]))}
+    units = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in failing}
     for number in dict.fromkeys(units.values()):
         equal = [coupling for coupling in failing if units[coupling] == number]
         if len(equal) > 1 and not trials.misfit(equal):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
             together |= dict.fromkeys(equal, equal)
     widths = dict(multiples)
-    for coupling in (c for c in discovery.couplings if any_width and c not in failing):
-        whole, name = coupling.bind(model)[0].grid[-1], coupling.name
+    for coupling in (c for c in couplings if any_width and c not in failing):
+        whole, name = coupling.bind(trials.reference.model)[0].grid[-1], coupling.name
         steps = [m for m in range(multiples[name], whole, multiples[name]) if whole % m == 0] or [multiples[name]]
         fit = (m for m in steps if not trials.misfit(together[coupling], (whole - 1) // m * m))
         widths[name] = next(fit, whole)
-    kept = [at for at, coupling in enumerate(discovery.couplings) if coupling not in failing]
+    kept = [at for at, coupling in enumerate(couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
     fitting = replace(
         discovery,
@@ -359,6 +427,22 @@ def in_config(
         left_out=(*discovery.left_out, *reasons),
     )
     return fitting, widths
+
+
+def _config_trials(
+    model: nn.Module,
+    couplings: Sequence[Coupling],
+    reference_of: Callable[[nn.Module], Reference],
+    ratio: float,
+    multiples: Mapping[str, int],
+) -> tuple[Trials, Sequence[Coupling]]:
+    """Trials of a short twin that its config describes, else of the model; and the couplings in it."""
+    if (twin := make_twin(model, couplings)) is not None:
+        with contextlib.suppress(SparsityError):
+            trials = Trials(twin.model, _random(twin.model, twin.couplings, ratio, multiples), reference_of)
+            if not trials.misfit([]):
+                return trials, twin.couplings
+    return Trials(model, _random(model, couplings, ratio, multiples), reference_of), couplings
 
 
 def _kind(coupling: Coupling, together: int = 1) -> str:
@@ -391,22 +475,6 @@ def by_name(numbers: Any, couplings: Iterable[Coupling]) -> Any:
     if not isinstance(numbers, Mapping):
         return numbers
     return {coupling.name: numbers[coupling.kind] for coupling in couplings if coupling.kind in numbers} | dict(numbers)
-
-
-def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
-    """Give couplings different names: equal ones get the kind, or the axes of the first member, or a number."""
-    named = list(couplings)
-    for name, count in Counter(coupling.name for coupling in couplings).items():
-        alike = [at for at, coupling in enumerate(couplings) if coupling.name == name]
-        choices = (
-            [f"({couplings[at].kind})" for at in alike],
-            [next(iter(couplings[at].members.values())) for at in alike],
-            [f"#{at}" for at in alike],
-        )
-        suffixes = next(choice for choice in choices if len({*choice}) == count)
-        for at, suffix in zip(alike, suffixes, strict=True) if count > 1 else ():
-            named[at] = replace(couplings[at], name=f"{name} {suffix}")
-    return named
 
 
 def _merges(

@@ -177,9 +177,13 @@ class MaskSparsifier(Trainable, Checkpointed):
             raise
 
     def _chosen(
-        self, model: nn.Module, config: Sequence[Mapping[str, Any]] | None, exclude: Sequence[Exclusion]
+        self,
+        model: nn.Module,
+        config: Sequence[Mapping[str, Any]] | None,
+        exclude: Sequence[Exclusion],
+        more: Sequence[TensorGroup] = (),
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Exclusion], dict[str, Any] | None]:
-        """Config, exclude and saved state: those given, those pickled, or every Linear and convolution."""
+        """Config, exclude and saved state: those given, those pickled, or every Linear and convolution, and `more`."""
         if config is not None:
             return config, exclude, None
         if self._resumes:
@@ -187,6 +191,7 @@ class MaskSparsifier(Trainable, Checkpointed):
                 raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
             return self.config or (), self._exclude, self._pickled()
         self.make_config_from_model(model)
+        self.config = [*(self.config or ()), *more]
         if not self.config:
             raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         return self.config, exclude, None

@@ -95,7 +95,7 @@ class Checkpointed(BaseSparsifier):
             SparsityError: Not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
 
         Warns:
-            UserWarning: levels differ. Those of the state are taken, and schedulers may change them.
+            UserWarning: levels differ. The levels of the state are taken, and schedulers may change them.
         """
         self.require_prepared("load_state_dict")
         masks, saved = check_saved(state_dict, self.groups, strict)

@@ -77,7 +77,7 @@ class PruningGroup:
 
         Args:
             dense: The weight of a tensor, by name.
-            statistics: Those of a tensor, by name; a score is called with them, or with the name.
+            statistics: Returns the statistics of a tensor by its name; a score is called with them, or with the name.
             known: {name: its `value_of`}, where it was computed before.
         """
         if self.score is None and self.member_scores == "sum":

@@ -215,15 +215,19 @@ class BudgetSparsifier(MaskSparsifier):
             return f"{first}{f' (and {len(others)} more)' if others else ''}. {why}. {advice}"
         return ""
 
-    def resolved(self, model: nn.Module, exclude: Sequence[Exclusion] = ()) -> ResolvedConfig:
+    def resolved(
+        self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = ()
+    ) -> ResolvedConfig:
         """The groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; the model stays as it is.
+
+        `more` are entries beside those of `make_config_from_model`.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> [group["tensor_fqn"] for group in ScopeSparsifier(pattern="2:4").resolved(model).groups]
         ['0.weight']
         """
-        config, exclude, _ = self._chosen(model, None, exclude)
+        config, exclude, _ = self._chosen(model, None, exclude, more)
         options: dict[str, Any] = {"exclude": exclude, "is_default": True, "check": self._check_alone}
         resolved = resolve_groups(model, config, self.keys, self._complete, **options)
         self._check_groups(resolved.groups)

@@ -26,7 +26,7 @@ class AxisPattern:
     Args:
         axes: One entry a dimension of the tensor, factors in brackets: `"o (s m)"`.
         unit: Axes that index blocks, in the order that ties are broken by; a str of names or a sequence.
-        scope: Those of them that index scopes; none is one scope for the whole tensor.
+        scope: The unit axes that index scopes; without any, the whole tensor is one scope.
         sizes: {axis: its length}, as far as the tensor's shape does not determine it.
         where: Opening words of error messages.
 

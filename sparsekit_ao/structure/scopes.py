@@ -153,7 +153,8 @@ class SparseScope(Thresholded):
         """Thresholds of `soft_threshold` for each block that leave exactly nnz blocks in every scope.
 
         They are the mean of the norms of the last block kept and the first dropped. For dropped blocks they are inf,
-        ties included; for kept ones they are below the block's own norm. Of each member's block grid shape.
+        ties included; for kept ones they are below the block's own norm. They have the shape of each member's
+        block grid.
         """
         rows = self._scores(values, None)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)

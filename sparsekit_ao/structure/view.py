@@ -211,7 +211,7 @@ class View:
         """Every element gets the value of its block.
 
         Args:
-            values: Of any dtype and device, and of a shape that broadcasts to the grid's.
+            values: A tensor of any dtype and device, whose shape broadcasts to the grid's.
             block_shape: As for `BlockSpec`; must divide.
             fake: Return the expanded interleaved view (g0, b0, g1, b1, ...), which has strides of 0.
 

@@ -118,6 +118,20 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
         torch.zeros(2, 3, 4),
         ["0.weight: u i, 0.bias: u, 3.weight: o u"],
     ),
+    "written into a view of what nobody else reads": (
+        Net(
+            lambda m, x: m.b(m.a(x).unsqueeze(1).add_(2) * m.c(x).unsqueeze(1)),
+            **{"a": nn.Linear(4, 6), "b": nn.Linear(6, 3), "c": nn.Linear(4, 6)},
+        ),
+        ["a.weight: u i, a.bias: u, b.weight: o u, c.weight: u i, c.bias: u"],
+    ),
+    "complex numbers": (
+        Net(
+            lambda m, x: m.b(torch.view_as_real(torch.view_as_complex(m.a(x).unflatten(1, (-1, 2))) * 1j).flatten(1)),
+            **PAIR,
+        ),
+        ["a.weight: (u d) i, a.bias: (u d), b.weight: o (u d)"],
+    ),
     "packed halves": (
         Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
         ["a.weight: (d u) i, a.bias: (d u), b.weight: o u"],
@@ -361,7 +375,7 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
     "input and output": (nn.Linear(4, 3), "#   3 in weight[0] and bias[0]: output\n#   4 in weight[1]: input[0]"),
     "LayerNorm": (
         nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
-        "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1",
+        "#   8 in 0.weight[0] and 4 more: native_layer_norm in 1: its mean and variance are those of all units",
     ),
     "LayerNorm by hand": (
         Net(lambda m, x: m.b((lambda y: y - y.mean(-1, keepdim=True))(m.a(x))), **PAIR),
@@ -381,12 +395,12 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
         "#   8 in a.weight[0] and a.bias[0]: sum in the model: what it sums over is not zero where a unit is",
     ),
     "not understood": (
-        Net(lambda m, x: m.b(torch.fft.rfft(m.a(x)).real), a=nn.Linear(4, 8), b=nn.Linear(5, 2)),
-        "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model: not understood",
+        Net(lambda m, x: m.b(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(4, 8), b=nn.Linear(2, 2)),
+        "removed there:\n#   8 in a.weight[0] and a.bias[0]: linalg_qr in the model: not understood",
     ),
-    "complex numbers": (
-        Net(lambda m, x: m.b(torch.view_as_real(torch.view_as_complex(m.a(x).view(-1, 4, 2)) * 1j).flatten(1)), **PAIR),
-        "#   2 in a.weight[0] and a.bias[0]: view_as_complex in the model: not understood",
+    "a Fourier transform": (
+        Net(lambda m, x: m.b(torch.fft.rfft(m.a(x)).real), a=nn.Linear(4, 8), b=nn.Linear(5, 2)),
+        "removed there:\n#   8 in a.weight[0] and a.bias[0]: _fft_r2c in the model",
     ),
     "a parametrization": (
         nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 2)),
@@ -430,7 +444,8 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
     ),
     "alike in every layer": (
         nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)), nn.Linear(4, 4)),
-        "#   2 x 4 in *.0.weight[0] and 4 more: native_layer_norm in *.1\n",
+        "#   2 x 4 in *.0.weight[0] and 4 more: native_layer_norm in *.1: its mean and variance are those of all "
+        "units\n",
     ),
 }
 

@@ -23,12 +23,11 @@ from sparsekit_ao.removal import compact, removable
 ALWAYS = ("DenseNet", "Inception", "MobileNet v3", "ShuffleNet", "Res2Net", "U-Net", "GAN generator", "GroupNorm")
 ALWAYS += ("super-resolution", "ConvNeXt v2", "LeViT", "Swin", "nn.Transformer", "graph convolutions", "RepVGG")
 ALWAYS += ("decoder with RMSNorm", "LSTM", "GRU")
-ALWAYS += tuple(f"transformers {name}" for name in ("GPT-NeoX", "OPT", "DeepSeek-V3", "Mamba", "Bloom"))
+ALWAYS += tuple(f"transformers {name}" for name in ("GPT-NeoX", "OPT", "DeepSeek-V3", "Mamba", "Bloom", "ConvNeXt-V2"))
 NOTHING = {  # each with the reason
     "gMLP": "LayerNorm over the gate's channels, and a matrix over tokens",
     "maxout": "a size in the forward's code",
     "transformers EnCodec": "weight_norm computes all weights; shrink makes them plain",
-    "transformers ConvNeXt-V2": "a norm over the means of all hidden channels",
 }
 ALL = (
     *NETWORKS,

@@ -7,7 +7,7 @@ import accelerate
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover, removal
 from sparsekit_ao.models.loading import is_offloaded, loaded
@@ -62,7 +62,7 @@ def values(model):
     """{name: value} of a model, wherever its weights are."""
     found = {}
     for prefix, module in model.named_modules():
-        with loaded(model, [module] if not [*module.children()] else []):
+        with loaded(model, [module] if module._parameters else []):
             found |= {f"{prefix}.{name}": p.detach().clone() for name, p in module.named_parameters(recurse=False)}
     return found
 
@@ -219,11 +219,69 @@ def test_layers_after_the_blocks_are_recorded_without_running_the_blocks_where_t
     assert calls[True] - calls[False] == 3 * 4
 
 
-def test_experts_of_an_offloaded_model_are_not_removed_and_layers_are(folder, tmp_path):
-    with pytest.raises(SparsityError, match="shrink_experts: weights of this model are offloaded by accelerate"):
-        removal.shrink_experts(on_disk(folder, tmp_path), BATCHES)
+def test_units_of_an_offloaded_model_are_not_removed_and_layers_are(folder, tmp_path):
     with pytest.raises(SparsityError, match="load the weights first, without accelerate's offloading"):
         removal.shrink(on_disk(folder, tmp_path / "other"), BATCHES[0], 0.5)
     small, _ = removal.shrink_layers(on_disk(folder, tmp_path / "third"), BATCHES, 0.34)
     here, _ = removal.shrink_layers(in_memory(folder), BATCHES, 0.34)
     assert torch.equal(small(BATCHES[0]).logits, here(BATCHES[0]).logits)
+
+
+def test_a_smaller_model_on_disk_has_files_of_its_own(folder, tmp_path):
+    dense = all_on_disk(folder, tmp_path)
+    before = values(dense)
+    small, _ = removal.shrink_layers(dense, BATCHES, 0.34)
+    recover(small, dense, BATCHES, progress=False)
+    need_same(dense, before)
+    recovered = values(small)
+    prune(dense, pattern="2:4", inplace=True)
+    need_same(small, recovered)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A small mixture of experts that transformers saved, in bfloat16."""
+    torch.manual_seed(0)
+    keys = {"hidden_size": 32, "moe_intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 50, "head_dim": 8}
+    keys |= {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 2, "initializer_range": 0.3}
+    path = tmp_path_factory.mktemp("mixture")
+    config = Qwen3MoeConfig(**keys, num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("place", ["disk", "all on disk", "cpu"])
+def test_experts_of_an_offloaded_model_are_removed_in_one_walk_and_recovered(place, mixture, tmp_path):
+    here, report = removal.shrink_experts(in_memory(mixture), BATCHES, 0.5)
+    dense = PLACES[place](mixture, tmp_path)
+    before = values(dense)
+    small, found = removal.shrink_experts(dense, BATCHES, 0.5)
+    assert is_offloaded(small)
+    assert found.difference == report.difference and found.before.parameters == report.before.parameters
+    assert found.after == report.after and found.changed == report.changed and found.not_in_config == ""
+    need_same(small, values(here))
+    need_same(dense, before)  # which reads its own files still
+    with torch.no_grad():
+        assert torch.equal(small(BATCHES[0]).logits, here(BATCHES[0]).logits)
+    rows = [recover(one, dense, BATCHES, passes=8, progress=False).rows for one in (small, here)]
+    assert [row.after for row in rows[0]] == [row.after for row in rows[1]]
+    assert all(row.after < row.before for row in rows[0])
+    need_same(small, values(here))
+    need_same(dense, before)
+    if place == "disk":
+        small.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+        again = in_memory(tmp_path / "saved")
+        assert again.config.num_experts == 3
+        need_same(again, values(here))
+
+
+def test_experts_are_loaded_as_often_for_one_batch_as_for_many(mixture, tmp_path):
+    counts = []
+    for batches in (BATCHES[:1], BATCHES):
+        loads, model = [], on_disk(mixture, tmp_path / str(len(batches)))
+        for layer in model.model.layers:
+            forward = layer.mlp.experts.forward  # which loads
+            vars(layer.mlp.experts)["forward"] = lambda *a, f=forward, n=loads, **k: (n.append(1), f(*a, **k))[1]
+        removal.shrink_experts(model, batches, 0.5)
+        counts.append(len(loads))
+    assert counts[0] == counts[1]

@@ -60,6 +60,7 @@ def test_every_example_has_a_test():
         "export_minilm.py",
         "rigl_digits.py",
         "dst_language_model.py",
+        "moe_language_model.py",
         "one_shot_language_model.py",
         "proximal.py",
         "fsdp2.py",
@@ -191,6 +192,20 @@ def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_mixture_of_experts_is_pruned_by_every_method_and_loses_experts(run, tmp_path):
+    done = run(EXAMPLES / "moe_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    dense, *rows = read_csv(tmp_path / "moe_language_model.csv")
+    structures = list(dict.fromkeys(r["structure"] for r in rows))
+    assert structures == ["2:4", "50 %", "2:4 in experts", "half of the experts", "narrower experts"]
+    assert [sum(r["structure"] == s for r in rows) for s in structures] == [6, 6, 3, 2, 2]
+    size = {s: {int(r["bytes"]) for r in rows if r["structure"] == s} for s in structures}
+    assert size["2:4"] == size["50 %"] and all(len(one) == 1 for one in size.values())
+    assert max(max(one) for one in size.values()) < int(dense["bytes"])
+    assert all(abs(float(r["loss"]) - float(dense["loss"])) < 0.5 for r in rows)
+
+
+@pytest.mark.slow
 def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again():
     from transformers import AutoModel
 
@@ -294,11 +309,13 @@ BENCHMARKS = {
     "cpu_step.py": "kind: torch.topk",
     "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
     "masked_linear.py": "layer: bool mask",
+    "gathered.py": "width: 128  tokens: 4  rows of a group: 128  sparsity: 0.75",
     "dst_overhead.py": "step: update",
     "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "compare_llmcompressor.py": "structure: 50 %  method: recovered",
     "walk_memory.py": "blocks: 3  how: admm, recovered",
+    "prune_ranks.py": "ranks: 2  same zeros: 1.00000  layers: 12  solved: 12",
     "recover_rate.py": "model: language model, loss",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "proximal_map.py": "block: the whole  size: 64",

@@ -122,7 +122,7 @@ def _layer_norm(op: Operation) -> list[Label]:
     """LayerNorm: its mean and variance change with every entry that is removed, so the normalized axes are frozen."""
     x, width = op.label("input"), len(op["normalized_shape"])
     normed = combined(op, [x[-width:], *op.labels("weight", "bias")])
-    op.freeze(*normed)
+    op.freeze(*normed, what="its mean and variance are those of all units")
     return [(*(x[:-width] if op["bias"] is None else _nonzero(x[:-width])), *normed)]
 
 
@@ -276,6 +276,22 @@ def _expand(op: Operation) -> Label:
     padded = ((),) * (len(sizes) - len(op.label("self"))) + op.label("self")
     pairs = zip(padded, sizes, strict=True)
     return tuple(axis if axis and op.name == "expand" else fixed(n, "") + axis for axis, n in pairs)
+
+
+def _pack(op: Operation) -> list[Label]:
+    """Sequences one after the other, as recurrent layers read them: their places in the batch are frozen."""
+    label = op.label("input")
+    op.freeze(*label[:2])
+    return [(*op.fixed(op.outs[0].shape[0]), *label[2:]), op.fixed(*op.outs[1].shape)]
+
+
+def _transform(op: Operation) -> Label:
+    """Fourier transforms, whose dimensions are frozen; pairs of real numbers as complex ones, and the reverse."""
+    label, shape = op.label("self"), op.outs[0].shape
+    dims = [len(label) - 1] * (op.name == "view_as_complex") if op["dim"] is None else op.dims("dim", len(label))
+    op.freeze(*(label[d] for d in dims))
+    followed = [op.fixed(n)[0] if d in dims else label[d] for d, n in enumerate(shape[: len(label)])]
+    return (*followed, *op.fixed(*shape[len(label) :]))
 
 
 def _slice(op: Operation) -> list[Label]:
@@ -455,6 +471,9 @@ _OPERATORS: dict[AxisRule, str] = {
     _expand: "expand repeat",
     _slice: "slice split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk",
     _select: "select unbind",
+    _pack: "_pack_padded_sequence",
+    pointwise: "complex",
+    _transform: "view_as_complex view_as_real _fft_r2c _fft_c2r _fft_c2c",
     _concatenate: "cat",
     _stack: "stack",
     _pad: "constant_pad_nd",

@@ -7,6 +7,7 @@ the forward needs values (`.item()`, `nonzero`), a copy with values runs instead
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import linecache
@@ -37,7 +38,8 @@ from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
 
-NOT_UNDERSTOOD, COMPUTED = "not understood", "is computed by a parametrization"
+NOT_UNDERSTOOD = "not understood"
+COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
 
 
 class Trace(TorchDispatchMode):
@@ -65,6 +67,7 @@ class Trace(TorchDispatchMode):
         self.names = WeakIdKeyDictionary()
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
+        self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
         self._normed: dict[str, str] = {}  # {parameter of the former weight_norm: the tensor that it computes}
         self._modules: list[tuple[str, nn.Module]] = []
         self._steps: list[tuple[AxisRule | None, Operation]] = []
@@ -106,7 +109,7 @@ class Trace(TorchDispatchMode):
         if rule is None and reads_tensors:
             with self:
                 out = func.decompose(*args, **kwargs)
-                parts = get_decompositions([func]).get(func)
+                parts = _decomposition(func)
                 out = parts(*args, **kwargs) if out is NotImplemented and parts else out
             if out is not NotImplemented and func.overloadpacket is not torch.ops.aten.scaled_dot_product_attention:
                 return out
@@ -134,10 +137,12 @@ class Trace(TorchDispatchMode):
         Again where a parameter has an axis twice: its values along the second one are not zero then.
         """
         used = self._used_steps(output)
+        self._reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}
+        self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", output)}
         while True:
             self._start(inputs)
-            for (rule, op), is_used in zip(self._steps, used, strict=True):
-                self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable))
+            for at, ((rule, op), is_used) in enumerate(zip(self._steps, used, strict=True)):
+                self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable), at)
             self.fix(output, "output")
             repeated = set(self._repeated())
             if repeated <= self.further:
@@ -150,7 +155,7 @@ class Trace(TorchDispatchMode):
 
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
-        self.seen, self._labels = [], WeakIdKeyDictionary()
+        self.seen, self._labels, self._shared = [], WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for tensor, name in self.names.items():
             zero = [isinstance(tensor, nn.Parameter) and (name, d) not in self.further for d in range(tensor.dim())]
             sizes = zip(tensor.shape, zero, strict=True)
@@ -181,8 +186,8 @@ class Trace(TorchDispatchMode):
                 needed.update(map(id, op.tensors))
         return used[::-1]
 
-    def _apply(self, rule: AxisRule | None, op: Operation) -> None:
-        if op.is_square:
+    def _apply(self, rule: AxisRule | None, op: Operation, at: int) -> None:
+        if op.is_square or op.name == "linalg_vector_norm":
             self._squares.update(dict.fromkeys(op.outs, True))
         before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
         labels = rule(op) if rule else self._not_understood(op)
@@ -193,8 +198,13 @@ class Trace(TorchDispatchMode):
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        if before is not None and op.tensors[0] in self._shared:
-            # Other views of the memory may still be recorded as zero where this one no longer is.
+        written = op.tensors[0] if before is not None else None
+        later = [
+            t for t in self._shared if written is not None and t is not written and self._reads.get(id(t), -1) > at
+        ]
+        memories = {t.untyped_storage()._cdata for t in later}
+        if before is not None and written is not None and written.untyped_storage()._cdata in memories:
+            # Other views of the memory are recorded as zero where this one no longer is.
             for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
                 zero = [part.factor for part in leaves(new) if part.zero]
                 lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
@@ -208,13 +218,17 @@ class Trace(TorchDispatchMode):
         return [op.fixed(*out.shape) for out in op.outs]
 
     def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
-        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
+        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon.
+
+        A global response norm (a weight of [1, 1, 1, units]) may have it in its code.
+        """
         if squares not in self._squares:
             return False  # a mean that is subtracted, say
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or not (hasattr(module, "eps") or hasattr(module, "variance_epsilon")):
+        size = math.prod(part.factor.size for part in leaves(axis))
+        if not isinstance(weight, Tensor) or weight.shape[-1:] != (size,) or weight.numel() != size:
             return False
-        return weight.dim() == 1 and math.prod(part.factor.size for part in leaves(axis)) == weight.shape[0]
+        return weight.dim() > 2 or hasattr(module, "eps") or hasattr(module, "variance_epsilon")
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
@@ -246,6 +260,12 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     finally:
         log.removeFilter(_drop)
     return _traced(model, example_inputs, None)
+
+
+@functools.cache
+def _decomposition(func: Any) -> Any:
+    """Torch's decomposition of an operator or None; it looks through all of them."""
+    return get_decompositions([func]).get(func)
 
 
 def _drop(record: logging.LogRecord) -> bool:

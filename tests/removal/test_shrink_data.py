@@ -1,0 +1,166 @@
+"""shrink with data: compensation and recovery; numbers for single layers, and one budget for all layers."""
+
+import copy
+import itertools
+
+import hf_models
+import pytest
+import torch
+from discovered import fill
+from networks import NETWORKS
+from torch import nn
+
+from sparsekit_ao import Coupling, SparsityError
+from sparsekit_ao.removal import shrink
+
+
+def mlp(*sizes):
+    torch.manual_seed(0)
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]).eval()
+
+
+def error(small, model, batches):
+    """The relative output error."""
+    with torch.no_grad():
+        expected, actual = (torch.cat([one(x) for x in batches]) for one in (model, small))
+    return float((actual - expected).norm() / expected.norm())
+
+
+def test_layers_that_read_dropped_units_have_the_best_weights_for_the_others():
+    model, batches = mlp(6, 12, 5), [torch.randn(50, 6) for _ in range(4)]
+    small, report = shrink(model, ratio=0.5, batches=batches)
+    plain, uncompensated = shrink(model, ratio=0.5, batches=batches, compensate=None)
+    assert torch.equal(small[0].weight, plain[0].weight) and not uncompensated.compensation
+    with torch.no_grad():
+        hidden, kept = (torch.cat([one[:2](x) for x in batches]) for one in (model, small))
+        best = torch.linalg.lstsq(kept, hidden @ model[2].weight.T).solution.T
+    assert torch.allclose(small[2].weight, best, rtol=0.05, atol=0.02)  # a hundredth of the mean square is added
+    assert torch.equal(small[2].bias, model[2].bias)
+    (row,) = report.compensation
+    assert row.tensor == "2.weight" and row.after < 0.8 * row.before
+    assert "mean output error of the 1 layers that read removed units: " in str(report)
+    assert error(small, model, batches) < 0.8 * error(plain, model, batches)
+
+
+def test_what_a_dropped_unit_repeats_is_given_by_the_one_that_stays():
+    model = mlp(4, 16, 16, 3)
+    with torch.no_grad():
+        for layer in (model[0], model[2]):  # of each pair of equal units the score keeps the larger one
+            layer.weight[8:] = layer.weight[:8] * 0.5
+            layer.bias[8:] = layer.bias[:8] * 0.5
+    batches = [torch.randn(40, 4) for _ in range(3)]
+    small, _ = shrink(model, ratio=0.5, batches=batches)
+    plain, _ = shrink(model, ratio=0.5, batches=batches, compensate=None)
+    assert error(small, model, batches) < 0.1 < error(plain, model, batches)
+
+
+def test_convolutions_make_up_for_filters():
+    network, inputs = NETWORKS["VGG"]
+    torch.manual_seed(0)
+    model, batches = fill(network()), [torch.randn_like(inputs()) for _ in range(4)]
+    plain, _ = shrink(model, ratio=0.5, batches=batches, compensate=None)
+    better, report = shrink(model, ratio=0.5, batches=batches)
+    assert report.compensation and all(row.after < row.before for row in report.compensation)
+    assert error(better, model, batches) < error(plain, model, batches)
+    small, report = shrink(model, ratio=0.5, batches=batches, recover=True)
+    assert error(small, model, batches) < error(better, model, batches)
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_one_call_from_a_model_to_a_recovered_smaller_one(name):
+    model, inputs = hf_models.make(name)
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(0)
+    ids = [torch.randint(2, 30, (4, 12)) for _ in range(4)]
+    masks = [torch.ones(4, 12, dtype=torch.long).index_fill(1, torch.arange(9, 12), 0) for _ in range(4)]
+    batches = [{"input_ids": x, "attention_mask": mask} for x, mask in zip(ids, masks, strict=True)]
+    small, report = shrink(model, ratio=0.5, score="obs", batches=batches, recover=True)
+    assert report.couplings and report.recovery is not None
+    assert all(row.after <= row.before for row in report.recovery) and "144 of 192 tokens count" in str(report)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert report.not_in_config == "" and type(small)(small.config).state_dict().keys() == small.state_dict().keys()
+    assert inputs.keys() <= {"input_ids", "attention_mask"}
+
+
+def test_numbers_for_the_tensors_and_modules_of_single_layers():
+    model, x = mlp(4, 16, 16, 16, 2), torch.randn(5, 4)
+    small, report = shrink(model, x, {"0": 0.25, "4.bias": 0.75})
+    assert [small[k].out_features for k in (0, 2, 4)] == [12, 16, 4]
+    assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
+    small, _ = shrink(model, x, 0.5, multiple_of={"2.bias": 12})
+    assert [small[k].out_features for k in (0, 2, 4)] == [8, 12, 8]
+    for name in ("6", "6.weight"):
+        with pytest.raises(SparsityError, match=f"shrink: ratio names '{name}', but no units .* are outputs of it"):
+            shrink(model, x, {name: 0.5})
+    with pytest.raises(SparsityError, match="shrink: ratio names 'o', but the couplings are"):
+        shrink(model, x, {"o": 0.5})
+
+
+def test_one_layer_of_many_that_are_alike():
+    model, inputs = hf_models.make("Llama")
+    small, report = shrink(model, inputs, {"model.layers.0.mlp": 0.5, "mlp": 0.25})
+    widths = [layer.mlp.up_proj.out_features / model.config.intermediate_size for layer in small.model.layers]
+    assert widths[0] == 0.5 and set(widths[1:]) == {0.75} and report.not_in_config
+    small, report = shrink(model, inputs, {"model.layers.1.mlp.gate_proj.weight": 0.5})
+    widths = [layer.mlp.up_proj.out_features / model.config.intermediate_size for layer in small.model.layers]
+    assert widths[1] == 0.5 and widths[0] == 1
+    with pytest.raises(SparsityError, match="ratio has different numbers for .*, whose units go together"):
+        shrink(model, inputs, {"model.layers.0.mlp.gate_proj": 0.5, "model.layers.0.mlp.up_proj": 0.25})
+
+
+def test_single_layers_of_many_are_excluded():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))).eval()
+    units = Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"}, name="units *")
+    for couplings in (None, [units]):
+        small, report = shrink(model, torch.randn(5, 8), exclude=["1.0", "2"], couplings=couplings)
+        assert [block[0].out_features for block in small] == [8, 16, 16, 8]
+        assert sum("left out by exclude" in text for text in report.left_out) >= 2
+    llama, inputs = hf_models.make("Llama")
+    small, report = shrink(llama, inputs, kinds=("mlp",), uniform=False, exclude=["model.layers.0"])
+    widths = [layer.mlp.up_proj.out_features / llama.config.intermediate_size for layer in small.model.layers]
+    assert widths == [1] + [0.5] * (len(widths) - 1)
+    small, report = shrink(llama, inputs, exclude=["model.layers.0.mlp"])  # the config has one number for all
+    assert small.config.intermediate_size == llama.config.intermediate_size and report.not_in_config == ""
+    assert any("the config cannot hold it" in text for text in report.left_out)
+
+
+def test_units_of_all_layers_compete_for_one_budget_with_caps():
+    model, x = mlp(4, 32, 32, 32, 2), torch.randn(5, 4)
+    with torch.no_grad():
+        for at in (2, 3):  # the units of one layer matter little
+            model[at if at == 2 else 4].weight[8:] *= 1e-3 if at == 2 else 1
+        model[2].bias[8:] *= 1e-3
+        model[4].weight[:, 8:] *= 1e-3
+    small, _ = shrink(model, x, 0.25, scope="global", max_sparsity=0.75)
+    kept = [small[k].out_features for k in (0, 2, 4)]
+    assert sum(kept) == 72 and kept[1] == 8
+    small, _ = shrink(model, x, 0.25, scope="global", max_sparsity={"2": 0.5})
+    kept = [small[k].out_features for k in (0, 2, 4)]
+    assert sum(kept) == 72 and kept[1] == 16
+    with pytest.raises(SparsityError, match="a ratio of 0.9 allows a cost of 9.6, but without all units that may be"):
+        shrink(model, x, 0.9, scope="global", max_sparsity=0.5)
+
+
+def test_arguments_of_no_use_are_refused():
+    model, batches = mlp(4, 16, 2), [torch.randn(5, 4)]
+    for text, keys in {
+        "shrink: compensate must be 'least_squares' or None, got 'admm'": {"batches": batches, "compensate": "admm"},
+        "shrink: recover must be True or False, got Sequential": {"batches": batches, "recover": model},
+        "shrink: recover and token_mask need batches": {"example_inputs": batches[0], "recover": True},
+        "shrink: scope must be 'coupling' or 'global', got 'layer'": {"batches": batches, "scope": "layer"},
+        "a ratio by names needs cost='units', scope='coupling'": {
+            "batches": batches,
+            "scope": "global",
+            "ratio": {"0": 0.5},
+        },
+        "shrink: the score needs a forward that returns the loss, and recover": {
+            "batches": batches,
+            "recover": True,
+            "score": "taylor",
+            "forward": lambda m, x: m(x).square().mean(),
+        },
+    }.items():
+        with pytest.raises(SparsityError, match=text):
+            shrink(model, **keys)

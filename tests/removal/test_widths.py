@@ -1,0 +1,171 @@
+"""Attention that computes the size of a head from the width of its input loses heads: it reads another width."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekit_ao import recover
+from sparsekit_ao.removal import cut_to, shrink
+
+
+class Packed(nn.Module):
+    """As in ViT, Swin and many others."""
+
+    def __init__(self, width=32, num_heads=4):
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = num_heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C))
+
+
+class Separate(nn.Module):
+    def __init__(self, width=32, num_heads=4):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+
+
+class Computing(Separate):
+    """The size of a head is computed for the scale, too, and by `size()`."""
+
+    def forward(self, x):
+        (B, N), head_dim = x.shape[:2], x.size(-1) // self.num_heads
+        q, k, v = (layer(x).view(B, N, -1, head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attention = (q @ k.transpose(-2, -1) * head_dim**-0.5).softmax(-1)
+        return self.proj((attention @ v).transpose(1, 2).reshape(B, N, x.size()[2]))
+
+
+class OfClass(Separate):
+    """The attention of a class token, as in CaiT."""
+
+    def forward(self, x):
+        B, _, C = x.shape
+        shape = (B, -1, self.num_heads, C // self.num_heads)
+        q, k, v = self.q(x[:, 0]).reshape(shape), self.k(x).reshape(shape), self.v(x).reshape(shape)
+        attended = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return self.proj(attended.transpose(1, 2).reshape(B, 1, C))
+
+
+class Turned(Separate):
+    """Time comes first, and a context has the same width, as in Mask2Former."""
+
+    def forward(self, x, context=None):
+        x, context = x.permute((1, 0, 2)), (x if context is None else context).transpose(0, 1)
+        B, N, C = x.size()
+        assert x.transpose(1, 2).shape[1:] == (32, N)  # the width itself moves
+        shape = (B, -1, self.num_heads, context.shape[-1] // self.num_heads)
+        q, k, v = (f(t).view(shape).transpose(1, 2) for f, t in ((self.q, x), (self.k, context), (self.v, context)))
+        return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)).permute(1, 0, 2)
+
+
+KINDS = (Packed, Computing, OfClass, Turned)
+
+
+def make(kind, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), kind(), nn.LayerNorm(32), nn.Linear(32, 5)).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_of_the_heads_leave(kind):
+    model, x = make(kind), torch.randn(2, 7, 8)
+    small, report = shrink(model, x)
+    assert small[2].num_heads == 2 and small[2].proj.weight.shape == (32, 16) and report.difference <= 1e-5
+    assert {"*.num_heads: 4 -> 2", "*.width_of_input: 32 -> 16"} <= set(report.changed)
+    assert not hasattr(model[2], "width_of_input") and not model[2]._forward_pre_hooks
+    for other in (torch.randn(3, 4, 8), torch.randn(1, 9, 8)):
+        assert small(other).shape == model(other).shape
+    copies = (copy.deepcopy(small), pickle.loads(pickle.dumps(small)), cut_to(make(kind, 1), report.manifest))
+    for again in copies:
+        again.load_state_dict(small.state_dict())
+        assert torch.equal(again(x), small(x))
+
+
+def test_what_lost_heads_is_shrunk_again_scored_recovered_and_trained():
+    model, x = make(Packed), torch.randn(2, 7, 8)
+    small, _ = shrink(model, x)
+    smaller, report = shrink(small, x, score="wanda")
+    assert smaller[2].num_heads == 1 and smaller[2].width_of_input == 8 and report.difference <= 1e-5
+    assert recover(small, model, [x, x + 1])
+    small(x).square().sum().backward()
+    assert small[2].qkv.weight.grad.shape == (48, 32) and small[2].qkv.weight.grad.any()
+    assert type(small(x)) is torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.export
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_compiled_as_one_graph_and_exported(kind):
+    x = torch.randn(2, 7, 8)
+    small, _ = shrink(make(kind), x)
+    torch.testing.assert_close(torch.compile(small, fullgraph=True, backend="aot_eager")(x), small(x))
+    torch.testing.assert_close(torch.export.export(small, (x,), strict=True).module()(x), small(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.onnx
+def test_onnxruntime_runs_it(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    x = torch.randn(2, 7, 8)
+    small, _ = shrink(make(Packed), x)
+    torch.onnx.export(small, (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx")
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), small(x).detach())
+
+
+def test_a_width_that_is_not_read_stays_away():
+    class Fixed(Packed):
+        def forward(self, x):
+            B, N, _ = x.shape
+            q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, 8).permute(2, 0, 3, 1, 4)
+            return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    small, report = shrink(make(Fixed), torch.randn(2, 7, 8))
+    assert small[2].num_heads == 2 and not any("width" in text for text in report.changed)
+    assert not small[2]._forward_pre_hooks
+
+
+def transformers_model(name):
+    """A tiny model of transformers with random weights, and inputs."""
+    import transformers
+    from hf_models import fill
+
+    torch.manual_seed(0)
+    ids, images = {"input_ids": torch.randint(3, 50, (2, 8))}, {"pixel_values": torch.randn(1, 3, 32, 32)}
+    sizes = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2]}
+    pyramid = {"image_size": 32, "num_encoder_blocks": 2, "num_attention_heads": [2, 4], "mlp_ratios": [1, 1], **sizes}
+    local = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "local_radius": 3}
+    keys, inputs = {"PvtV2Model": (pyramid, images), "LongT5EncoderModel": (local, ids)}[name]
+    model_class = getattr(transformers, name)
+    return fill(model_class(model_class.config_class(**keys))).eval(), inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "heads", "kept"),
+    [
+        ("PvtV2Model", "encoder.layers.1.blocks.0.attention.num_attention_heads", 2),
+        ("LongT5EncoderModel", "encoder.block.1.layer.0.LocalSelfAttention.n_heads", 2),
+    ],
+)
+def test_heads_leave_models_of_transformers(name, heads, kept, tmp_path):
+    from sparsekit_ao import export
+
+    model, inputs = transformers_model(name)
+    small, report = shrink(model, inputs, uniform=False)
+    path, _, attribute = heads.rpartition(".")
+    assert getattr(small.get_submodule(path), attribute) == kept and report.difference <= 1e-5
+    export.save_pretrained(small, report, tmp_path)
+    loaded = export.load_pretrained(tmp_path, type(model))
+    torch.testing.assert_close(loaded(**inputs)[0], small(**inputs)[0])
+    if name == "PvtV2Model":  # the first stage reads the width for an image, too
+        assert small.encoder.layers[0].blocks[0].attention.num_attention_heads == 2
+        assert any("encoder.layers.0.blocks.0.attention.query.weight" in text for text in report.left_out)
