@@ -235,6 +235,26 @@ def equal_flops() -> Table:
     return found
 
 
+def experts() -> Table:
+    """Loss of a mixture of experts, by structure and method."""
+    _, *rows = read("results/moe_language_model")
+    own = [r for r in rows if r["structure"] in ("2:4", "50 %")]
+    loss = {(r["structure"], r["method"]): three(r["loss"]) for r in own}
+    methods = list(dict.fromkeys(r["method"] for r in own))
+    return [["", *methods], *([s, *(loss[s, m] for m in methods)] for s in dict.fromkeys(r["structure"] for r in own))]
+
+
+def experts_bytes() -> Table:
+    """Loss and bytes of a mixture that is pruned in its experts alone."""
+    _, *rows = read("results/moe_language_model")
+    by = {(r["structure"], r["method"]): r for r in rows}
+    found = [["", "bytes", "in one pass", "recovered"]]
+    for name, method in (("2:4 in experts", "admm"), ("narrower experts", "wanda"), ("half of the experts", "reap")):
+        first, last = by[name, method], by[name, "recovered"]
+        found.append([name, f"{int(first['bytes']) / 1e6:.2f} MB", three(first["loss"]), three(last["loss"])])
+    return found
+
+
 def walk_memory() -> Table:
     """Memory and time of a walk over models on disk."""
     names = {
@@ -309,7 +329,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     for one in (
         *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
-        *(walk_memory, pattern_cost, method_cost),
+        *(experts, experts_bytes, walk_memory, pattern_cost, method_cost),
     )
 }
 
@@ -356,6 +376,10 @@ def _of_pruning() -> dict[str, str]:
         "walk_model": walks[-1]["model MiB"],
     }
     found["walk_block"] = walks[0]["block MiB in float32"]
+    dense, *rows = read("results/moe_language_model")
+    lost = {r["method"]: float(r["loss"]) - float(dense["loss"]) for r in rows if r["structure"] == "2:4"}
+    found |= {"experts_dense": three(dense["loss"]), "experts_dense_mb": f"{int(dense['bytes']) / 1e6:.2f}"}
+    found |= {f"experts_{m}_left": f"{100 * lost[m] / lost['magnitude']:.0f}" for m in ("admm", "recovered")}
     found["crepe_dense"] = read("results/prune_crepe")[0]["before"]
     return found
 
