@@ -235,26 +235,6 @@ def equal_flops() -> Table:
     return found
 
 
-def experts() -> Table:
-    """Loss of a mixture of experts, by structure and method."""
-    _, *rows = read("results/moe_language_model")
-    own = [r for r in rows if r["structure"] in ("2:4", "50 %")]
-    loss = {(r["structure"], r["method"]): three(r["loss"]) for r in own}
-    methods = list(dict.fromkeys(r["method"] for r in own))
-    return [["", *methods], *([s, *(loss[s, m] for m in methods)] for s in dict.fromkeys(r["structure"] for r in own))]
-
-
-def experts_bytes() -> Table:
-    """Loss and bytes of a mixture that is pruned in its experts alone."""
-    _, *rows = read("results/moe_language_model")
-    by = {(r["structure"], r["method"]): r for r in rows}
-    found = [["", "bytes", "in one pass", "recovered"]]
-    for name, method in (("2:4 in experts", "admm"), ("narrower experts", "wanda"), ("half of the experts", "reap")):
-        first, last = by[name, method], by[name, "recovered"]
-        found.append([name, f"{int(first['bytes']) / 1e6:.2f} MB", three(first["loss"]), three(last["loss"])])
-    return found
-
-
 def walk_memory() -> Table:
     """Memory and time of a walk over models on disk."""
     names = {
@@ -324,12 +304,33 @@ def method_cost() -> Table:
     ]
 
 
+def _of_structure(structure: str) -> dict[str, Row]:
+    """The rows of the trained mixture of experts for one structure, by method."""
+    return {r["method"]: r for r in read("results/moe_language_model") if r["structure"] == structure}
+
+
+def mixture() -> Table:
+    """The loss of a trained mixture of experts at equal sparsity, by method."""
+    rows = {structure: _of_structure(structure) for structure in ("2:4", "50 %")}
+    return [["", *rows["2:4"]], *([name, *(three(r["loss"]) for r in by.values())] for name, by in rows.items())]
+
+
+def mixture_bytes() -> Table:
+    """The same mixture with 2:4 in its experts, narrower experts, and fewer: bytes, and the loss."""
+    table = [["", "bytes", "in one pass", "recovered"]]
+    for name, method in {"2:4 in experts": "admm", "narrower experts": "wanda", "half of the experts": "reap"}.items():
+        rows = _of_structure(name)
+        losses = [three(rows[m]["loss"]) for m in (method, "recovered")]
+        table.append([name, f"{int(rows[method]['bytes']) / 1e6:.2f} MB", *losses])
+    return table
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
         *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
-        *(experts, experts_bytes, walk_memory, pattern_cost, method_cost),
+        *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
     )
 }
 
@@ -376,11 +377,11 @@ def _of_pruning() -> dict[str, str]:
         "walk_model": walks[-1]["model MiB"],
     }
     found["walk_block"] = walks[0]["block MiB in float32"]
-    dense, *rows = read("results/moe_language_model")
-    lost = {r["method"]: float(r["loss"]) - float(dense["loss"]) for r in rows if r["structure"] == "2:4"}
-    found |= {"experts_dense": three(dense["loss"]), "experts_dense_mb": f"{int(dense['bytes']) / 1e6:.2f}"}
-    found |= {f"experts_{m}_left": f"{100 * lost[m] / lost['magnitude']:.0f}" for m in ("admm", "recovered")}
     found["crepe_dense"] = read("results/prune_crepe")[0]["before"]
+    dense, rows = read("results/moe_language_model")[0], _of_structure("2:4")
+    lost = {method: float(r["loss"]) - float(dense["loss"]) for method, r in rows.items()}
+    found |= {"moe_dense": three(dense["loss"]), "moe_bytes": f"{int(dense['bytes']) / 1e6:.2f}"}
+    found |= {f"moe_lost_{m}": f"{100 * lost[m] / lost['magnitude']:.0f}" for m in ("admm", "recovered")}
     return found
 
 

@@ -101,6 +101,7 @@ JOBS: dict[str, Job] = {
     "gpu_instructions": _own(2, "gpu_instructions"),
     "compare_llmcompressor": _own(5, "compare_llmcompressor"),
     "compare_torch_pruning": _own(20, "compare_torch_pruning"),
+    "shrink_time": _own(10, "shrink_time"),
     **{
         f"compare_accuracy_{network}": _own(
             40, f"compare_accuracy_{network}", script="compare_accuracy", run=(network,)

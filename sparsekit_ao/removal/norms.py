@@ -38,29 +38,25 @@ def fold_norms(
         and isinstance(smaller, nn.GroupNorm)
         and dense.num_channels * smaller.num_groups != smaller.num_channels * dense.num_groups
     ]
+    norms: dict[int, dict[str, nn.Module]] = {}  # {id of a weight: norms that have it, by name; several if it is tied}
+    for name, module in model.named_modules():
+        if _takes_statistics(module):
+            norms.setdefault(id(getattr(module, "weight", None)), {})[name] = module
     kept: dict[nn.Parameter, Tensor] = {}  # {weight of the model: bool, which of its values are kept}
     for removal in removals:
         for member in () if removal.is_empty else removal.coupling.members:
             module, name = owner_of(model, member.fqn)
             weight = getattr(module, name)
-            if name == "weight" and weight.numel() == weight.shape[-1] and _norms_of(model, weight):
+            if name == "weight" and weight.numel() == weight.shape[-1] and id(weight) in norms:
                 keep = kept_elements(member, removal, tuple(weight.shape)).flatten()
                 kept[weight] = kept[weight] & keep if weight in kept else keep
     unrounded: _Exact = {}
     changes = [
-        change
-        for weight, keep in kept.items()
-        for change in _fold(_norms_of(model, weight), small, keep, notes, unrounded)
+        change for weight, keep in kept.items() for change in _fold(norms[id(weight)], small, keep, notes, unrounded)
     ]
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)
     return changes, notes, unrounded
-
-
-def _norms_of(model: nn.Module, weight: Tensor) -> dict[str, nn.Module]:
-    """The norms that have this weight, by name; several if it is tied."""
-    modules = ((name, module) for name, module in model.named_modules() if _takes_statistics(module))
-    return {name: module for name, module in modules if getattr(module, "weight", None) is weight}
 
 
 def _fold(

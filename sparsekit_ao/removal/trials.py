@@ -401,9 +401,15 @@ def in_config(
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
     Couplings that fail are tried again together with others that have as many units, since one field may hold both.
+    Trials are of a short twin, if its config describes that.
     Also returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
     """
-    trials, couplings = _config_trials(model, discovery.couplings, reference_of, ratio, multiples)
+    twin, trials, couplings = make_twin(model, discovery.couplings), None, discovery.couplings
+    with contextlib.suppress(SparsityError):
+        if twin is not None:
+            short = Trials(twin.model, _random(twin.model, twin.couplings, ratio, multiples), reference_of)
+            trials, couplings = (None, couplings) if short.misfit([]) else (short, twin.couplings)
+    trials = trials or Trials(model, _random(model, couplings, ratio, multiples), reference_of)
     together = {coupling: [coupling] for coupling in couplings}
     failing = {coupling: why for coupling in couplings if (why := trials.misfit([coupling]))}
     units = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in failing}
@@ -427,22 +433,6 @@ def in_config(
         left_out=(*discovery.left_out, *reasons),
     )
     return fitting, widths
-
-
-def _config_trials(
-    model: nn.Module,
-    couplings: Sequence[Coupling],
-    reference_of: Callable[[nn.Module], Reference],
-    ratio: float,
-    multiples: Mapping[str, int],
-) -> tuple[Trials, Sequence[Coupling]]:
-    """Trials of a short twin that its config describes, else of the model; and the couplings in it."""
-    if (twin := make_twin(model, couplings)) is not None:
-        with contextlib.suppress(SparsityError):
-            trials = Trials(twin.model, _random(twin.model, twin.couplings, ratio, multiples), reference_of)
-            if not trials.misfit([]):
-                return trials, twin.couplings
-    return Trials(model, _random(model, couplings, ratio, multiples), reference_of), couplings
 
 
 def _kind(coupling: Coupling, together: int = 1) -> str:

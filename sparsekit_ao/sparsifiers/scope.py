@@ -257,10 +257,10 @@ class BudgetSparsifier(MaskSparsifier):
                 is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
                 if stage_budgets(named[name])[pruning.stage] is None and is_larger:
                     largest[name] = pruning
-        levels = {name: pruning.scope.level_of(pruning.budget(named)) for name, pruning in largest.items()}
+        levels = {pruning: pruning.scope.level_of(pruning.budget(named)) for pruning in {*largest.values()}}
         for name, group in named.items():
-            if group.get("nnz") is not None and name in levels:
-                group["sparsity_level"] = levels[name]  # what schedulers start from
+            if group.get("nnz") is not None and name in largest:
+                group["sparsity_level"] = levels[largest[name]]  # what schedulers start from
             group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:

@@ -318,6 +318,7 @@ BENCHMARKS = {
     "prune_ranks.py": "ranks: 2  same zeros: 1.00000  layers: 12  solved: 12",
     "recover_rate.py": "model: language model, loss",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
+    "shrink_time.py": "model: Llama of 3 layers  threads: 1",
     "proximal_map.py": "block: the whole  size: 64",
     "selection_bytes.py": "way: bisection  weights: 4096",
     "fsdp_masks.py": "masks: buffer  rows: 2",

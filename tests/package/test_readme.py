@@ -78,11 +78,6 @@ def test_what_pages_say_about_tables_is_true():
     dense, *rows = table_rows("benchmarks/results/compare_llmcompressor")
     more = [float(r["loss"]) - float(dense["loss"]) for r in rows if r["structure"] == "2:4"]
     assert abs(more[0] - more[1]) < 1e-3 and 0.45 < more[2] / more[0] < 0.55 and 0.2 < more[3] / more[0] < 0.3
-    dense, *rows = table_rows("results/moe_language_model")
-    lost = {(r["structure"], r["method"]): float(r["loss"]) - float(dense["loss"]) for r in rows}
-    for structure in ("2:4", "50 %"):
-        assert lost[structure, "admm"] <= lost[structure, "magnitude"] / 5
-        assert lost[structure, "recovered"] <= lost[structure, "magnitude"] / 8
     runs = [r for r in table_rows("results/proximal") if r["method"] == "Adam, conditioned"]
     assert not any(int(r["inputs left"]) for r in runs if float(r["strength"]) == 15)  # "15 leaves none"
     assert len([r for r in table_rows("benchmarks/results/masked_linear") if r["mode"] == "eager"]) == 128
@@ -186,3 +181,8 @@ def test_the_code_in_each_row_of_the_page_on_moving_runs(section, row, tmp_path,
             names["sparsifier"].prepare(names["model"], [found])
         if isinstance(found, sparsekit_ao.sparsifiers.MaskSparsifier):
             found.prepare(names["model"])
+
+
+def test_compensation_and_recovery_leave_little_of_what_magnitude_loses_in_a_mixture_of_experts():
+    lost = {method: float(figures.values()[f"moe_lost_{method}"]) for method in ("admm", "recovered")}
+    assert lost["recovered"] < lost["admm"] <= 20 and lost["recovered"] <= 100 / 8

@@ -1,0 +1,232 @@
+"""Trials on a short twin: the same models and reports as by trials of the whole model, which is the fallback."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import Coupling
+from sparsekit_ao.removal import removable, shrink, trials
+from sparsekit_ao.removal.twin import make_twin
+
+IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+HEADS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+TYPES = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 3}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def llama(layers=5):
+    config = transformers.LlamaConfig(**HEADS, num_key_value_heads=2, num_hidden_layers=layers)
+    return transformers.LlamaForCausalLM(config), {"input_ids": IDS}
+
+
+def gemma():
+    config = transformers.Gemma3TextConfig(**HEADS, num_key_value_heads=2, head_dim=8, num_hidden_layers=6, **TYPES)
+    return transformers.Gemma3ForCausalLM(config), {"input_ids": IDS}
+
+
+def t5():
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+    config = transformers.T5Config(**sizes, num_layers=5, num_decoder_layers=4)
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": IDS, "decoder_input_ids": IDS}
+
+
+def vit():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_hidden_layers=5)), PIXELS
+
+
+def resnet():
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[3, 5], layer_type="bottleneck")
+    return transformers.ResNetForImageClassification(config), PIXELS
+
+
+class Attention(nn.Module):
+    """Attention whose number of heads is in `heads`, which may be an attribute or hidden in a dict."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.sizes = {"heads": heads}
+        self.heads = heads
+
+    def number(self):
+        return self.heads
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.number(), 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Hidden(Attention):
+    """One that reads the number from where no trial can change it, if a flag in a dict says so."""
+
+    def number(self):
+        return self.sizes["heads"] if self.sizes.get("is_hidden") else self.heads
+
+
+class Stack(nn.Module):
+    """Blocks, called by their number."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(16, 3)
+
+    def forward(self, x):
+        for at in range(len(self.blocks)):
+            x = self.blocks[at](x)
+        return self.head(x)
+
+
+class FixedLength(Stack):
+    """A model that cannot run with fewer blocks."""
+
+    def forward(self, x):
+        for at in range(5):
+            x = self.blocks[at](x)
+        return self.head(x)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def states(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def check_equal(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def shrunk(model, inputs, monkeypatch, *, whole, **keys):
+    """The smaller model, its report, and how many blocks each twin had."""
+    made = []
+
+    def make(model, couplings):
+        twin = None if whole else make_twin(model, couplings)
+        made.append({} if twin is None else dict(twin.kept))
+        return twin
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "make_twin", make)
+        return *shrink(model, inputs, 0.5, **keys), made
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (llama, {"model.layers.": [0, 1]}),
+        (gemma, {"model.layers.": [0, 1, 3, 4]}),
+        slow(t5, {"encoder.block.": [0, 1, 2], "decoder.block.": [0, 1, 2]}),
+        (vit, {"vit.layers.": [0, 1]}),
+        slow(resnet, {"resnet.encoder.stages.0.layers.": [0, 1], "resnet.encoder.stages.1.layers.": [0, 1, 2]}),
+    ],
+)
+def test_the_smaller_model_and_the_report_are_those_of_trials_of_the_whole(make, kept, monkeypatch):
+    model, inputs = make()
+    before, config = states(model.eval()), model.config.to_dict()
+    small, report, made = shrunk(model, inputs, monkeypatch, whole=False)
+    other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True)
+    assert made == [kept, kept] and report.after.parameters < report.before.parameters
+    check_equal(states(small), states(other))
+    assert small.config.to_dict() == other.config.to_dict()
+    for field in ("couplings", "changed", "left_out", "frozen", "values", "notes", "not_in_config", "manifest", "fits"):
+        assert getattr(report, field) == getattr(wanted, field), field
+    check_equal(states(model), before)
+    assert model.config.to_dict() == config and all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", [{"uniform": False}, {"cost": "flops"}, {"exclude": ["*.v_proj.weight"]}])
+def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
+    model, inputs = llama()
+    small, report, _ = shrunk(model.eval(), inputs, monkeypatch, whole=False, **how)
+    other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **how)
+    check_equal(states(small), states(other))
+    assert report.manifest == wanted.manifest and report.left_out == wanted.left_out
+
+
+def test_most_forwards_run_two_blocks():
+    model, inputs = llama(layers=9)
+    runs = []
+    hook = lambda module, *_: runs.append(len(module.layers))  # noqa: E731
+    model.model.register_forward_pre_hook(hook)  # copies keep it
+    removable(model.eval(), inputs)
+    assert runs.count(9) == 3  # discovery, and the masked and the smaller model that are compared at the end
+    assert runs.count(2) > 5 and {*runs} == {2, 9}
+
+
+def test_a_twin_shares_parameters_and_its_config_has_its_number_of_layers():
+    model, _ = t5()
+    couplings = [Coupling({"decoder.block.*.layer.2.DenseReluDense.wi.weight": "u i"})]
+    twin = make_twin(model, couplings)
+    assert (len(twin.model.encoder.block), len(twin.model.decoder.block)) == (3, 3)
+    assert (twin.model.config.num_layers, twin.model.config.num_decoder_layers) == (3, 3)
+    queries = [m.decoder.block[2].layer[0].SelfAttention.q for m in (twin.model, model)]
+    assert queries[0] is not queries[1] and queries[0].weight is queries[1].weight
+    assert (model.config.num_layers, model.config.num_decoder_layers) == (5, 4) and len(model.decoder.block) == 4
+    assert twin.couplings == (*couplings,) and len(couplings[0].bind(twin.model)) == 3
+
+
+def test_tensors_that_a_coupling_names_are_renamed_or_left_out():
+    model, _ = gemma()
+    named = {f"model.layers.{at}.self_attn.q_proj.weight": "u i" for at in (3, 4, 5)}
+    attrs = {"model.layers.4.self_attn.head_dim": "u", "model.layers.5.self_attn.head_dim": "u"}
+    twin = make_twin(model, [Coupling(named, attrs=attrs)])
+    assert twin.kept == {"model.layers.": [0, 1, 3, 4]}
+    (short,) = twin.couplings
+    assert [*short.members] == [f"model.layers.{at}.self_attn.q_proj.weight" for at in (2, 3)]
+    assert short.attrs == {"model.layers.3.self_attn.head_dim": "u"}
+    assert twin.in_whole(short) == Coupling(named, attrs=attrs)
+
+
+def test_a_block_that_a_coupling_treats_in_another_way_is_kept():
+    model, _ = llama()
+    twin = make_twin(model, [Coupling({"model.layers.3.mlp.up_proj.weight": "u i"})])
+    assert twin.kept == {"model.layers.": [0, 1, 3]}
+    assert [*twin.couplings[0].members] == ["model.layers.2.mlp.up_proj.weight"]
+
+
+def test_attributes_are_found_for_all_blocks():
+    model = Stack([Attention(4) for _ in range(5)]).eval()
+    (found,) = [coupling for coupling in removable(model, torch.randn(2, 6, 16)).couplings if coupling.attrs]
+    assert found.attrs == {"blocks.*.heads": "u"} and len(found.bind(model)) == 5
+
+
+def test_where_the_short_model_does_not_run_the_whole_is_tried(monkeypatch):
+    model, x = FixedLength([Attention(4) for _ in range(5)]).eval(), torch.randn(2, 6, 16)
+    small, report, made = shrunk(model, x, monkeypatch, whole=False)
+    assert made == [{"blocks.": [0, 1]}] and small.blocks[4].heads == 2
+    other, wanted, _ = shrunk(model, x, monkeypatch, whole=True)
+    check_equal(states(small), states(other))
+    assert report.left_out == wanted.left_out and report.changed == wanted.changed
+
+
+def test_where_blocks_differ_in_secret_the_whole_is_tried(monkeypatch):
+    model, x = Stack([Hidden(4) for _ in range(5)]).eval(), torch.randn(2, 6, 16)
+    model.blocks[4].sizes["is_hidden"] = True
+    assert not any(coupling.attrs for coupling in removable(model, x).couplings)
+    small, report, made = shrunk(model, x, monkeypatch, whole=False)
+    other, wanted, _ = shrunk(model, x, monkeypatch, whole=True)
+    assert made == [{"blocks.": [0, 1]}] and report.difference <= 1e-5
+    check_equal(states(small), states(other))
+    assert [t.partition(":")[0] for t in report.left_out] == [t.partition(":")[0] for t in wanted.left_out]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_model_without_repeated_blocks_has_no_twin(layers):
+    model, _ = llama(layers)
+    assert make_twin(model, []) is None
+
+
+def test_one_module_that_is_called_several_times_has_no_twin():
+    block = Attention(4)
+    assert make_twin(Stack([block] * 5), []) is None
