@@ -136,9 +136,9 @@ def rule() -> str:
             found.append(f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="{fill}"/>')
             middle = f'x="{left + size // 2}" y="{top + size // 2 + 5}" text-anchor="middle" font-weight="bold"'
             found.append(f"<text {middle} {TEXT.replace('#222', ink)}>{score:.0f}</text>")
-        note = ("the two highest stay", "equal: the lower index stays", "equal: the lower index stays")[r]
+        note = ("the two highest stay", "ties: lower index stays", "a tie: lower index stays")[r]
         found.append(f'<text x="{4 * size + 24}" y="{top + size // 2 + 5}" {TEXT}>{note}</text>')
-    return _svg(360, 22 + 3 * 62, "".join(found))
+    return _svg(372, 22 + 3 * 62, "".join(found))
 
 
 def views() -> str:

@@ -16,7 +16,6 @@ SparseGPT of LLM Compressor runs beside, with its default settings, where it is 
 
 import argparse
 import copy
-import csv
 import importlib.util
 import platform
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 from dst_language_model import read_text, warm_then_cosine, windows
+from rows import write_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -72,10 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     machine = {"steps": args.steps, "threads": args.threads, "python": platform.python_version()}
     machine |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    with (args.out / "moe_language_model.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **machine} for row in rows)
+    write_rows(rows, args.out / "moe_language_model.csv", machine)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
