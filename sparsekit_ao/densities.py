@@ -60,18 +60,16 @@ def power(
         shapes: {name: shape of the tensor}, in elements even if the tensor is pruned in blocks, so that a layer's
             density does not depend on its block shape.
         density: The fraction of the elements of all tensors together that is kept, in [0, 1].
-        fixed: {name: density} for tensors with a density of their own. The others are scaled such that the overall
-            density is kept.
+        fixed: {name: density} for tensors with a density of their own. The others are scaled to keep the overall one.
         exponent: The exponent of the ratio, at least 0: 0 gives uniform densities, 1 (default) gives ER or ERK.
-        kernel: If True (default), the ratio is sum(shape) / prod(shape), as in ERK; if False, that of the first two
-            dimensions, as in ER.
+        kernel: If True (default), the ratio is sum(shape) / prod(shape), as in ERK; if False, only of two dimensions
+            (ER).
 
     Returns:
         {name: density in [0, 1]}, in the order of `shapes`; weighted by size they average to `density`.
 
     Raises:
-        SparsityError: A density is outside [0, 1], a name is unknown, or the fixed densities make the overall one
-            impossible.
+        SparsityError: A density is outside [0, 1], a name is unknown, or fixed densities contradict the overall one.
 
     >>> densities = power({"wide": (100, 100), "narrow": (10, 10)}, 0.1, exponent=0.5)
     >>> {name: round(d, 3) for name, d in densities.items()}

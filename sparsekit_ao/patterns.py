@@ -3,8 +3,8 @@
 A pattern can be given in a config entry or as a sparsifier's default, either as `pattern=` or unpacked (`**`), with the
 same effect. It knows which dimension of a weight holds outputs and which holds inputs in Linear layers, convolutions,
 transposed convolutions and transformers' `Conv1D` (both stored transposed), and packed experts `(experts, out, in)`.
-Functions with a `sparsity_level` take the fraction of blocks to drop, in [0, 1]; None takes that of the config entry or
-the sparsifier.
+Functions with a `sparsity_level` take the fraction of blocks to drop, in [0, 1]; None takes that of the entry or the
+sparsifier.
 
 >>> from sparsekit_ao import patterns
 >>> {"tensor_fqn": "fc.weight", **patterns.n_m(2, 4)}

@@ -217,8 +217,8 @@ class ScheduleSL(BaseScheduler):
         last_epoch: The number of the step before the first one; -1 (default) starts at step 0.
 
     Raises:
-        SparsityError: The sparsifier is not prepared, the interval is below 1, or there are not as many schedules as
-            groups.
+        SparsityError: The sparsifier is not prepared, the interval is below 1, or schedules and groups differ in
+            number.
 
     >>> from sparsekit_ao import ScopeSparsifier, schedules
     >>> sparsifier = ScopeSparsifier()

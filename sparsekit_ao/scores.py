@@ -112,8 +112,7 @@ class random(BuiltInScore):
 class scale(BuiltInScore):
     """Score a unit by the absolute scale of its norm layer, such as BatchNorm (Network Slimming, arXiv 1708.06519).
 
-    The score is |w| for vectors other than biases, and 0 for all other tensors. Units without a norm layer thus all
-    score 0.
+    The score is |w| for vectors other than biases, and 0 for all other tensors. Units without a norm layer score 0.
 
     >>> sparsekit_ao.scores.saliency_of(scale(), torch.tensor([1.0, -3.0]), "norm.weight")
     tensor([1., 3.])
@@ -162,8 +161,7 @@ class wanda(BuiltInScore):
 class ria(BuiltInScore):
     """Score by relative importance and activations, RIA (ICLR 2024, OpenReview Tr0lPx9woF).
 
-    The score is (|w| / sum of |w| in its row + |w| / sum of |w| in its column) * sqrt(G_jj)^alpha, with G as in
-    `wanda`.
+    The score is (|w| / sum of |w| in its row + |w| / sum of |w| in its column) * sqrt(G_jj)^alpha, G as in `wanda`.
 
     >>> sparsekit_ao.ScopeSparsifier(score=ria(alpha=0.5)).defaults["score"].needs
     ('input_square',)

@@ -30,8 +30,7 @@ class Recording:
     Args:
         targets: The weights, and which statistics are recorded for each.
         on_success: Called with the statistics when the context ends without an error.
-        keep_rows: Keep the inputs X instead of X^T X while there are fewer tokens than inputs; not in distributed
-            training.
+        keep_rows: Keep the inputs X instead of X^T X while there are fewer tokens than inputs; not over several ranks.
 
     Attributes:
         token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, or None for all. Set it before

@@ -29,10 +29,9 @@ class Statistics:
         tokens, passes: The numbers of tokens and of backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
             gradients in the weight's shape, and for packed experts "tokens_of_groups" [groups].
-        dims: The dimensions of the weight that are inputs and groups, if inputs were recorded; a copy of an adapter
-            takes them over.
-        rows: The inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than
-            inputs.
+        dims: The weight's dimensions of inputs and groups, if inputs were recorded; a copy of an adapter takes them
+            over.
+        rows: The inputs [groups, tokens, inputs], kept instead of "input_gram" while tokens are fewer than inputs.
     """
 
     name: str
@@ -81,8 +80,7 @@ class Statistics:
         """G = X^T X, [groups, inputs, inputs], in the order of the columns of `matrix`.
 
         Each of packed experts has the matrix of its own tokens. The mean over the tokens of all experts is added to it
-        with the weight of `PRIOR` tokens for each input, so that experts which few tokens or none reach can be solved
-        too.
+        with the weight of `PRIOR` tokens for each input, so that experts with few tokens or none can be solved too.
         """
         self._sum_rows()
         return self._shared(self._sum("input_gram"))

@@ -66,8 +66,8 @@ class BoundCoupling:
         attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
         lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
         listed: For each unit, the names of the parameters of its modules.
-        parts: For each unit, the module (an attention or MLP) that gives zeros once the unit is dropped; empty for
-            units of other kinds.
+        parts: For each unit, the module (an attention or MLP) that gives zeros once the unit is dropped, if there is
+            one.
         kind: What the units are, as in `Coupling.kind`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))

@@ -49,13 +49,12 @@ class Coupling:
             entries. If a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask is on the
             first one, and `compact` removes both.
         unit: The name of the axis that is kept or dropped; "u" by default.
-        scope: Axes (a str) at each of whose indices the same number of units is kept: the axis of key heads, if units
-            are query heads.
+        scope: Axes (a str) at each of whose indices the same number of units is kept: key heads for units of query
+            heads.
         sizes: {axis: length}, for axes whose length the shapes do not determine.
         member_scores: How the scores of the members are combined: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
-        name: The name in errors and reports, with as many `*`s as the members or none; by default that of the first
-            member.
+        name: The name in errors and reports, with as many `*`s as the members or none; by default the first member's.
         attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`.
             `compact` updates them. Attributes of torch.nn's own layers need not be listed.
         lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as an expert belongs to a row of its router;

@@ -29,8 +29,7 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
 
     `"expert_units"` are the hidden units of each expert; `"experts"` are whole experts with their rows of the router.
     To remove whole experts is not exact: a router may still choose an expert whose weights are zero, but not one whose
-    row is removed. Therefore `compact` accepts them only with a larger `tolerance`, such as 10, and reports the
-    difference.
+    row is removed. So `compact` takes them only with a larger `tolerance`, such as 10, and reports the difference.
 
     Two kinds of experts are known. Packed experts are the parameters `gate_up_proj` (experts, 2 * hidden, width) and
     `down_proj` (experts, width, hidden), as in Mixtral, Qwen-MoE and DeepSeek of transformers. Llama 4 stores the

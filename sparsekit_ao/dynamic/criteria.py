@@ -2,8 +2,8 @@
 
 A criterion scores the blocks of one pruning group: it is a function of `Slots`, its blocks as rows [scopes, slots].
 Pruning drops the lowest scores among active blocks, and growth takes the highest among inactive ones, including those
-just pruned. Redistribution divides the budget among tensors in proportion to the criterion's share, which is one number
-for each tensor.
+just pruned. Redistribution divides the budget among tensors in proportion to the criterion's share, a number for each
+tensor.
 """
 
 import math
@@ -42,8 +42,8 @@ class Slots:
 
     Attributes:
         pruning: The scopes and how their blocks are scored.
-        placed: A dict with the keys "weights", "masks", "gradients" and "momenta"; each value is {block spec: tensor},
-            as this rank holds it.
+        placed: A dict with the keys "weights", "masks", "gradients" and "momenta"; each value is {block spec: local
+            tensor}.
         statistics: What `sparsifier.calibrate` recorded, by block spec.
         step: The training iteration.
         seed: The seed of random numbers, which also depend on name and step.
@@ -228,8 +228,7 @@ def global_magnitude(pooling: Pooling = None) -> Criterion:
     """Score by |weight| over all tensors, so that the smallest blocks of the whole model are pruned.
 
     If nothing grows back, or budgets follow a target, every scope keeps at least its largest block. All scopes of a
-    tensor then lose the same number of blocks, and the comparison over tensors decides how many. `pooling` is as in
-    `magnitude`.
+    tensor then lose the same number of blocks, and the comparison decides how many. `pooling` is as in `magnitude`.
     """
     return _by_values("global", "weights", pooling, is_global=True)
 

@@ -36,10 +36,8 @@ class Init:
         densities: A function (shapes, overall density, fixed densities) -> densities; see the module `densities`.
         masks: Saved masks, or a checkpoint that contains them. An empty mapping means the zeros of the model's weights,
             and None that kept blocks are drawn at random.
-        shuffle: If True, take only the number of kept blocks from the saved masks, and draw at random which ones are
-            kept.
-        first_dense: If True, the first tensor without a budget of its own stays dense, and the others keep fewer
-            blocks.
+        shuffle: If True, take only the number of kept blocks from the saved masks, and draw which ones at random.
+        first_dense: If True, the first tensor without a budget of its own stays dense, and the others keep fewer.
     """
 
     name: str
@@ -66,8 +64,8 @@ def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
     """Start with the masks of an earlier run (arXiv 1803.03635).
 
     `masks` is a dict {tensor_fqn: mask, or weight whose zeros are the mask}, a sparsifier's `state_dict()`, or the
-    `state_dict()` of a prepared model. With `shuffle`, only the number of blocks in each scope is taken from them, and
-    the blocks are drawn at random.
+    `state_dict()` of a prepared model. With `shuffle`, blocks are drawn at random, as many in each scope as the masks
+    keep.
     """
     if not isinstance(masks, Mapping) or not masks:
         raise SparsityError(f"lottery_ticket needs a non-empty mapping of masks, got {type(masks).__name__}")

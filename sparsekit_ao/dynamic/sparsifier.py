@@ -50,10 +50,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     the overall one. A tensor with several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
-        sparsity_level: The fraction dropped over all tensors, in [0, 1]; 0.9 by default. `init` distributes it over the
-            tensors.
-        optimizer: The optimizer or optimizers that train the sparsified parameters. They may also be given to `attach`
-            later.
+        sparsity_level: The fraction dropped over all tensors, in [0, 1]; 0.9 by default. `init` distributes it.
+        optimizer: The optimizer or optimizers that train the sparsified parameters. You may also `attach` them later.
         nnz: The number of blocks kept in each scope of every tensor, instead of `sparsity_level`.
         init: How masks start: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
         update_every: The number of iterations from one update to the next. With None, masks never change.
@@ -66,13 +64,13 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             `criteria`.
         redistribute: How growth is divided among tensors: "gradient", "momentum", "nonzero", None (each tensor grows
             what it lost), or a criterion of `criteria`.
-        target: A function of the iteration that returns the overall sparsity, instead of `sparsity_level`. Budgets
-            follow it at every update.
+        target: A function of the iteration that returns the overall sparsity, instead of a level. Budgets follow it at
+            every update.
         seed: An int. Random choices depend on it, the tensor's name, the iteration and the purpose.
         state_init: The optimizer's second moment for a grown weight: "zero", or "grad" for the squared gradient. With
             "zero", Adam's first step is several times too large.
-        new_values: A function (weight, generator) that returns values for grown weights, in the weight's shape. None
-            (default) means zeros.
+        new_values: A function (weight, generator) that returns values for grown weights, in the weight's shape; zeros
+            by default.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
@@ -136,8 +134,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         """Register the optimizer or optimizers that train the sparsified parameters.
 
         In distributed training, call it after `fully_shard`, with an optimizer constructed after that. Masks are then
-        sharded like their weights, and the initial masks of weights that were on the meta device in `prepare` are
-        chosen.
+        sharded like their weights, and weights that were on the meta device in `prepare` get initial masks.
         """
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)

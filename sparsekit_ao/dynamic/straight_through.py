@@ -32,14 +32,13 @@ class StraightThrough(Calibrated, BudgetSparsifier):
             `ScopeSparsifier`; half of the blocks by default.
         backward_level: The fraction of blocks in each scope that gets no gradient. With 0 (default) all weights are
             trained, which is straight-through estimation (STE, arXiv 1308.3432). A level between 0 and `sparsity_level`
-            is Top-KAST (arXiv 2106.03517): the backward mask keeps more blocks than the forward mask, by the same
-            scores.
+            is Top-KAST (arXiv 2106.03517): the backward mask keeps more blocks, by the same scores.
         decay: A number >= 0 (0 by default). `decay * weight` is added to the gradient of weights that the forward mask
             drops, so that masks change less (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer
             given to `attach`, after any clipping.
 
     Raises:
-        SparsityError: The backward mask is smaller than the forward mask, `decay` is negative, or as for
+        SparsityError: The backward mask is smaller than the forward mask, or `decay` is negative; see
             `ScopeSparsifier`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False))

@@ -47,8 +47,7 @@ class UpdateStatistics:
 
     Attributes:
         iteration: The iteration of the update.
-        fraction: The fraction of the active blocks that was pruned; some of them may have grown again in the same
-            update.
+        fraction: The fraction of the active blocks that was pruned; some may have grown again in the same update.
         grown, pruned: {tensor_fqn: number of elements} that became active, and that became inactive.
         kept: {tensor_fqn: number of elements} that are active now.
 

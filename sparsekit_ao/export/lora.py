@@ -26,8 +26,8 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     Args:
         model: The model that `peft.get_peft_model` returned. Its active adapters are merged in place.
         sparsifier: The sparsifier, prepared before or after `get_peft_model`. Call its `squash_mask` after this, or
-            before adapters are added. Or a dict {name: mask}, as from `load_masks`, with names of the base model or of
-            `model`.
+            before adapters are added. Or a dict {name: mask}, as from `load_masks`, with the base model's names or
+            `model`'s.
 
     Returns:
         The base model without adapters, and a `Conversion`. Its notes give the fraction of each adapter's norm that the
@@ -36,8 +36,7 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
 
     Raises:
         SparsityError: There are no adapters, or some are already merged, disabled or not finite; or the base model has
-            no tensor with the name and shape of a mask; or a masked layer is in `modules_to_save`. Nothing is changed
-            then.
+            no tensor with the name and shape of a mask; or a masked layer is in `modules_to_save`. Nothing is changed.
 
     >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
     >>> merged.save_pretrained("merged")  # doctest: +SKIP

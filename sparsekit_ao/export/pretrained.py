@@ -38,8 +38,7 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     compacted model, the dense model's config and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`. It is not
-            changed.
+        model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`. Not changed.
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `shrink` or `compact` returned.
         path: The folder to write.
@@ -51,8 +50,7 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
 
     Raises:
         SparsityError: The model has no such method, or adapters that are not merged; or no tensor with the name and
-            shape of a mask, or one that is not zero where its mask drops; or a written file does not hold the masked
-            values.
+            shape of a mask, or one that is not zero where its mask drops; or a written file has other values.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file

@@ -27,8 +27,7 @@ def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion
         tensors: The weights that must fit, as for `export.check`. None (default) converts all that fit.
 
     Raises:
-        SparsityError: No weight is on CUDA, no weight fits, or one of `tensors` does not fit. The model is not changed
-            then.
+        SparsityError: No weight is on CUDA, no weight fits, or one of `tensors` does not fit. The model is not changed.
 
     >>> report = to_2_4(model.cuda())  # doctest: +SKIP
     """
@@ -68,8 +67,7 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
 
     The weight of a Linear (out, in) becomes `<name>.values` (out, in / 2), and `<name>.metadata` with two bits for each
     value. They take 56.25 % of the bytes of float16 and bfloat16, and 62.5 % of int8; -0.0 becomes 0. All other tensors
-    of the state dict are stored as they are, tied ones once. The report has the bytes of the dense tensors and of the
-    file.
+    of the state dict are stored as they are, tied ones once. The report has the bytes of dense tensors and file.
 
     Args:
         model: A squashed model in float16, bfloat16 or int8. float32 raises an error, since torch's packing does not
@@ -115,7 +113,7 @@ def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         SparsityError: Names, dtypes or shapes do not fit the model, or `pack_2_4` did not write the metadata. The model
-            is not changed then.
+            stays unchanged.
 
     >>> load_2_4(model, "packed.safetensors")  # doctest: +SKIP
     """

@@ -76,8 +76,8 @@ class ExportRow:
         shape, dtype: Its shape, and its dtype as text without "torch.".
         masked: Whether its mask is still there.
         density: The fraction that is not zero; 1 for an empty weight.
-        patterns: The structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured";
-            empty if it is dense.
+        patterns: The structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", "unstructured"; () if
+            it is dense.
         targets: {function of `export`: reasons why it does not take the weight}, without reasons if it does.
 
     >>> row = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4)))[0]

@@ -117,13 +117,12 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
-    In distributed training all ranks have the same models and equally many batches of their own; gradients are
-    averaged.
+    In distributed training all ranks have the same models and equally many own batches; gradients are averaged.
 
     Args:
         model: The pruned model, which is changed in place. It is masked, squashed, or made smaller by `shrink` or
-            `shrink_layers`. A block that remains after `shrink_layers` learns to give what the removed blocks after it
-            gave.
+            `shrink_layers`. A block that remains after `shrink_layers` also learns what the removed blocks after it
+            did.
         dense: The dense model that it was made from, with blocks of the same names and outputs of the same shapes.
         batches: Calibration data without labels, as for `one_shot`. More data helps more than more passes.
         forward: A function `(model, batch) -> outputs` that is called instead of the models.
@@ -141,8 +140,7 @@ def recover(
         device, stream_memory, checkpoint, progress: As for `one_shot`.
 
     Returns:
-        A `RecoveryReport` with a `BlockRow` for each block that was trained: its relative output error before and
-        after.
+        A `RecoveryReport` with a row for each block that was trained: its relative output error before and after.
 
     Raises:
         SparsityError: An argument does not fit, there are no batches, blocks of the models do not fit each other, or

@@ -146,8 +146,8 @@ def one_shot(
         checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
             as it was before, also in a new process: it continues from there and gives the same bits as a call that was
             never interrupted. In distributed training, every rank must see the folder.
-        progress: If True (default), show a progress bar on a terminal, and elsewhere write a line for each block to the
-            logger `sparsekit_ao`.
+        progress: If True (default), show a progress bar on a terminal, or else log a line for each block to
+            `sparsekit_ao`.
 
     Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
     layer changes. Each layer is then compensated by least squares when the pass reaches it, on inputs that were
@@ -237,9 +237,8 @@ def prune(
         pattern: One of `patterns`, or its text ("2:4"). None (default) drops single elements.
         batches, forward, token_mask, compensate: As for `one_shot`. Batches are inputs without labels, unless the score
             needs gradients; `forward` must then return the loss of a batch.
-        exclude: Tensors and modules to leave out: their names, globs or regular expressions, modules, or module
-            classes.
-        score: How much each weight matters; see `scores`. It chooses the masks only with `compensate=None` or
+        exclude: Tensors and modules to leave out: names, globs, regular expressions, modules or module classes.
+        score: How much each weight matters; see `scores`. It chooses masks only with `compensate=None` or
             `"least_squares"`.
         recover: If True, the kept weights of each block are trained to give the dense block's outputs before the next
             one is pruned; see `recover`. False by default.

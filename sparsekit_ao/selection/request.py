@@ -21,7 +21,7 @@ class Request:
         masks: {block spec: mask} for every block spec, in the parameters' shapes and of any dtype (1 = keep).
         keep: The number of blocks kept in each scope, already checked: an int, or an integer tensor of the scope grid's
             shape. A scope with fewer blocks keeps all of them.
-        values: The tensors that are scored, in the parameter's shape ({parameter: tensor} for several). None means the
+        values: The tensors that are scored, in the parameter's shape ({parameter: tensor} for several). None: the
             parameters.
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).

@@ -36,9 +36,10 @@ _REPLACED = (
 class MaskSparsifier(Trainable, Checkpointed):
     """Abstract base class of sparsifiers that can be called, copied, saved and resumed safely.
 
-    It derives from `torch_ao.BaseSparsifier`. A subclass fills the mask of one tensor in `update_mask(self, module,
-    tensor_name, **group)`, or all masks in `_update_all`. It may add config keys without a default (`optional_keys`),
-    complete an entry (`_complete`), and check one group (`_check_fit`) or all groups together (`_check_groups`).
+    It derives from `torch_ao.BaseSparsifier`. A subclass fills masks one by one in its method `update_mask(self,
+    module, tensor_name, **group)`, or all masks in `_update_all`. It may add config keys without a default
+    (`optional_keys`), complete an entry (`_complete`), and check one group (`_check_fit`) or all groups together
+    (`_check_groups`).
 
     Args:
         defaults: A dict of the config keys and their default values.
@@ -222,8 +223,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Return a context in which many forward passes (generation, evaluation) compute each masked weight only once.
 
         Inside it, `step` raises an error, and the optimizer must not run because changed weights would not be masked
-        again. It uses the cache of `torch.nn.utils.parametrize.cached`, which the parametrizations of all models in the
-        process share.
+        again. It uses the cache of `torch.nn.utils.parametrize.cached`, which all models in the process share.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> sparsifier = ScopeSparsifier()
@@ -248,7 +248,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Write zeros into the parameters and remove the masks.
 
         Args:
-            params_to_keep: Names of config keys. Their values are kept in a dict `sparse_params` on every sparsified
+            params_to_keep: Names of config keys. Their values are kept in `sparse_params`, a dict on every sparsified
                 module.
             params_to_keep_per_layer: {module name: config keys to keep for this module only}.
             model: A deep copy of the prepared model to squash in its place (an EMA or the best model so far). This

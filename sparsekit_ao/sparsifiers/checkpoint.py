@@ -88,14 +88,12 @@ class Checkpointed(BaseSparsifier):
         """Load the masks (in place) and groups of a state dict into this prepared sparsifier.
 
         Args:
-            state_dict: What `state_dict` returned; state dicts of torch.ao's sparsifiers are read too. It is not
-                changed.
-            strict: If True (default), both must have the same tensors. If False, only the tensors that both have are
-                loaded.
+            state_dict: What `state_dict` returned, also in torch.ao's sparsifiers. It is not changed.
+            strict: If True (default), both must have the same tensors. If False, only common tensors are loaded.
 
         Raises:
             SparsityError: The sparsifier is not prepared, or names, shapes or a structure do not fit. Nothing is
-                changed then.
+                changed.
 
         Warns:
             UserWarning: The sparsity levels differ. Those of the state dict are taken, and schedulers may change them.

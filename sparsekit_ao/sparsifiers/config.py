@@ -1,6 +1,6 @@
 """Checks config dicts and completes them to one group dict for each tensor that is sparsified.
 
-This module checks names, module classes and keys, and that tensors can be masked; `stages` and `structure` check the
+This module checks names, module classes and keys, and that tensors can be masked; `stages` and `structure` check
 values.
 """
 
@@ -66,8 +66,7 @@ def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> li
     """Return an entry for the weight of each Linear (also subclasses, transformers' Conv1D) and convolution, in order.
 
     The input projections of `nn.MultiheadAttention`, all matrices of `nn.RNN`, `nn.LSTM` and `nn.GRU`, and packed
-    experts have entries too. If `classes` are given, there is one entry for the weight of every module of these classes
-    instead.
+    experts have entries too. If `classes` are given, there is one entry for each of their modules instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]

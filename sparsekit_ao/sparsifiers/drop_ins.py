@@ -34,8 +34,8 @@ class WeightNormSparsifier(MaskSparsifier):
     have the weight's dtype. A subclass may override `update_mask`, which `step` then calls for every tensor.
 
     Args:
-        sparsity_level: Fraction of blocks that lose elements, in [0, 1]; 0.5 by default. A value outside is clamped,
-            with one warning.
+        sparsity_level: Fraction of blocks that lose elements, in [0, 1]; 0.5 by default. Others are clamped, with one
+            warning.
         sparse_block_shape: Two ints, the rows and columns of a block; (1, 4) by default.
         zeros_per_block: The number of elements that such a block loses; None (default) is all of them.
         norm: 1, 2 (default), or a function of the masked weight that returns a saliency for each element.

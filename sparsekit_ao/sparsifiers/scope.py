@@ -57,7 +57,7 @@ AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, si
 class BudgetSparsifier(MaskSparsifier):
     """Base class of sparsifiers that keep an exact number of blocks in every scope.
 
-    Subclasses decide when masks change (`_update_all`), and which structure keys they take. The arguments are those of
+    Subclasses decide when masks change (`_update_all`), and which structure keys they take. Arguments are as for
     `ScopeSparsifier`.
 
     >>> class Once(BudgetSparsifier):
@@ -192,8 +192,8 @@ class BudgetSparsifier(MaskSparsifier):
             The number of scopes that were checked, an int.
 
         Raises:
-            SparsityError: A scope is wrong. The error names every tensor with a wrong scope, the first such scope and
-                its count.
+            SparsityError: A scope is wrong. The error names all tensors with a wrong scope, the first scope and its
+                count.
         """
         if self._phase not in ("prepared", "squashed"):
             self.require_prepared("check")
@@ -369,9 +369,10 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         pattern: One of `patterns`, or its text ("2:4"), instead of shapes or axes. It adapts to the class of each
             module and the shape of its weight.
         norm: The norm of a block's elements that is its score: 1, 2 (default) or inf.
-        score: How much each element matters: one of `scores`, as a name or an object, or a function `(weight, name) ->
-            saliency`. Some, such as "wanda", need `calibrate` first. A block's score is the sum of its saliencies (the
-            mean if blocks differ in size); the highest are kept. None (default) scores by the norm of the weight.
+        score: How much each element matters: one of `scores`, by name or as an object, or else a function `(weight,
+            name) -> saliency`. Some, such as "wanda", need `calibrate` first. A block's score is the sum of its
+            saliencies (the mean if blocks differ in size); the highest are kept. None (default) scores by the norm of
+            the weight.
         edge: What happens if a block or scope does not divide a dimension. `"error"` (default) raises an error. With
             `"partial"` the last ones are smaller, and a scope with fewer blocks than `nnz` keeps all of them.
         block_coupling: A name (str). Blocks of tensors with the same name here are kept or dropped together.

@@ -25,8 +25,7 @@ class Trainable:
         """Register the optimizers that train the model; if masks depend on weights alone, they are only checked.
 
         Raises:
-            SparsityError: The state of an optimizer does not fit the model, for example because it was saved before
-                `prepare`.
+            SparsityError: The state of an optimizer does not fit the model, such as one saved before `prepare`.
         """
         refuse_misaligned_state(optimizer, self.model)
 

@@ -24,10 +24,8 @@ class AxisPattern:
     """Describe view, block and scope of a tensor by naming the factors of its dimensions.
 
     Args:
-        axes: A str with one entry for each dimension of the tensor, and several factors of one in brackets: `"o (s
-            m)"`.
-        unit: The axes that index blocks, as a str or a sequence of names. Their order decides which of two equal blocks
-            is kept.
+        axes: One entry for each dimension of the tensor, several factors of one in brackets: `"o (s m)"`.
+        unit: The axes that index blocks, as a str or a sequence of names. Their order breaks ties of equal blocks.
         scope: Those unit axes that index scopes. If there are none, the whole tensor is one scope.
         sizes: {axis: its length}, for axes whose length the tensor's shape does not determine.
         where: The first words of error messages.

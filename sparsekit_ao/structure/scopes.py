@@ -77,8 +77,7 @@ class SparseScope(Thresholded):
 
     Arguments called `values` have the parameter's shape (for several parameters, a mapping {parameter: tensor}); None
     means the parameters themselves. A budget `nnz` is the number of blocks kept in each scope: an int, or an integer
-    tensor of the scope grid's shape. `grid_shape` is the number of scopes along each dimension of the aligned scope
-    grid.
+    tensor of the scope grid's shape. `grid_shape` is the number of scopes along each dimension of the aligned grid.
     """
 
     _grid_name = "scope grid"

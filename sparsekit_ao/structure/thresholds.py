@@ -1,8 +1,7 @@
 """Hard and soft thresholding of blocks, in place.
 
 Soft thresholding is the proximal map of `t ||.||_2`: that of the group lasso (Yuan and Lin 2006), or one in which a
-positive diagonal, such as Adam's preconditioner, weights the distance. Both compute in float64, a part of the blocks at
-a time.
+positive diagonal, such as Adam's preconditioner, weights the distance. Both compute in float64, part by part.
 """
 
 import math
@@ -82,18 +81,16 @@ class Thresholded(ABC):
 
         Args:
             thresholds: The values of t >= 0: a number, or a tensor that broadcasts to the grid.
-            conditioners: Positive diagonals in the parameters' shapes, such as Adam's preconditioner. None (default) is
-                the Euclidean map.
+            conditioners: Positive diagonals in the parameters' shapes, such as Adam's preconditioner. None is
+                Euclidean.
             scale: Multiply each t by sqrt(elements of the block), so that t is per element.
-            max_iter: The largest number of Newton steps with `conditioners`; by default as many as are needed, usually
-                about four.
+            max_iter: The largest number of Newton steps with `conditioners`; by default as many as needed, about four.
             atol: The error |phi - 1| (see `shrink_conditioned`) that is accepted after `max_iter` steps; by default
                 1e-6, or 1e-12 for float64.
             eps: Added to the conditioners (Adam's epsilon).
 
         Raises:
-            SparsityError: A threshold is negative or NaN, a conditioner is not positive, or `max_iter` steps were too
-                few.
+            SparsityError: A threshold is negative or NaN, a conditioner is not positive, or `max_iter` is too small.
 
         >>> from sparsekit_ao import BlockSpec
         >>> w = torch.tensor([[3.0, 4.0, 0.3, 0.4]])
