@@ -36,10 +36,10 @@ _REPLACED = (
 class MaskSparsifier(Trainable, Checkpointed):
     """Abstract base class of sparsifiers that can be called, copied, saved and resumed safely.
 
-    It derives from `torch_ao.BaseSparsifier`. A subclass fills masks one by one in its method `update_mask(self,
-    module, tensor_name, **group)`, or all masks in `_update_all`. It may add config keys without a default
-    (`optional_keys`), complete an entry (`_complete`), and check one group (`_check_fit`) or all groups together
-    (`_check_groups`).
+    It derives from `torch_ao.BaseSparsifier`. A subclass fills masks one by one in
+    `update_mask(self, module, tensor_name, **group)`, or all masks in `_update_all`. It may add config keys without a
+    default (`optional_keys`), complete an entry (`_complete`), and check one group (`_check_fit`) or all groups
+    together (`_check_groups`).
 
     Args:
         defaults: A dict of the config keys and their default values.

@@ -59,9 +59,9 @@ class ProximalSparsifier(BudgetSparsifier):
             of a strength. Schedulers may change the level.
         optimizer: The optimizer or optimizers that train the sparsified parameters. They may also be given to `attach`
             later. Budgets with `conditioner=None` need no optimizer.
-        conditioner: How D is found. "auto" (default) knows SGD, Adam, AdamW, RMSprop and Adagrad. With None it is `D =
-            1 / lr` for any optimizer. A function `(optimizer, parameter) -> D` returns a positive number, or a positive
-            tensor of the parameter's shape.
+        conditioner: How D is found. "auto" (default) knows SGD, Adam, AdamW, RMSprop and Adagrad. None takes
+            `D = 1 / lr` with any optimizer. A function `(optimizer, parameter) -> D` returns a positive number, or a
+            positive tensor of the parameter's shape.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, edge, block_coupling,
             coupling_order, scope_coupling, stages: as for `ScopeSparsifier`.
 

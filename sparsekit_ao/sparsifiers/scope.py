@@ -369,10 +369,10 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         pattern: One of `patterns`, or its text ("2:4"), instead of shapes or axes. It adapts to the class of each
             module and the shape of its weight.
         norm: The norm of a block's elements that is its score: 1, 2 (default) or inf.
-        score: How much each element matters: one of `scores`, by name or as an object, or else a function `(weight,
-            name) -> saliency`. Some, such as "wanda", need `calibrate` first. A block's score is the sum of its
-            saliencies (the mean if blocks differ in size); the highest are kept. None (default) scores by the norm of
-            the weight.
+        score: How much each element matters: one of `scores`, as a name or an object, or a function
+            `(weight, name) -> saliency`. Some, such as "wanda", need `calibrate` first. A block's score is the sum of
+            its saliencies (the mean if blocks differ in size); the highest are kept. None (default) scores by the norm
+            of the weight.
         edge: What happens if a block or scope does not divide a dimension. `"error"` (default) raises an error. With
             `"partial"` the last ones are smaller, and a scope with fewer blocks than `nnz` keeps all of them.
         block_coupling: A name (str). Blocks of tensors with the same name here are kept or dropped together.
