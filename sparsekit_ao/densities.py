@@ -1,7 +1,7 @@
-"""Densities: how an overall budget is distributed over tensors, from their shapes.
+"""Densities: functions that distribute an overall budget over tensors by their shapes.
 
-A distribution returns the density of every tensor (the fraction that is kept); `allocate` rounds ideal numbers of kept
-elements to integers with an exact sum.
+Each function returns the density of every tensor, which is the fraction of its elements that is kept. `power` describes
+their arguments. `allocate` rounds ideal numbers of kept elements to integers with an exact sum.
 """
 
 import math
@@ -16,7 +16,7 @@ Densities = Callable[[Shapes, float, Mapping[str, float]], dict[str, float]]
 
 
 def uniform(shapes: Shapes, density: float, fixed: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The same density for every tensor without a fixed one.
+    """Return the same density for every tensor that has no fixed one.
 
     >>> uniform({"a": (4, 4), "b": (2, 8)}, 0.25, {"a": 0.5})
     {'a': 0.5, 'b': 0.0}
@@ -25,7 +25,7 @@ def uniform(shapes: Shapes, density: float, fixed: Mapping[str, float] | None = 
 
 
 def erdos_renyi(shapes: Shapes, density: float, fixed: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Density in proportion to (d0 + d1) / (d0 d1), higher for small layers (SET, arXiv 1707.04780).
+    """Return densities in proportion to (d0 + d1) / (d0 d1), higher for small layers (SET, arXiv 1707.04780).
 
     Tensors whose density would exceed 1 become dense, and the others are scaled to keep the overall density.
 
@@ -37,7 +37,7 @@ def erdos_renyi(shapes: Shapes, density: float, fixed: Mapping[str, float] | Non
 
 
 def erdos_renyi_kernel(shapes: Shapes, density: float, fixed: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Density in proportion to sum(shape) / prod(shape): kernel sizes count too (ERK of RigL, arXiv 1911.11134).
+    """Return densities in proportion to sum(shape) / prod(shape), so kernel sizes count (ERK, arXiv 1911.11134).
 
     >>> densities = erdos_renyi_kernel({"1": (300, 784), "2": (100, 300), "3": (10, 100)}, 0.1)
     >>> {name: round(d, 5) for name, d in densities.items()}
@@ -54,21 +54,22 @@ def power(
     exponent: float = 1.0,
     kernel: bool = True,
 ) -> dict[str, float]:
-    """Density in proportion to a power of the Erdos-Renyi ratio: 0 is uniform, 1 is ER or ERK.
+    """Return densities in proportion to a power of the Erdos-Renyi ratio.
 
     Args:
-        shapes: {name: shape} in elements, also of tensors that are pruned in blocks: a layer's density does not depend
-            on its block shape.
-        density: The fraction of all elements together that is kept, in [0, 1].
-        fixed: {name: density} of tensors with a density of their own. The others are scaled to keep the overall one.
-        exponent: The exponent of the ratio, at least 0.
-        kernel: Use sum(shape) / prod(shape), else the same of the first two dimensions alone.
+        shapes: {name: shape of the tensor}, in elements even if the tensor is pruned in blocks, so that a layer's
+            density does not depend on its block shape.
+        density: The fraction of the elements of all tensors together that is kept, in [0, 1].
+        fixed: {name: density} for tensors with a density of their own. The others are scaled to keep the overall one.
+        exponent: The exponent of the ratio, at least 0: 0 gives uniform densities, 1 (default) gives ER or ERK.
+        kernel: If True (default), the ratio is sum(shape) / prod(shape), as in ERK; if False, only of two dimensions
+            (ER).
 
     Returns:
         {name: density in [0, 1]}, in the order of `shapes`; weighted by size they average to `density`.
 
     Raises:
-        SparsityError: A density outside [0, 1], an unknown name, or an overall density that fixed ones make impossible.
+        SparsityError: A density is outside [0, 1], a name is unknown, or fixed densities contradict the overall one.
 
     >>> densities = power({"wide": (100, 100), "narrow": (10, 10)}, 0.1, exponent=0.5)
     >>> {name: round(d, 3) for name, d in densities.items()}
@@ -128,7 +129,7 @@ def shares(weights: Sequence[float], total: float, capacity: Sequence[float]) ->
 def allocate(
     ideals: Sequence[float], total: int, low: Sequence[int], high: Sequence[int], unit: Sequence[int]
 ) -> list[int]:
-    """Integers near the ideals with the sum `total`: rounded down, then up in the order of the largest remainders.
+    """Round real numbers to integers whose sum is `total`: first down, then up those of the largest remainders.
 
     Args:
         ideals: Real numbers whose sum is about `total`.

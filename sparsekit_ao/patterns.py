@@ -1,8 +1,10 @@
-"""Common structures by name, which adapt to the class of a module and the shape of its weight.
+"""Common structures by name. They adapt to the class of a module and the shape of its weight.
 
-A pattern is given in a config entry or as a sparsifier's default, as `pattern=` or unpacked (`**`), to the same effect.
-It finds which dimension of a weight holds outputs and which inputs, for Linear, convolutions, transposed convolutions
-and transformers' `Conv1D` (both stored transposed), and packed experts `(experts, out, in)`.
+A pattern can be given in a config entry or as a sparsifier's default, either as `pattern=` or unpacked (`**`), with the
+same effect. It knows which dimension of a weight holds outputs and which holds inputs in Linear layers, convolutions,
+transposed convolutions and transformers' `Conv1D` (both stored transposed), and packed experts `(experts, out, in)`.
+Functions with a `sparsity_level` take the fraction of blocks to drop, in [0, 1]; None takes that of the entry or the
+sparsifier.
 
 >>> from sparsekit_ao import patterns
 >>> {"tensor_fqn": "fc.weight", **patterns.n_m(2, 4)}
@@ -43,13 +45,13 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pattern:
-    """One structure; made by the functions of this module.
+    """A structure that adapts to each weight; the functions of this module return it.
 
     Attributes:
         kind: The name of the function.
-        arguments: Its whole numbers.
-        sparsity_level: Fraction of blocks dropped; None takes the entry's or the sparsifier's.
-        is_transposed: Whether the weight is (..., inputs, outputs), where its module has no class that tells.
+        arguments: The whole numbers that the function was called with.
+        sparsity_level: Fraction of blocks dropped, in [0, 1]; None takes that of the config entry or the sparsifier.
+        is_transposed: Whether the weight is stored as (..., inputs, outputs), for modules whose class does not tell.
 
     >>> pattern = unstructured(0.9)
     >>> pattern.resolve(nn.Linear(8, 4), "weight")
@@ -77,13 +79,13 @@ class Pattern:
         return {"n_m": "nnz", "v_n_m": "stages"}.get(self.kind, level)
 
     def resolve(self, module: nn.Module, tensor_name: str, tensor: Tensor | None = None, where: str = "") -> Keys:
-        """The config keys that this pattern amounts to on one tensor.
+        """Return the config keys that the pattern stands for on one tensor.
 
         Args:
             module: The tensor's module, whose class determines the order of the dimensions.
             tensor_name: The tensor's name in the module.
-            tensor: The tensor, if the module does not hold it by that name as it is.
-            where: First words of error messages.
+            tensor: The tensor itself, if the module does not hold it under that name.
+            where: The first words of error messages.
 
         Raises:
             SparsityError: The tensor has no such dimension, or the numbers do not fit it.
@@ -146,7 +148,7 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
 
 
 def parse(text: Any, where: str = "") -> Pattern:
-    """Return the pattern of a text: "2:4", "32:2:8" (V:N:M), "4x1" (blocks), or a name such as "rows".
+    """Return the pattern that a text names: "2:4", "32:2:8" (V:N:M), "4x1" (blocks), or a name such as "rows".
 
     >>> parse("2:4"), parse("32:2:8"), parse("16x16"), parse("rows")
     (patterns.n_m(2, 4), patterns.v_n_m(32, 2, 8), patterns.blocks(16, 16), patterns.rows())
@@ -164,7 +166,7 @@ def parse(text: Any, where: str = "") -> Pattern:
 
 
 def unstructured(sparsity_level: float | None = None) -> Pattern:
-    """Single elements over the whole tensor, of any rank.
+    """Drop single elements, which compete over the whole tensor of any rank.
 
     >>> unstructured(0.9).resolve(nn.Conv2d(3, 8, 3), "weight")
     {'block_shape': (), 'scope_shape': (), 'sparsity_level': 0.9}
@@ -173,7 +175,7 @@ def unstructured(sparsity_level: float | None = None) -> Pattern:
 
 
 def n_m(n: int, m: int) -> Pattern:
-    """Keep n of every m consecutive inputs (2:4, 1:4, ...); of a convolution, n of every m input channels.
+    """Keep n of every m consecutive inputs (2:4, 1:4, ...); in a convolution, n of every m input channels.
 
     >>> n_m(2, 4).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (1, 1), 'scope_shape': (1, 4), 'nnz': 2}
@@ -185,7 +187,9 @@ def n_m(n: int, m: int) -> Pattern:
 
 
 def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Pattern:
-    """Blocks of rows x columns (outputs x inputs) over the whole tensor; of a convolution, at each kernel position.
+    """Drop blocks of rows x columns (outputs x inputs), which compete over the whole tensor.
+
+    In a convolution, there are such blocks at each kernel position.
 
     >>> blocks(4, 2).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (4, 2), 'scope_shape': ()}
@@ -197,7 +201,7 @@ def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Patt
 
 
 def row_groups(rows: int, sparsity_level: float | None = None) -> Pattern:
-    """Groups of rows that keep the same inputs, as many in each group; `export.to_gathered` makes them fast.
+    """Let every group of `rows` rows keep the same inputs, equally many in each; `export.to_gathered` makes it fast.
 
     >>> row_groups(4).resolve(nn.Linear(8, 16), "weight")
     {'block_shape': (4, 1), 'scope_shape': (1, -1)}
@@ -209,7 +213,7 @@ def row_groups(rows: int, sparsity_level: float | None = None) -> Pattern:
 
 
 def rows(sparsity_level: float | None = None) -> Pattern:
-    """Whole output units: rows of a Linear, filters of a convolution; units compete within each expert.
+    """Drop whole output units: rows of a Linear, filters of a convolution. In packed experts, each expert is a scope.
 
     >>> rows(0.5).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (1, -1), 'scope_shape': (), 'sparsity_level': 0.5}
@@ -218,7 +222,7 @@ def rows(sparsity_level: float | None = None) -> Pattern:
 
 
 def columns(sparsity_level: float | None = None) -> Pattern:
-    """Whole inputs: columns of a Linear, input channels of a convolution; units compete within each expert.
+    """Drop whole inputs: columns of a Linear, input channels of a convolution. In packed experts, each is a scope.
 
     >>> columns(0.5).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (-1, 1), 'scope_shape': (), 'sparsity_level': 0.5}
@@ -227,7 +231,7 @@ def columns(sparsity_level: float | None = None) -> Pattern:
 
 
 def filters(sparsity_level: float | None = None) -> Pattern:
-    """Whole filters (output channels) of a convolution, and rows of a Linear; as `rows`.
+    """Drop whole filters (output channels) of a convolution, and rows of a Linear, as `rows` does.
 
     >>> filters().resolve(nn.Conv2d(3, 8, 3), "weight")
     {'block_shape': (1, -1, -1, -1), 'scope_shape': ()}
@@ -236,7 +240,7 @@ def filters(sparsity_level: float | None = None) -> Pattern:
 
 
 def heads(count: int, sparsity_level: float | None = None) -> Pattern:
-    """Whole attention heads of one projection, whose outputs are `count` heads of equal size.
+    """Drop whole attention heads of one projection, whose outputs are `count` heads of equal size.
 
     >>> heads(4).resolve(nn.Linear(8, 16), "weight")["block_shape"]  # of the view (4 heads, 4 rows, 8 inputs)
     (1, -1, -1)
@@ -248,7 +252,7 @@ def heads(count: int, sparsity_level: float | None = None) -> Pattern:
 
 
 def v_n_m(v: int, n: int, m: int) -> Pattern:
-    """V:N:M (arXiv 2310.02065): of m columns keep 4 for every v rows together, then n of those 4 in each row.
+    """Keep 4 of every m columns for v rows together, then n of those 4 in each row: V:N:M (arXiv 2310.02065).
 
     >>> v_n_m(2, 2, 8).resolve(nn.Linear(8, 4), "weight")["stages"][0]
     {'block_shape': (2, 1), 'scope_shape': (1, 8), 'nnz': 4}
@@ -261,7 +265,7 @@ def v_n_m(v: int, n: int, m: int) -> Pattern:
 
 @dataclass(frozen=True)
 class SplitDimension:
-    """A view function: one dimension of the weight split into `count` equal parts."""
+    """A view function that splits one dimension of the weight into `count` equal parts."""
 
     count: int
     dim: int

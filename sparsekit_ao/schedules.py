@@ -1,4 +1,4 @@
-"""Schedules: functions from a step to a number, without state; `ScheduleSL`, a scheduler over them.
+"""Schedules, which are functions of the step without state, and `ScheduleSL`, a scheduler that uses them.
 
 The number is either a target sparsity (`cubic` of Zhu and Gupta) or the fraction of the active weights to replace in an
 update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
@@ -31,7 +31,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(value: float) -> Schedule:
-    """Always `value`.
+    """Return a schedule whose value is always `value`.
 
     >>> constant(0.5)(1000)
     0.5
@@ -41,7 +41,7 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
-    """Linear from `start` at step `begin` to `end` at step `begin + steps`, and `end` from then on.
+    """Return a schedule that is linear from `start` at step `begin` to `end` at step `begin + steps` and later.
 
     >>> [linear(1.0, 0.0, 4)(t) for t in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
@@ -50,7 +50,9 @@ def linear(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
 
 
 def cosine(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
-    """Half a cosine from `start` at step `begin` to `end` at `begin + steps` and later (RigL, arXiv 1911.11134).
+    """Return a schedule that falls or rises by half a cosine (RigL, arXiv 1911.11134).
+
+    It is `start` up to step `begin`, and `end` from step `begin + steps` on.
 
     >>> [round(cosine(0.3, 0.0, 10)(t), 4) for t in (1, 5, 10, 11)]
     [0.2927, 0.15, 0.0, 0.0]
@@ -59,9 +61,10 @@ def cosine(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
 
 
 def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
-    """Target sparsity `end + (start - end) (1 - (t - begin) / steps)^3` (Zhu and Gupta, arXiv 1710.01878).
+    """Return the schedule of gradual magnitude pruning, a cubic (Zhu and Gupta, arXiv 1710.01878).
 
-    `start` before `begin`, `end` from `begin + steps` on.
+    At step t its value is `end + (start - end) (1 - (t - begin) / steps)^3`. It is `start` before step `begin`, and
+    `end` from step `begin + steps` on.
 
     >>> s = cubic(0.0, 0.8, 900, begin=100)
     >>> [round(s(t) - s(t - 100), 4) for t in (200, 300, 900, 1000)]
@@ -71,7 +74,7 @@ def cubic(start: float, end: float, steps: int, begin: int = 0) -> Schedule:
 
 
 def difference(schedule: Schedule, interval: int) -> Schedule:
-    """What a schedule adds in one interval: `schedule(t) - schedule(t - interval)`.
+    """Return the schedule of what another one adds in each interval: `schedule(t) - schedule(t - interval)`.
 
     >>> [round(difference(cubic(0.0, 0.8, 900, begin=100), 100)(t), 4) for t in (200, 300, 900, 1000)]
     [0.2381, 0.1855, 0.0077, 0.0011]
@@ -82,7 +85,7 @@ def difference(schedule: Schedule, interval: int) -> Schedule:
 
 
 def drop_fraction(target: float, now: float) -> float:
-    """The fraction of the active weights to drop for a change of sparsity from `now` to `target`; at least 0.
+    """Return the fraction of active weights to drop (at least 0) so that sparsity changes from `now` to `target`.
 
     >>> round(drop_fraction(0.9, 0.8), 4), drop_fraction(0.5, 0.8), drop_fraction(1.0, 1.0)
     (0.5, 0.0, 0.0)
@@ -94,11 +97,11 @@ def drop_fraction(target: float, now: float) -> float:
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after another; each counts its steps from its own boundary.
+    """Return a schedule that follows several ones, one after the other.
 
     Args:
-        schedules: At least one.
-        boundaries: The step at which each schedule but the first begins, increasing.
+        schedules: A sequence of at least one schedule. Each counts its steps from its own boundary.
+        boundaries: The steps at which all schedules but the first begin, in increasing order.
 
     >>> s = join([constant(0.0), linear(1.0, 0.0, 2)], [10])
     >>> [s(t) for t in (9, 10, 11, 12)]
@@ -116,7 +119,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 @dataclass(frozen=True)
 class UpdateInterval:
-    """In which steps, counted from 1, masks are updated: multiples of `update_every`, the last one at `until`.
+    """The steps (counted from 1) in which masks are updated: multiples of `update_every`, up to `until`.
 
     >>> [step for step in range(1, 20) if UpdateInterval(3, until=9).is_due(step)]
     [3, 6, 9]
@@ -135,11 +138,11 @@ class UpdateInterval:
                 )
 
     def is_due(self, step: int) -> bool:
-        """Whether masks are updated in a step."""
+        """Return whether masks are updated in a step."""
         return step % self.update_every == 0 and (self.until is None or step <= self.until)
 
     def is_over(self, step: int) -> bool:
-        """Whether masks are never updated after a step."""
+        """Return whether masks are never updated after a step."""
         return self.until is not None and step >= self.until - self.until % self.update_every
 
 
@@ -203,17 +206,19 @@ def _check_schedules(what: str, schedules: Sequence[Any]) -> None:
 class ScheduleSL(BaseScheduler):
     """Set every group's sparsity level to `schedule(step)`, and update masks only every `interval` steps.
 
-    The loop is `optimizer.step(); sparsifier.step(); scheduler.step()`, and `sparsifier.step()` once more
-    after it, for the last level. Construct it after `sparsifier.prepare`; construction counts as step 0.
+    The training loop calls `optimizer.step(); sparsifier.step(); scheduler.step()`. After the loop, call
+    `sparsifier.step()` once more to apply the last level. Construct the scheduler after `sparsifier.prepare`;
+    construction counts as step 0.
 
     Args:
         sparsifier: A prepared sparsifier.
-        schedule: Step -> level in [0, 1], or a list with one for each group.
-        interval: Levels and masks are updated at steps that are multiples of this.
-        last_epoch: The step before the first; -1 starts at 0.
+        schedule: A function of the step that returns a level in [0, 1], or a list with one function for each group.
+        interval: Levels and masks are updated at steps that are multiples of this; 1 by default.
+        last_epoch: The number of the step before the first one; -1 (default) starts at step 0.
 
     Raises:
-        SparsityError: The sparsifier is not prepared, an interval below 1, or another number of schedules than groups.
+        SparsityError: The sparsifier is not prepared, the interval is below 1, or schedules and groups differ in
+            number.
 
     >>> from sparsekit_ao import ScopeSparsifier, schedules
     >>> sparsifier = ScopeSparsifier()
@@ -250,7 +255,7 @@ class ScheduleSL(BaseScheduler):
         super().__init__(sparsifier, last_epoch, verbose)
 
     def get_sl(self) -> list[float]:
-        """The levels of this step: new ones at a multiple of the interval, else the present ones."""
+        """Return the levels of this step: new ones at a multiple of the interval, else the present ones."""
         if self.last_epoch % self.interval:
             return [group["sparsity_level"] for group in self.sparsifier.groups]
         levels = [schedule(self.last_epoch) for schedule in self.schedules]
@@ -268,7 +273,7 @@ class ScheduleSL(BaseScheduler):
         self.sparsifier.enable_mask_update = self.last_epoch % self.interval == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and levels, without the sparsifier and the schedules; `torch.load(weights_only=True)` reads it."""
+        """Return counters and levels, without the sparsifier and the schedules, for `torch.load(weights_only=True)`."""
         return {k: v for k, v in self.__dict__.items() if k not in ("sparsifier", "schedules")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

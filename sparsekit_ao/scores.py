@@ -1,9 +1,10 @@
-"""Scores: how much every weight matters, from the weight and from statistics of calibration data.
+"""Scores, which tell how much every weight matters, from the weight and from statistics of calibration data.
 
 A score is a function `(weight, name) -> saliency`, or an object with `needs` (some of `calibration.NEEDS`), which is
-called as `(weight, statistics) -> saliency`. All tensors have the parameter's own shape, whatever view, axes or blocks
-the pattern takes. A block's score is the sum of its elements' saliencies (the mean where blocks differ in size). Names
-work too: `score="wanda"`. Calibrate before `step` where a score needs statistics:
+called as `(weight, statistics) -> saliency`. It returns the saliency of every element, in the parameter's own shape,
+whatever view, axes or blocks the pattern has. A block's score is the sum of the saliencies of its elements (the mean if
+blocks differ in size). The scores of this module can be given by name: `score="wanda"`. If a score needs statistics,
+calibrate before `step`:
 
 >>> import sparsekit_ao
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
@@ -53,7 +54,7 @@ _AT_ONCE = 1 << 24  # elements of inverses of blocks that are stored at once
 
 
 class BuiltInScore:
-    """Base class of the scores of this module, which are called with the statistics of their weight.
+    """Base class of the scores of this module, which are called as `score(weight, statistics)`.
 
     A score of your own needs no base class, only `needs`:
 
@@ -64,8 +65,8 @@ class BuiltInScore:
     ...         return statistics.input_square.expand_as(weight)
 
     Attributes:
-        needs: The statistics to collect, some of `calibration.NEEDS`.
-        uses_blocks: Whether it is called with the block of each element as a third argument.
+        needs: Names of the statistics to collect, from `calibration.NEEDS`.
+        uses_blocks: Whether the score is called with the block of each element as a third argument.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -81,7 +82,7 @@ class BuiltInScore:
 
 @dataclass(frozen=True)
 class magnitude(BuiltInScore):
-    """|w|.
+    """Score a weight by its absolute value, |w|.
 
     >>> sparsekit_ao.scores.saliency_of(magnitude(), torch.tensor([1.0, -3.0]), "fc.weight")
     tensor([1., 3.])
@@ -93,7 +94,7 @@ class magnitude(BuiltInScore):
 
 @dataclass(frozen=True)
 class random(BuiltInScore):
-    """Uniform in [0, 1), by seed and tensor name: the same on every device and every rank.
+    """Score at random, uniformly in [0, 1); the same on every device and rank for one seed and tensor name.
 
     >>> a, b = (sparsekit_ao.scores.saliency_of(random(seed=1), torch.ones(3), "fc.weight") for _ in range(2))
     >>> torch.equal(a, b)
@@ -109,9 +110,9 @@ class random(BuiltInScore):
 
 @dataclass(frozen=True)
 class scale(BuiltInScore):
-    """|w| of vectors other than biases, 0 elsewhere: units score by their BatchNorm's scale (arXiv 1708.06519).
+    """Score a unit by the absolute scale of its norm layer, such as BatchNorm (Network Slimming, arXiv 1708.06519).
 
-    Of units without a norm all scores are 0.
+    The score is |w| for vectors other than biases, and 0 for all other tensors. Units without a norm layer score 0.
 
     >>> sparsekit_ao.scores.saliency_of(scale(), torch.tensor([1.0, -3.0]), "norm.weight")
     tensor([1., 3.])
@@ -126,9 +127,9 @@ class scale(BuiltInScore):
 
 @dataclass(frozen=True)
 class lamp(BuiltInScore):
-    """w^2 / (the sum of the squares of the tensor's weights that are at least as large) (arXiv 2010.07611).
+    """Score by LAMP: w^2, divided by the sum of the squares of all weights at least as large (arXiv 2010.07611).
 
-    Of equal weights the first counts as the larger one.
+    The sum is over the weights of one tensor. Among equal weights, the first counts as the larger one.
 
     >>> sparsekit_ao.scores.saliency_of(lamp(), torch.tensor([1.0, -3.0, 2.0]), "fc.weight")
     tensor([0.0714, 1.0000, 0.3077])
@@ -142,7 +143,9 @@ class lamp(BuiltInScore):
 
 @dataclass(frozen=True)
 class wanda(BuiltInScore):
-    """|w_ij| * sqrt(G_jj), G = X^T X of the layer's inputs (arXiv 2306.11695, where a scope is a row).
+    """Score by Wanda: |w_ij| * sqrt(G_jj), where G = X^T X for the inputs X of the layer (arXiv 2306.11695).
+
+    In the paper, every row of the weight is a scope.
 
     >>> sparsekit_ao.ScopeSparsifier(score=wanda()).defaults["score"].needs
     ('input_square',)
@@ -156,7 +159,9 @@ class wanda(BuiltInScore):
 
 @dataclass(frozen=True)
 class ria(BuiltInScore):
-    """(|w| / its row's sum + |w| / its column's sum) * sqrt(G_jj)^alpha (ICLR 2024, OpenReview Tr0lPx9woF).
+    """Score by relative importance and activations, RIA (ICLR 2024, OpenReview Tr0lPx9woF).
+
+    The score is (|w| / sum of |w| in its row + |w| / sum of |w| in its column) * sqrt(G_jj)^alpha, G as in `wanda`.
 
     >>> sparsekit_ao.ScopeSparsifier(score=ria(alpha=0.5)).defaults["score"].needs
     ('input_square',)
@@ -174,7 +179,7 @@ class ria(BuiltInScore):
 
 @dataclass(frozen=True)
 class obd(BuiltInScore):
-    """w^2 G_jj / 2 (Optimal Brain Damage, LeCun et al. 1989).
+    """Score by Optimal Brain Damage: w^2 G_jj / 2, with G as in `wanda` (LeCun et al. 1989).
 
     >>> sparsekit_ao.ScopeSparsifier(score=obd()).defaults["score"].needs
     ('input_square',)
@@ -188,7 +193,9 @@ class obd(BuiltInScore):
 
 @dataclass(frozen=True)
 class obs(BuiltInScore):
-    """w^2 / (2 C_jj), C = (G + damp * mean(diag G) I)^-1 (Optimal Brain Surgeon, Hassibi and Stork 1992).
+    """Score by Optimal Brain Surgeon (Hassibi and Stork 1992).
+
+    The score is w^2 / (2 C_jj), where C = (G + damp * mean(diag G) I)^-1, with G as in `wanda`.
 
     >>> sparsekit_ao.ScopeSparsifier(score=obs(damp=0.01)).defaults["score"].needs
     ('input_gram',)
@@ -204,9 +211,10 @@ class obs(BuiltInScore):
 
 @dataclass(frozen=True)
 class obs_block(BuiltInScore):
-    """Sum over rows of w_b^T (C_bb)^-1 w_b / 2 for the columns b of a block: its joint saliency (S3, arXiv 2604.11315).
+    """Score a block by the joint error of dropping all of it, a block form of `obs` (S3, arXiv 2604.11315).
 
-    An element's share is w_i ((C_bb)^-1 w_b)_i / 2, which may be negative; blocks sum them up.
+    For the columns b of a block, it is the sum over rows of w_b^T (C_bb)^-1 w_b / 2, with C as in `obs`. The share of
+    one element is w_i ((C_bb)^-1 w_b)_i / 2, which may be negative.
 
     >>> sparsekit_ao.ScopeSparsifier(score=obs_block()).defaults["score"].needs
     ('input_gram',)
@@ -263,7 +271,7 @@ def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class taylor(BuiltInScore):
-    """|w * g|, g summed over batches (arXiv 1906.10771).
+    """Score by the first-order Taylor term |w * g|, where g is the gradient summed over batches (arXiv 1906.10771).
 
     >>> sparsekit_ao.ScopeSparsifier(score=taylor()).defaults["score"].needs
     ('gradient',)
@@ -277,7 +285,7 @@ class taylor(BuiltInScore):
 
 @dataclass(frozen=True)
 class fisher(BuiltInScore):
-    """w^2 * E[g^2], the mean over batches: the diagonal of the empirical Fisher information.
+    """Score by the diagonal of the empirical Fisher information: w^2 * E[g^2], with the mean over batches.
 
     >>> sparsekit_ao.ScopeSparsifier(score=fisher()).defaults["score"].needs
     ('gradient_square',)
@@ -291,7 +299,9 @@ class fisher(BuiltInScore):
 
 @dataclass(frozen=True)
 class movement(BuiltInScore):
-    """-w * g summed over training steps, `with sparsifier.calibrate():` around them (arXiv 2005.07683).
+    """Score by movement pruning: -w * g, summed over training steps (arXiv 2005.07683).
+
+    Put the training steps inside `with sparsifier.calibrate():`, as here:
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
     >>> model[0].weight = torch.nn.Parameter(torch.tensor([[2.0, 1.0]]))
@@ -318,10 +328,10 @@ NAMES: dict[str, Score] = {
 
 
 def parse_score(value: object, where: str) -> Score | None:
-    """The score of a config value: a name, a function, an object with `needs`, or None.
+    """Return the score of a config value: a name, a function, an object with `needs`, or None.
 
     Raises:
-        SparsityError: An unknown name, not callable, or unknown needs.
+        SparsityError: The name is unknown, the value cannot be called, or its `needs` are unknown.
     """
     if value is None:
         return None
@@ -349,7 +359,7 @@ def parse_score(value: object, where: str) -> Score | None:
 
 
 def needs_of(score: object) -> tuple[str, ...]:
-    """The statistics that a score needs."""
+    """Return the names of the statistics that a score needs."""
     return tuple(getattr(score, "needs", ()))
 
 
@@ -359,12 +369,12 @@ def saliency_of(
     """Call a score for one weight and check what it returns.
 
     Args:
-        score: Called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`. One that is not
-            built in gets a copy of the weight, so that it may work in place.
-        weight, name: The dense weight, whole, detached, and its `tensor_fqn`.
+        score: Called as `score(weight, name)`, or as `score(weight, statistics)` if it has `needs`. A score that is not
+            built in gets a copy of the weight, so it may work in place.
+        weight, name: The whole dense weight, detached, and its `tensor_fqn`.
         statistics: What was recorded for this weight, if anything was.
-        blocks: Gives the block of each element, int64 in the weight's shape, the third argument of a score with
-            `uses_blocks`.
+        blocks: A function that returns the number of the block of each element, int64 in the weight's shape; the third
+            argument of a score with `uses_blocks`.
 
     Returns:
         A floating-point tensor (16 bits or more) of the weight's shape on the weight's device; the highest saliencies

@@ -1,4 +1,4 @@
-"""How a layer is a matrix that multiplies its inputs, for every kind of layer whose inputs are recorded.
+"""Adapters tell how a layer is a matrix that multiplies its inputs, for every kind of layer that can be recorded.
 
 An adapter reshapes a weight to [groups, outputs, inputs] and back. It turns what a product reads into rows
 [groups, tokens, inputs], so that the layer's output is `rows @ matrix.T` for each group.
@@ -57,14 +57,14 @@ class Read:
 
 
 class LayerAdapter:
-    """How a weight is a matrix, for each of several groups where it has them (experts, groups of a convolution).
+    """How a weight is a matrix, or one matrix for each of its groups (experts, groups of a convolution).
 
     Args:
-        module: The one whose forward call computes the product.
+        module: The module whose forward call computes the product.
         input_dims: The dimensions of the weight that are summed over.
         group_dims: The dimensions that count matrices, such as that of the experts.
-        parts: In how many groups the outputs are divided, one after another.
-        is_known: Whether these are known; if not, the first product that is recorded tells them.
+        parts: The number of groups into which the outputs are divided, one after another.
+        is_known: Whether these dimensions are known; if not, they follow from the first product that is recorded.
     """
 
     kind = "matrix"

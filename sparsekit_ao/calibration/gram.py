@@ -1,4 +1,4 @@
-"""Gram matrices X^T X of a layer's inputs, also by their rows, damped and inverted."""
+"""Gram matrices X^T X of a layer's inputs X, as tensors or by the rows of X; damped and inverted."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,9 +11,10 @@ from ..errors import SparsityError
 
 @dataclass(frozen=True, eq=False)
 class RowGram:
-    """The matrix X^T A X + diag(d) of each group, with fewer rows than columns in X: products with it cost rows only.
+    """The matrix X^T A X + diag(d) of each group, stored by the rows of X.
 
-    A Gram matrix has A = I and d = 0. This class has those operations of a tensor that the solvers use.
+    If X has fewer rows than columns, products with it cost less than with the whole matrix. A Gram matrix has A = I and
+    d = 0. The class has those operations of a tensor that the solvers use.
 
     Attributes:
         rows: X, [groups, tokens, inputs].
@@ -34,7 +35,7 @@ class RowGram:
 
     @classmethod
     def of(cls, rows: Tensor) -> Self:
-        """X^T X."""
+        """Return X^T X for the rows X, [groups, tokens, inputs]."""
         return cls(rows, None, rows.new_zeros(len(rows), 1, rows.shape[2]))
 
     def __rmatmul__(self, matrix: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class RowGram:
 
 
 def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
-    """G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is."""
+    """Return G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is."""
     scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None]
     if isinstance(gram, RowGram):
         return replace(gram, added=gram.added + scale[:, None])
@@ -73,7 +74,7 @@ def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
 
 
 def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:
-    """(G + damp * mean(diag G) I)^-1 of each group, by way of float64 where the Cholesky factor of float32 fails.
+    """Return (G + damp * mean(diag G) I)^-1 of each group, in float64 where Cholesky fails in float32.
 
     Raises:
         SparsityError: All inputs are zero.

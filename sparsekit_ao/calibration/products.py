@@ -1,8 +1,8 @@
-"""Products of a running model, seen by a `TorchFunctionMode`: what each one reads, and which weight multiplies it.
+"""Observes the products of a running model: what each one reads, and which weight multiplies it.
 
-A weight is found by the storage of the tensor that is multiplied, whatever module computes the product: a parameter,
-a part of one (an expert of packed ones, a chunk, a transposed view), and what functions or parametrizations make of it
-(a masked weight, one in another dtype, the experts that were gathered for each token).
+A `TorchFunctionMode` sees each product. The weight is found by the storage of the tensor that is multiplied, whatever
+module computes the product: a parameter, a part of one (one of packed experts, a chunk, a transposed view), or what
+functions and parametrizations make of it (a masked weight, another dtype, experts gathered for each token).
 """
 
 import inspect
@@ -28,18 +28,18 @@ Positions = range | Tensor
 
 @dataclass(kw_only=True, eq=False)
 class Product:
-    """A tensor that is multiplied by a weight.
+    """A product of the model: a tensor that is multiplied by a weight.
 
     Attributes:
         read: The tensor, as the model passes it.
         weight: What multiplies it, as the model passes it.
         kind: "matrix", "convolution", "transposed convolution" or "embedding".
         inputs: Gives what is read in the form [..., inputs], or [batch, tokens, inputs] with `batch`.
-        contracted: The dimensions of the weight that are summed over, in the order of the inputs.
-        batch: The dimension of the weight at each index of which it has inputs of its own.
+        contracted: Those dimensions of the weight that are summed over, in the order of the inputs.
+        batch: The dimension of the weight whose every index has inputs of its own (such as that of experts), if any.
         ends: Where the inputs [tokens, inputs] of each index of `batch` end, for sorted tokens.
         settings: What a convolution is called with: stride, padding, dilation and so on.
-        is_computed: Whether the inputs are more than a form of `read`.
+        is_computed: Whether the inputs are computed from `read`, rather than a view of it.
         counts: Which inputs count, bool, where that is known by following gathered tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Recording statistics of weights while the user's model runs; whatever observes it is removed even on an error."""
+"""Records statistics of weights while a model runs; whatever observes the model is removed even after an error."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,17 +25,17 @@ _NOT_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 class Recording:
-    """A context in which forward (and backward) passes of the model are recorded; see `ScopeSparsifier.calibrate`.
+    """Context in which forward (and backward) passes of the model are recorded; see `ScopeSparsifier.calibrate`.
 
     Args:
-        targets: The weights, and what is recorded for each.
+        targets: The weights, and which statistics are recorded for each.
         on_success: Called with the statistics when the context ends without an error.
-        keep_rows: Keep inputs instead of X^T X where they have fewer tokens than inputs; not over ranks.
+        keep_rows: Keep the inputs X instead of X^T X while there are fewer tokens than inputs; not over several ranks.
 
     Attributes:
-        token_mask: Which tokens count, bool [batch, tokens] such as an attention mask, or None for all. Set it before
-            each forward pass. Layers that read a tensor of another leading shape take all of it, but for tokens that
-            the model gathers by their number (those of experts), which are followed.
+        token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, or None for all. Set it before
+            each forward pass. A layer whose input has another leading shape counts all of it, except that tokens which
+            the model gathers by index, as for experts, are followed.
         statistics: {tensor_fqn: Statistics}, of the layers that were reached.
     """
 
@@ -205,15 +205,15 @@ def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Te
 
 
 class Recorder:
-    """Statistics of some tensors of a model: how each is a matrix, what was recorded for it, and how to record more.
+    """Record statistics of some tensors of a model, and hold them.
 
     Args:
-        model: The model, which runs while statistics are recorded.
+        model: The model that runs while statistics are recorded.
         tensors: {name: (module, name of the tensor in it)}.
-        collected: Statistics that were recorded before.
+        collected: {name: `Statistics`} that were recorded before.
 
     Attributes:
-        collected: {name: statistics} of the tensors for which something was recorded.
+        collected: {name: `Statistics`} of the tensors for which something was recorded.
 
     >>> model = nn.Sequential(nn.Linear(4, 2))
     >>> recorder = Recorder(model, {"0.weight": (model[0], "weight")})
@@ -242,11 +242,11 @@ class Recorder:
         return {"model": None, "tensors": {}, "collected": self.collected, "_adapters": {}}
 
     def adapter(self, name: str) -> LayerAdapter | None:
-        """How a tensor is a matrix that multiplies inputs, or None where its inputs cannot be recorded."""
+        """Return how a tensor is a matrix that multiplies inputs, or None if its inputs cannot be recorded."""
         return self._adapters[name]
 
     def of(self, name: str) -> Statistics:
-        """What was recorded for a tensor, or statistics without sums."""
+        """Return what was recorded for a tensor, or statistics without sums."""
         statistics = self.collected.get(name) or self.target(name, ()).blank()
         adapter = statistics.adapter = self._adapters[name]  # which a copy does not have
         if adapter is not None and not adapter.is_known and statistics.dims is not None:
@@ -267,7 +267,7 @@ class Recorder:
         )
 
     def recording(self, needs: Mapping[str, Iterable[str]]) -> Recording:
-        """A context in which these statistics are recorded: {name: some of `NEEDS`}."""
+        """Return a context in which these statistics, {name: some of `NEEDS`}, are recorded."""
         return Recording([self.target(name, of_tensor) for name, of_tensor in needs.items()], self._add)
 
     def run(
@@ -305,7 +305,7 @@ class Recorder:
         return {name: statistics.saved() for name, statistics in self.collected.items()}
 
     def loaded(self, saved: object) -> dict[str, Statistics]:
-        """Check what `saved` has returned, and return it as statistics on the devices of the tensors.
+        """Check what `saved` returned, and return it as statistics on the devices of the tensors.
 
         Tensors that this recorder does not have are left out.
         """

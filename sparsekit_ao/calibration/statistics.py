@@ -21,16 +21,17 @@ PRIOR = 0.1  # tokens for each input that an expert's Gram matrix takes from the
 
 @dataclass(kw_only=True, eq=False)
 class Statistics:
-    """Sums over calibration tokens and backward passes, for one weight. Float32, on the device of the inputs.
+    """What was recorded for one weight: sums over tokens and backward passes, float32 on the inputs' device.
 
     Attributes:
-        name, shape: The weight's.
-        adapter: How the weight is a matrix; None for parameters whose inputs cannot be recorded.
-        tokens, passes: Input rows and backward passes that were summed.
+        name, shape: The name and the shape of the weight.
+        adapter: How the weight is a matrix; None if its inputs cannot be recorded.
+        tokens, passes: The numbers of tokens and of backward passes that were summed.
         sums: {one of `NEEDS`: its sum}: "input_square" [groups, inputs], "input_gram" [groups, inputs, inputs],
-            gradients in the weight's shape; of packed experts also "tokens_of_groups" [groups].
-        dims: The dimensions of inputs and of groups, where inputs were recorded; a copy of an adapter takes them over.
-        rows: Inputs [groups, tokens, inputs], kept instead of "input_gram" while there are fewer tokens than inputs.
+            gradients in the weight's shape, and for packed experts "tokens_of_groups" [groups].
+        dims: The weight's dimensions of inputs and groups, if inputs were recorded; a copy of an adapter takes them
+            over.
+        rows: The inputs [groups, tokens, inputs], kept instead of "input_gram" while tokens are fewer than inputs.
     """
 
     name: str
@@ -47,19 +48,19 @@ class Statistics:
         return {**self.__dict__, "adapter": None}
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight, or anything of its shape, as [groups, outputs, inputs]."""
+        """Return the weight, or a tensor of its shape, as [groups, outputs, inputs]."""
         assert self.adapter is not None
         return self.adapter.matrix(weight)
 
     def from_matrix(self, matrix: Tensor) -> Tensor:
-        """The inverse of `matrix`: [groups, outputs, inputs], or broadcast to it, in the weight's shape."""
+        """Return [groups, outputs, inputs], or what broadcasts to it, in the weight's shape; inverts `matrix`."""
         assert self.adapter is not None
         outputs, inputs = self.matrix(torch.empty(self.shape, device="meta")).shape[1:]
         return self.adapter.weight(matrix.expand(-1, outputs, inputs), self.shape)
 
     @property
     def input_square(self) -> Tensor:
-        """Each weight's sum of squares of its input, G_jj; in the weight's shape."""
+        """The sum of squares of the input that each element multiplies, G_jj, in the weight's shape."""
         if self.rows:
             squares = torch.stack([rows.square().sum(1) for rows in self.rows]).sum(0)
         elif "input_gram" not in self.sums:
@@ -70,7 +71,7 @@ class Statistics:
 
     @property
     def tokens_of_groups(self) -> Tensor | None:
-        """The tokens of each expert, int64 [experts]; None of a weight that is not of packed experts."""
+        """The number of tokens of each expert, int64 [experts]; None for a weight that is not of packed experts."""
         counts = self.sums.get(OF_GROUPS)
         return None if counts is None else counts.round().long()
 
@@ -78,15 +79,15 @@ class Statistics:
     def input_gram(self) -> Tensor:
         """G = X^T X, [groups, inputs, inputs], in the order of the columns of `matrix`.
 
-        Each of packed experts has that of its own tokens and, as that of `PRIOR` tokens for each input more, the mean
-        of all experts' tokens, so that those which few tokens or none reach are solved too.
+        Each of packed experts has the matrix of its own tokens. The mean over the tokens of all experts is added to it
+        with the weight of `PRIOR` tokens for each input, so that experts with few tokens or none can be solved too.
         """
         self._sum_rows()
         return self._shared(self._sum("input_gram"))
 
     @property
     def gram(self) -> "Tensor | RowGram | None":
-        """G as `input_gram`, or by its rows where these are kept; None where neither was recorded."""
+        """Return G as `input_gram`, or by its rows if these were kept; None if neither was recorded."""
         if self.rows:
             return RowGram.of(torch.cat(self.rows, 1))
         return self.input_gram if "input_gram" in self.sums else None
@@ -124,7 +125,7 @@ class Statistics:
         self.tokens += tokens
 
     def add(self, increments: Mapping[str, Tensor], tokens: int = 0, passes: int = 0) -> None:
-        """Add to the sums, which rows that were kept join then."""
+        """Add to the sums; rows that were kept are then summed too."""
         if "input_gram" in increments:
             self._sum_rows()
         for need, increment in increments.items():
@@ -172,7 +173,7 @@ class Statistics:
 def loaded_statistics(saved: object, targets: Mapping[str, "Target"]) -> dict[str, Statistics]:
     """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices of the targets.
 
-    Nothing is loaded for tensors that are no targets.
+    Tensors that are not among the targets are left out.
     """
     prefix = "load_state_dict: "
     if not isinstance(saved, Mapping):

@@ -1,4 +1,4 @@
-"""A coupling bound to one model: its tensors by full name, and the number of units; and what `Coupling.bind` needs."""
+"""Couplings bound to one model, with full names of tensors and numbers of units, and what `Coupling.bind` needs."""
 
 import math
 import re
@@ -23,14 +23,14 @@ Matches = dict[tuple[str, ...], list[str]]  # {values of the stars of a pattern:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One dimension of a tensor that has the unit of a coupling.
+    """A tensor of a bound coupling, with the dimension that has the unit.
 
     Attributes:
-        fqn: Its name in the model.
-        pattern: Its axes; as a view they are (*scope, unit, the rest).
-        is_parameter: Whether it has a mask. Others are only cut: buffers, a further dimension with the unit (columns of
-            recurrent weights), and members of a coupling with lists.
-        tied_to: The name of an earlier member that is the same tensor; empty if there is none.
+        fqn: The tensor's name in the model.
+        pattern: The `AxisPattern` of its axes; its view has the dimensions (*scope, unit, the rest).
+        is_parameter: Whether it has a mask. Others are only cut when units are removed: buffers, a second dimension
+            with the unit (columns of recurrent weights), and members of a coupling with `lists`.
+        tied_to: The name of an earlier member that is the same tensor, or "".
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     >>> bound = sparsekit_ao.Coupling({"0.weight": "u i", "0.bias": "u"}).bind(model)[0]
@@ -54,20 +54,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundCoupling:
-    """A coupling of one model; see `Coupling.bind`.
+    """A coupling matched against one model; `Coupling.bind` returns it.
 
     Attributes:
-        name: For errors and reports.
-        captured: The values of the `*`s in the names.
+        name: The name in errors and reports.
+        captured: The parts of names that the `*`s stand for.
         members: The tensors, in the order of the coupling's name patterns.
-        unit: The axis that is kept or dropped.
-        scope: Axes of independent budgets.
-        sizes: Length of every scope axis, of the unit axis, and of the axes whose sizes were given.
-        attrs: As in the coupling, {pattern of attributes: axes whose product they hold}.
+        unit: The name of the axis that is kept or dropped.
+        scope: The names of the axes at each of whose indices a budget of its own applies.
+        sizes: {axis: length} of the scope axes, the unit axis, and the axes whose sizes were given.
+        attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
         lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
         listed: For each unit, the names of the parameters of its modules.
-        parts: For each unit, the module that gives zeros once the unit is dropped; empty if units are others.
-        kind: What the units are, as of the coupling.
+        parts: For each unit, the module (an attention or MLP) that gives zeros once the unit is dropped, if there is
+            one.
+        kind: What the units are, as in `Coupling.kind`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
     >>> [(b.name, b.grid) for b in sparsekit_ao.Coupling({"*.weight": "u i", "*.bias": "u"}).bind(model)]
@@ -88,12 +89,12 @@ class BoundCoupling:
 
     @property
     def grid(self) -> Shape:
-        """(*scope sizes, units of a scope): the shape in which units are counted."""
+        """The shape of the grid of units: (*scope sizes, units of a scope)."""
         return tuple(self.sizes[axis] for axis in (*self.scope, self.unit))
 
     @property
     def units(self) -> int:
-        """Units of all scopes."""
+        """The number of units of all scopes together."""
         return math.prod(self.grid)
 
 

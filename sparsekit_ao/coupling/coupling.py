@@ -1,6 +1,6 @@
-"""Coupling: which tensors are pruned together, as name patterns with stars and axes in einops notation.
+"""`Coupling`, which describes the tensors that are pruned together by name patterns and axes in einops notation.
 
-A `Coupling` refers to no model; `bind` matches it against one.
+A `Coupling` does not refer to a model; `bind` matches it against one.
 """
 
 import itertools
@@ -35,32 +35,34 @@ _Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the keys t
 
 @dataclass(frozen=True)
 class Coupling:
-    """Units that several tensors share: kept together, dropped together, removed together.
+    """Describe units that several tensors share, and that are kept, dropped or removed in all of them together.
 
-    Names of tensors may contain stars. A `*` matches one part of a dotted name, and the coupling is bound once for each
-    of its values. Thus `"layers.*.mlp.up_proj.weight"` is one coupling a layer. A `**` matches any text, and all
-    tensors that it matches belong to one coupling, such as all layers that write and read one residual stream.
+    A unit is a hidden unit of an MLP, an attention head, a channel, and so on. Names of tensors may contain stars. A
+    `*` matches one part of a dotted name, and there is one coupling for each of its values:
+    `"layers.*.mlp.up_proj.weight"` stands for one coupling in each layer. A `**` matches any text, and all tensors that
+    it matches belong to the same coupling, such as all layers that write and read one residual stream.
 
     Args:
-        members: {name of a parameter or buffer: its axes}. The unit is what it has at one index of the unit axis and of
-            the scope axes, whole along all others. Axes other than unit, scope and those of `sizes` may have another
-            length in each member. `"o (8 + u + 4)"` describes a concatenation whose units lie between the first 8 and
-            the last 4 entries. Where a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask
-            is on the first one, and `compact` removes both.
-        unit: The one axis that is kept or dropped.
-        scope: Axes within which the unit is chosen, an equal number in each. The query heads of every key head, say.
-        sizes: {axis: length}, as far as the shapes leave them open.
-        member_scores: How the scores of members make a unit's: `"sum"`, `"mean"` or `"consumers"`, as for
+        members: {name of a parameter or buffer: its axes}. A unit consists of the elements at one index of the unit
+            axis and of the scope axes. Axes other than these and those of `sizes` may have another length in each
+            member. `"o (8 + u + 4)"` describes a concatenation whose units lie between the first 8 and the last 4
+            entries. If a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask is on the
+            first one, and `compact` removes both.
+        unit: The name of the axis that is kept or dropped; "u" by default.
+        scope: Axes (a str) at each of whose indices the same number of units is kept: key heads for units of query
+            heads.
+        sizes: {axis: length}, for axes whose length the shapes do not determine.
+        member_scores: How the scores of the members are combined: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
-        name: For errors and reports, with as many `*`s as the members or none. By default the first member.
-        attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`. They
-            are updated by `compact`. Attributes of torch.nn's own layers need not be listed.
-        lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as each expert does to a row of its router;
-            units are counted one scope after the other. Masks are then on all parameters of these modules (modules of
-            two units may share none); what members have of a unit is removed without a mask.
+        name: The name in errors and reports, with as many `*`s as the members or none; by default the first member's.
+        attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`.
+            `compact` updates them. Attributes of torch.nn's own layers need not be listed.
+        lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as an expert belongs to a row of its router;
+            units are counted one scope after the other. All parameters of these modules then have masks (modules of two
+            units may share none), while the part of a unit in the members is removed without a mask.
 
     Raises:
-        SparsityError: Members differ in their `*`s, a member lacks an axis, an argument has the wrong type or value.
+        SparsityError: Members differ in their `*`s, a member lacks an axis, or an argument has a wrong type or value.
 
     >>> mlp = Coupling({"up.weight": "u i", "up.bias": "u", "down.weight": "o u"})
     >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 6), "down": torch.nn.Linear(6, 4)})
@@ -125,7 +127,8 @@ class Coupling:
     def kind(self) -> str:
         """What the units are, by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
 
-        "width" is what many layers write. Others are of a module: "conv2 channels", "gate units".
+        "width" means the hidden size, which many layers write. Other units are named by their module: "conv2 channels",
+        "gate units".
 
         >>> Coupling({"blocks.*.attn.qkv.weight": "(g u d) i", "blocks.*.attn.proj.weight": "o (u d)"}).kind
         'heads'
@@ -149,10 +152,10 @@ class Coupling:
         return "mlp" if is_mlp or not path else f"{path[-1]} units"
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
-        """Return the coupling in a model: one for each value of the `*`s, in the model's order.
+        """Match the coupling against a model: return a bound one for each value of the `*`s, in the model's order.
 
         Raises:
-            SparsityError: A name matches nothing, a member is missing for some value, a pattern does not fit.
+            SparsityError: A name matches nothing, a member is missing for some value, or a pattern does not fit.
             CouplingError: Members have different numbers of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
@@ -173,7 +176,7 @@ class Coupling:
         return [with_lists(bound, lists, model, parameters) for bound in bounds] if lists else bounds
 
     def of_layers(self, model: nn.Module) -> list["Coupling"]:
-        """Return one coupling for each that `bind` returns, without stars; each may keep another number of units.
+        """Return a coupling without stars for each that `bind` returns, so that each may keep another number of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
         >>> [c.members for c in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
@@ -189,17 +192,17 @@ class Coupling:
         return layers
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-        """Return config dicts for a sparsifier, one for each parameter; they can be mixed with any others.
+        """Return config dicts for a sparsifier, one for each parameter; other entries may be added to them.
 
-        Buffers have no mask and no entry. A tensor may be named once in a config: for couplings that share one (the
-        heads and the residual stream, in a query projection) use `joint_entries`.
+        Buffers have no mask and no entry. A config may name a tensor only once. For couplings that share a tensor, as
+        heads and the residual stream share a query projection, use `joint_entries`.
 
         Args:
-            model: Where the names are looked up.
-            keys: Further keys of every entry: `sparsity_level` or `nnz` (of each scope), `norm`.
+            model: The model in which names are looked up.
+            keys: Further keys of every entry, such as `norm`, and `sparsity_level` or `nnz` of each scope.
 
         Raises:
-            SparsityError: As `bind`; a key that follows from the coupling; no member is a parameter.
+            SparsityError: As for `bind`, or a key is given that the coupling sets itself, or no member is a parameter.
         """
         return [entry for entries in self._entries(model, keys) for entry in entries]
 
@@ -315,20 +318,20 @@ def _module_rows(bound: BoundCoupling, model: nn.Module) -> dict[str, _Rows]:
 
 
 def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-    """Return config dicts for one sparsifier of several couplings, so that one budget or schedule spans them all.
+    """Return config dicts for one sparsifier of several couplings, so that one schedule spans them all.
 
-    Where couplings share a tensor (heads and the residual stream, in a query projection), its entry has `stages`, in
-    the order of the couplings. Its mask drops what any of them drops. A scheduler that writes `sparsity_level` changes
-    the level of every coupling.
+    If couplings share a tensor, as heads and the residual stream share a query projection, its entry has `stages`, in
+    the order of the couplings, and its mask drops what any of them drops. A scheduler that writes `sparsity_level`
+    changes the level of every coupling.
 
     Args:
-        couplings: Couplings that have different names.
-        model: Where the names are looked up.
-        keys: Further keys of every entry, as `Coupling.entries` takes them. A dict {name of a coupling: its number} may
-            stand for `sparsity_level` and `nnz`. A coupling that it does not name has the sparsifier's default.
+        couplings: A sequence of couplings with different names.
+        model: The model in which names are looked up.
+        keys: Further keys of every entry, as for `Coupling.entries`. `sparsity_level` and `nnz` may also be a dict
+            {name of a coupling: its number}; a coupling that it does not name has the sparsifier's default.
 
     Raises:
-        SparsityError: As `Coupling.entries`; two couplings of one name; an unknown name in a budget.
+        SparsityError: As for `Coupling.entries`, or two couplings have one name, or a budget names an unknown coupling.
 
     >>> from sparsekit_ao import ScopeSparsifier
     >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8), nn.Linear(8, 2))

@@ -1,6 +1,6 @@
-"""expert_couplings: the couplings of a mixture of experts, which no trace of one forward pass can find.
+"""The couplings and scores of a mixture of experts, which a trace of one forward pass cannot find.
 
-Which experts run depends on values, so that `discover` freezes them. Names and shapes of tensors tell them apart.
+Which experts run depends on values, so `discover` leaves them as they are. Here they are found by names and shapes.
 """
 
 import functools
@@ -27,24 +27,24 @@ _UP_AND_DOWN = {"gate_proj": (("gate_proj", "up_proj"), "down_proj"), "w1": (("w
 def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     """Return the couplings of a mixture of experts: `"expert_units"`, and `"experts"` where there is a router.
 
-    The former are hidden units inside of each expert, the latter whole experts with their rows of the router. Whole
-    experts are not exact: a router without a row never chooses a dropped expert, while one that is only zero may be
-    chosen. So `compact` takes them with a larger `tolerance` only (`tolerance=10`, say), and reports the difference.
+    `"expert_units"` are the hidden units of each expert; `"experts"` are whole experts with their rows of the router.
+    To remove whole experts is not exact: a router may still choose an expert whose weights are zero, but not one whose
+    row is removed. So `compact` takes them only with a larger `tolerance`, such as 10, and reports the difference.
 
-    Packed experts hold `gate_up_proj` (experts, 2 * hidden, width) and `down_proj` (experts, width, hidden), as
-    Mixtral, Qwen-MoE and DeepSeek of transformers do. Llama 4 has the transposed; so has GPT-OSS, with biases and
-    alternating gate and up. Listed ones are modules `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`,
-    `up_proj` and `down_proj`, or `w1`, `w3` and `w2`.
+    Two kinds of experts are known. Packed experts are the parameters `gate_up_proj` (experts, 2 * hidden, width) and
+    `down_proj` (experts, width, hidden), as in Mixtral, Qwen-MoE and DeepSeek of transformers. Llama 4 stores the
+    transposed matrices, and so does GPT-OSS, with biases and alternating gate and up. Listed experts are modules
+    `experts.0`, ... of an `nn.ModuleList`, with `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` and `w2`.
 
-    Integers that count experts or hidden units, in modules and the config, are in the couplings' `attrs`, for
-    `compact`. Couplings that share a tensor are prepared together by `joint_entries`. All other units of a model,
-    such as heads and the hidden size, are found by `discover`.
+    `attrs` of the couplings has the integers of modules and the config that count experts or hidden units, so that
+    `compact` updates them. Use `joint_entries` for couplings that share a tensor, and `discover` to find all other
+    units of the model, such as heads and the hidden size.
 
     Args:
-        model: With plain tensors or after `prepare`; it is not changed.
+        model: The model, before or after `prepare`; it is not changed.
 
     Raises:
-        SparsityError: There are no experts of these names.
+        SparsityError: There are no experts with these names.
 
     >>> def expert():
     ...     return torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("w1", "w3", "w2")})
@@ -142,22 +142,22 @@ def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | None = None) -> dict[str, Tensor]:
-    """Rate the experts of a mixture by REAP (arXiv 2510.13999): the mean of gate value times norm of the output.
+    """Score the experts of a mixture by REAP: mean of gate value times norm of the output (arXiv 2510.13999).
 
-    The mean is over those tokens for which the router chooses an expert; an expert that no token reaches has 0. Experts
-    must be packed in one module that is called with tokens, indices of their experts and the routers' weights, as those
-    of transformers 5 are, or with the weighted tokens of every expert, as those of Llama 4.
+    The mean is over the tokens for which the router chooses the expert; an expert that no token reaches scores 0.
+    Experts must be packed in one module. It is called with tokens, the indices of their experts and the router's
+    weights, as in transformers 5, or with the weighted tokens of every expert, as in Llama 4.
 
     Args:
-        model: Run in eval mode; not changed.
-        batches: As for `one_shot`, padding included.
-        forward: `(model, batch) -> output`; None calls the model.
+        model: The model, which runs in eval mode and is not changed.
+        batches: Calibration data, as for `one_shot`; padding tokens count too.
+        forward: A function `(model, batch) -> output` that is called instead of the model.
 
     Returns:
-        {name of the module of experts: float64 scores (experts,)}.
+        {name of the module of experts: scores, float64 (experts,)}.
 
     Raises:
-        SparsityError: No such experts, or no batches.
+        SparsityError: There are no such experts, or no batches.
 
     >>> expert_scores(model, batches)["model.layers.0.mlp.experts"].shape  # doctest: +SKIP
     torch.Size([128])

@@ -1,6 +1,6 @@
-"""Sharded tensors: their masks are those that one process would choose. See README.md in this folder.
+"""Sharded tensors, whose masks are those that one process would choose; see README.md in this folder.
 
-`torch.distributed.tensor` is imported only once a DTensor is given; plain tensors need none of this.
+`torch.distributed.tensor` is imported only when a DTensor is given; plain tensors do not need it.
 """
 
 from .fsdp import (

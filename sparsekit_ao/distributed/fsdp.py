@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): the class that it wraps around a module's own, and the parameters that it swaps.
+"""What FSDP2 (`fully_shard`) changes in a model: the class of a module, and the parameters that it swaps.
 
 `torch.distributed.fsdp` is not imported here, only looked up. FSDP2's records of a parameter are private to it; only
 `fsdp_records` and `move_record` read or write them.

@@ -1,6 +1,6 @@
-"""Placement of sharded tensors: the box of a tensor that this rank holds, and how it cuts the blocks of a view.
+"""Finds the box of a sharded tensor that this rank holds, and how it cuts the blocks of a view.
 
-Computes with shapes, strides and offsets. A `DTensor` is recognized by its attribute `placements`, so that
+It computes with shapes, strides and offsets only. A `DTensor` is recognized by its attribute `placements`, so that
 `torch.distributed.tensor` need not be imported.
 """
 

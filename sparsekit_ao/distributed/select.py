@@ -1,8 +1,8 @@
-"""Mask requests of sharded tensors: every rank fills its part of the masks that one process would choose, bit for bit.
+"""Chooses masks of sharded tensors: each rank fills its part of the masks that one process would choose, bit for bit.
 
-Takes requests with DTensors in them. For each member of a scope all ranks agree on a method: LOCAL where
-every scope is whole on a rank, so that nothing is sent. BISECTION where every block is, by sums of counts of scores.
-GATHERED elsewhere: the tensors are gathered while their masks are chosen.
+Requests may contain DTensors. For each member of a scope all ranks agree on a method. With LOCAL every scope is whole
+on one rank, so nothing is sent. With BISECTION every block is whole on one rank, and counts of scores are summed over
+ranks. With GATHERED, for all others, the tensors are gathered while their masks are chosen.
 """
 
 import math
@@ -30,10 +30,10 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def choose_sharded(requests: Sequence[Request]) -> None:
-    """Fill the masks of requests that do not depend on each other, in place; of sharded masks each rank its part.
+    """Fill the masks of independent requests in place; each rank fills its part of sharded masks.
 
-    Collective where a tensor is sharded: every rank of its mesh calls this with the same requests. Values and masks of
-    each are plain, or DTensors on one mesh and named parts of it.
+    The call is collective if a tensor is sharded: every rank of its mesh must make it with the same requests. Values
+    and masks of a request are plain tensors, or DTensors on one mesh and named parts of it.
     """
     if not has_process_group():
         selection.fill_masks(requests)

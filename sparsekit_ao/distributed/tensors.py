@@ -1,7 +1,7 @@
-"""Sharded tensors for the rest of the package: gathered, filled, masks placed like their weights, counts summed.
+"""Operations on sharded tensors: gather and fill them, place masks like their weights, sum counts.
 
-Every function takes plain tensors too, for which nothing is sent. Where a DTensor is given all of them are collective:
-every rank must call them, in the same order.
+Every function also takes plain tensors, for which nothing is sent. With a DTensor, all of them are collective: every
+rank must call them, in the same order.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,9 @@
-"""What decides in an update: which active blocks are pruned, which inactive ones grow, which tensors get more growth.
+"""Criteria decide in an update which active blocks are pruned, which inactive ones grow, and which tensors grow more.
 
 A criterion scores the blocks of one pruning group: it is a function of `Slots`, its blocks as rows [scopes, slots].
-Pruning drops the lowest scores among active blocks, growth takes the highest among inactive ones (those pruned a moment
-ago included). Redistribution gives each tensor budget in proportion to the criterion's share, one number.
+Pruning drops the lowest scores among active blocks, and growth takes the highest among inactive ones, including those
+just pruned. Redistribution divides the budget among tensors in proportion to the criterion's share, a number for each
+tensor.
 """
 
 import math
@@ -33,18 +34,19 @@ Tensors = Mapping[BlockSpec, Tensor]  # one for each tensor of a pruning group, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slots:
-    """One pruning group in one iteration: scopes that are chosen together, over one tensor or coupled ones.
+    """What a criterion is called with: the blocks of one tensor, or of coupled tensors, in one iteration.
 
-    This is the argument of every criterion. Rows are [scopes, slots]; a slot is one block (coupled tensors contribute
-    one block each). Where weights are sharded, every access gathers whole tensors (a collective operation), which are
-    not kept; only masks that `masks_of` makes are sharded like their weights.
+    Rows are tensors [scopes, slots]; a slot is one block, to which each coupled tensor contributes one block of its
+    own. If weights are sharded, every access gathers whole tensors (a collective operation) and does not keep them;
+    only masks that `masks_of` returns are sharded like their weights.
 
     Attributes:
         pruning: The scopes and how their blocks are scored.
-        placed: {"weights", "masks", "gradients", "momenta"}: each {block spec: tensor}, as this rank holds it.
+        placed: A dict with the keys "weights", "masks", "gradients" and "momenta"; each value is {block spec: local
+            tensor}.
         statistics: What `sparsifier.calibrate` recorded, by block spec.
         step: The training iteration.
-        seed: The key of random numbers, with name and step.
+        seed: The seed of random numbers, which also depend on name and step.
 
     A criterion of your own is a function of it:
 
@@ -82,7 +84,7 @@ class Slots:
 
     @property
     def block_size(self) -> float:
-        """How many elements a block has; the mean where blocks of several sizes are chosen together."""
+        """How many elements a block has; the mean if blocks of several sizes are chosen together."""
         members = self.pruning.scope.members()
         return sum(m.block.numel_per_block() for m in members) / len(members)
 
@@ -100,13 +102,13 @@ class Slots:
     def scores(
         self, values: Tensors, norm: float | None = None, *, as_mean: bool | None = None, signed: bool = False
     ) -> Tensor:
-        """Return block scores of parameter-shaped values; float rows, padding 0.
+        """Return the block scores of values in the parameters' shapes, as float rows; padding scores 0.
 
         Args:
-            values: `weights`, `gradients` or `momenta`, or anything of the same keys and shapes.
-            norm: Over the elements of a block, 1, 2 or inf; the tensor's own norm by default.
-            as_mean: Divide by the number of elements; by default where some blocks are partial.
-            signed: Values are saliencies, which are summed as they are.
+            values: `weights`, `gradients` or `momenta`, or any dict with the same keys and shapes.
+            norm: The norm over the elements of a block: 1, 2 or inf. None (default) takes the tensor's own norm.
+            as_mean: Whether to divide by the number of elements; by default only if some blocks are partial.
+            signed: If True, values are saliencies, which are summed as they are.
         """
         if not values:
             raise SparsityError(
@@ -118,7 +120,7 @@ class Slots:
         return torch.cat([scope_scores(w, chosen, mean) for w in windows], dim=1)
 
     def pooled(self, values: Tensors, fn: Callable[..., Tensor]) -> Tensor:
-        """Return `fn(magnitudes, dim=-1)` over the elements of each block, such as torch.amin; float rows, padding 0.
+        """Return `fn(magnitudes, dim=-1)` of each block, such as `torch.amin`, as float rows; padding is 0.
 
         Raises:
             SparsityError: Some blocks are partial.
@@ -145,12 +147,12 @@ class Slots:
         return torch.where(active, scores.double(), 0).sum() / active.sum().clamp(min=1)
 
     def rows_of(self, masks: Tensors) -> Tensor:
-        """Return which slots some parameter-shaped masks keep; bool rows."""
+        """Return which slots are kept by masks in the parameters' shapes, as bool rows."""
         windows = scope_windows(self.pruning.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
         return torch.cat([to_scopes(kept_grid(w.windows, len(w.shape)), w, False) for w in windows], dim=1)
 
     def masks_of(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
-        """Return bool masks from bool rows, sharded as the weights; elements outside a view are as in `masks`."""
+        """Return bool masks for bool rows, sharded like the weights; elements outside a view are as in `masks`."""
         scope, masks = self.pruning.scope, {spec: mask != 0 for spec, mask in self.masks.items()}
         windows = scope_windows(scope, None, masks)
         for window, part in zip(windows, rows.split([math.prod(w.shape) for w in windows], dim=1), strict=True):
@@ -176,16 +178,16 @@ _POOLING: dict[Any, Any] = {  # pooling: norm and as_mean of `Slots.scores`, or 
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """A score of blocks, for pruning, growth and redistribution alike.
+    """A score of blocks, which can be used for pruning, growth and redistribution.
 
     Attributes:
-        name: Used in messages.
-        score: `Slots` -> float rows [scopes, slots].
-        needs: What is gathered for it, some of `NEEDS`: the dense gradient or the optimizer's momentum.
-        is_global: For pruning: the tensors compete over which of them loses how many blocks.
-        statistics: What `sparsifier.calibrate` must have recorded before an update, some of `calibration.NEEDS`.
-        share: For redistribution: `Slots` -> a number; by default the mean score of the active blocks. A number that
-            is not finite, or not positive, counts as 0.
+        name: The name in messages.
+        score: A function of `Slots` that returns float rows [scopes, slots].
+        needs: What the score reads besides weights, from `NEEDS`: the dense gradient, or the optimizer's momentum.
+        is_global: If True, tensors compete in pruning over how many blocks each of them loses.
+        statistics: What `sparsifier.calibrate` must have recorded before an update, from `calibration.NEEDS`.
+        share: For redistribution, a function of `Slots` that returns a number; by default the mean score of the active
+            blocks. A number that is not finite or not positive counts as 0.
 
     >>> noisy = Criterion(name="noisy", score=lambda slots: slots.scores(slots.weights, 1) + slots.random("noise"))
     >>> sparsekit_ao.SET(0.9, prune=noisy).settings.prune.name
@@ -213,8 +215,8 @@ def magnitude(pooling: Pooling = None) -> Criterion:
 
     Args:
         pooling: How absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
-            `fn(magnitudes, dim=-1)`; None is the tensor's own norm. The share of every criterion by values is their
-            mean absolute value over active blocks.
+            `fn(magnitudes, dim=-1)`. None (default) takes the tensor's own norm. In redistribution, the share is always
+            the mean absolute value over active blocks.
 
     >>> magnitude("mean").name
     'magnitude (mean)'
@@ -223,21 +225,21 @@ def magnitude(pooling: Pooling = None) -> Criterion:
 
 
 def global_magnitude(pooling: Pooling = None) -> Criterion:
-    """Score by |weight| over all tensors: the smallest blocks of the model are pruned, but for the largest of a tensor.
+    """Score by |weight| over all tensors, so that the smallest blocks of the whole model are pruned.
 
-    Where nothing grows back, or budgets follow a target, every scope keeps its largest block. All scopes of a tensor
-    then lose the same number: the comparison over tensors decides how many. `pooling` as in `magnitude`.
+    If nothing grows back, or budgets follow a target, every scope keeps at least its largest block. All scopes of a
+    tensor then lose the same number of blocks, and the comparison decides how many. `pooling` is as in `magnitude`.
     """
     return _by_values("global", "weights", pooling, is_global=True)
 
 
 def gradient(pooling: Pooling = None) -> Criterion:
-    """Score by |dense gradient|, whose largest grow (RigL, arXiv 1911.11134); `pooling` is as in `magnitude`."""
+    """Score by |dense gradient|, so that the largest grow (RigL, arXiv 1911.11134); `pooling` is as in `magnitude`."""
     return _by_values("gradient", "gradients", pooling, needs=("gradient",))
 
 
 def momentum(pooling: Pooling = None) -> Criterion:
-    """Score by |momentum|, whose largest grow (SNFS, arXiv 1907.04840); `pooling` is as in `magnitude`.
+    """Score by |momentum|, so that the largest grow (SNFS, arXiv 1907.04840); `pooling` is as in `magnitude`.
 
     The momentum is SGD's buffer, or Adam's m / (sqrt(v) + eps).
     """
@@ -247,18 +249,18 @@ def momentum(pooling: Pooling = None) -> Criterion:
 def random(purpose: str = "grow") -> Criterion:
     """Score uniformly at random (SET, arXiv 1707.04780).
 
-    The key of the random numbers is `purpose`, seed, name and iteration; two criteria need two purposes.
+    The random numbers depend on `purpose`, seed, name and iteration. Give two criteria two different purposes.
     """
     return Criterion(name="random", score=methodcaller("random", purpose))
 
 
 def nonzero() -> Criterion:
-    """Score by the number of active elements; redistribution by it keeps the split between tensors as it is."""
+    """Score by the number of active elements, so that redistribution keeps the split between tensors as it is."""
     return Criterion(name="nonzero", score=_is_active, share=_active_elements)
 
 
 def by_score(score: str | Score) -> Criterion:
-    """Make a criterion of a score of `sparsekit_ao.scores`, a name or an object with `needs`. Saliencies are summed.
+    """Make a criterion from a score of `sparsekit_ao.scores`, a name or an object with `needs`; blocks sum its values.
 
     >>> by_score("wanda").statistics
     ('input_square',)

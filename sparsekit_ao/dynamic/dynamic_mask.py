@@ -1,4 +1,4 @@
-"""The parametrization `DynamicMask`: a masked weight whose gradient can be dense.
+"""`DynamicMask`, the parametrization of a masked weight whose gradient can be dense.
 
 Under `mask * weight` a dropped weight gets no gradient, but growth compares the gradients of dropped weights. So a
 `DynamicMask` can be opened: the forward pass stays masked, and `.grad` becomes the dense gradient, accumulated as any
@@ -17,16 +17,16 @@ from ..sparsifiers.config import TensorGroup
 
 
 class DynamicMask(WeightMask):
-    """A masked weight whose gradient can reach elements that its forward mask drops.
+    """Mask a weight in the forward pass, and let gradients reach elements that the mask drops.
 
-    Closed, it is a `WeightMask`; with a `backward_mask` gradients reach the elements of that mask. Open, they reach
-    every element. The flag is stored twice: compiled code reads a tensor, so that one graph serves both states; eager
-    code reads a Python bool, which never waits for a device.
+    While it is closed, it is a `WeightMask`, except that with a `backward_mask` gradients reach the elements of that
+    mask. While it is open, gradients reach every element. The flag is stored twice: compiled code reads a tensor, so
+    that one graph serves both states; eager code reads a Python bool, which never waits for a device.
 
     Args:
-        mask: The forward mask, of the weight's shape, which is only ever filled in place.
-        with_backward_mask: Also keep a backward mask (bool buffer), all True to begin with: straight-through and
-            Top-KAST (arXiv 2106.03517).
+        mask: The forward mask, in the weight's shape. It is only ever filled in place.
+        with_backward_mask: Whether to have a backward mask (a bool buffer, all True at first), as straight-through and
+            Top-KAST (arXiv 2106.03517) need.
         is_initialized: False while the kept elements are still unknown, because the weight is on the meta device.
 
     >>> mask = DynamicMask(torch.tensor([True, False]))

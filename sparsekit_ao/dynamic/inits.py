@@ -1,4 +1,4 @@
-"""How masks start: an `Init` distributes the overall budget over tensors, or brings saved masks."""
+"""How masks start: an `Init` distributes the overall budget over tensors, or loads saved masks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ _DENSITIES: dict[str, Densities] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Init:
-    """How masks start.
+    """How the masks of a `DynamicSparsifier` start.
 
     Attributes:
         name: Used in messages.
-        densities: (shapes, overall density, fixed densities) -> densities; see `densities`.
-        masks: Saved masks, or a checkpoint that holds them; an empty mapping stands for the zeros of the model's
-            weights; None where kept blocks are drawn at random.
-        shuffle: Keep the counts of the saved masks, and draw which blocks are kept.
-        first_dense: Whether the first tensor without a budget of its own stays dense, and the others keep fewer blocks.
+        densities: A function (shapes, overall density, fixed densities) -> densities; see the module `densities`.
+        masks: Saved masks, or a checkpoint that contains them. An empty mapping means the zeros of the model's weights,
+            and None that kept blocks are drawn at random.
+        shuffle: If True, take only the number of kept blocks from the saved masks, and draw which ones at random.
+        first_dense: If True, the first tensor without a budget of its own stays dense, and the others keep fewer.
     """
 
     name: str
@@ -48,9 +48,10 @@ class Init:
 
 
 def random_blocks(distribution: str | Densities = "uniform", *, first_dense: bool = False) -> Init:
-    """Keep random blocks, in exact numbers; `first_dense` leaves the first tensor dense.
+    """Start with an exact number of random blocks; with `first_dense`, the first tensor stays dense.
 
-    `distribution` is "uniform", "er", "erk" or a function such as `densities.power`.
+    `distribution` says how the budget is divided among tensors: "uniform" (default), "er", "erk" or a function such as
+    `densities.power`.
     """
     if isinstance(distribution, str) and distribution not in _DENSITIES:
         names = ", ".join(_DENSITIES)
@@ -60,10 +61,11 @@ def random_blocks(distribution: str | Densities = "uniform", *, first_dense: boo
 
 
 def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
-    """Start with masks of an earlier run (arXiv 1803.03635); with `shuffle` with their number of blocks in each scope.
+    """Start with the masks of an earlier run (arXiv 1803.03635).
 
-    `masks` are {tensor_fqn: mask, or weight whose zeros are the mask}, a sparsifier's `state_dict()`, or the
-    `state_dict()` of a prepared model.
+    `masks` is a dict {tensor_fqn: mask, or weight whose zeros are the mask}, a sparsifier's `state_dict()`, or the
+    `state_dict()` of a prepared model. With `shuffle`, blocks are drawn at random, as many in each scope as the masks
+    keep.
     """
     if not isinstance(masks, Mapping) or not masks:
         raise SparsityError(f"lottery_ticket needs a non-empty mapping of masks, got {type(masks).__name__}")
@@ -71,7 +73,7 @@ def lottery_ticket(masks: Mapping[str, Any], *, shuffle: bool = False) -> Init:
 
 
 def resume(masks: Mapping[str, Any] | None = None) -> Init:
-    """Start with the zeros that the model's weights have, or with saved masks (see `lottery_ticket`)."""
+    """Start with the zeros that the model's weights have, or with saved masks as in `lottery_ticket`."""
     if masks is not None and not isinstance(masks, Mapping):
         raise SparsityError(f"resume: masks must be a dict of names and masks, got {masks!r}")
     return Init(name="resume", masks={} if masks is None else masks)

@@ -1,6 +1,7 @@
-"""Published methods by name: a few arguments of `DynamicSparsifier` or `StraightThrough` each.
+"""Published methods by name; each sets a few arguments of `DynamicSparsifier` or `StraightThrough`.
 
-`sparsity_level` always comes first; for `DynamicSparsifier`, the optimizer is second, or is attached later.
+The first argument is always `sparsity_level`. For methods of `DynamicSparsifier` the second is the optimizer, which may
+also be attached later. All other arguments are passed on to the class.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
-    """Keep random masks, as a baseline; `sparsity_level` is the fraction dropped over all tensors (0.9 by default).
+    """Train with random masks that never change, as a baseline.
+
+    `sparsity_level` is the fraction dropped over all tensors, 0.9 by default.
 
     >>> Static(0.8).settings.updates
     False
@@ -28,9 +31,9 @@ def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **
 
 
 def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
-    """Prune the smallest, grow at random; `sparsity_level` is the fraction dropped over all tensors (0.9).
+    """Prune the smallest weights and grow random ones: sparse evolutionary training (SET, arXiv 1707.04780).
 
-    Sparse evolutionary training, arXiv 1707.04780.
+    `sparsity_level` is the fraction dropped over all tensors, 0.9 by default.
 
     >>> SET(0.8).settings.grow.name
     'random'
@@ -41,9 +44,10 @@ def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arg
 def RigL(
     sparsity_level: float | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
-    """Prune the smallest, grow the largest gradients; `sparsity_level` is the fraction dropped over all tensors (0.9).
+    """Prune the smallest weights and grow those with the largest gradients (RigL, arXiv 1911.11134).
 
-    The replaced fraction falls by a cosine from 0.3 to 0 at iteration `until` (RigL, arXiv 1911.11134).
+    `sparsity_level` is the fraction dropped over all tensors, 0.9 by default. The fraction that an update replaces
+    falls by a cosine from 0.3 to 0 at iteration `until`, the last one that may update.
 
     >>> RigL(0.8, until=1000).settings.update_fraction(500)
     0.15
@@ -56,9 +60,9 @@ def RigL(
 def SNFS(
     sparsity_level: float | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
-    """Grow and redistribute by momentum; `sparsity_level` is the fraction dropped over all tensors (0.9).
+    """Grow and redistribute by momentum: Sparse Networks from Scratch (SNFS, arXiv 1907.04840).
 
-    Otherwise as `RigL` (Sparse Networks from Scratch, arXiv 1907.04840).
+    The arguments, and everything else, are as in `RigL`.
 
     >>> SNFS(0.8, until=1000).settings.needs_momentum
     True
@@ -75,10 +79,10 @@ def GMP(
     update_every: int = 100,
     **arguments: Any,
 ) -> DynamicSparsifier:
-    """Gradual magnitude pruning from dense; `sparsity_level` is the final fraction dropped over all tensors.
+    """Prune a dense model gradually by magnitude (GMP; Zhu and Gupta, arXiv 1710.01878).
 
-    A cubic target (Zhu and Gupta, arXiv 1710.01878) from 0 after iteration `begin` to the level at the last update
-    that `until` allows; nothing grows.
+    The target follows a cubic from 0 after iteration `begin` to `sparsity_level`, the fraction dropped over all tensors
+    (0.9 by default), at the last update that `until` allows. Nothing grows.
 
     >>> GMP(0.8, until=1000).settings.target(1000)
     0.8
@@ -105,9 +109,9 @@ def GMP(
 
 
 def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThrough:
-    """Train every weight, and use the kept ones forward; `sparsity_level` is the fraction dropped in each scope (0.5).
+    """Use only kept weights in the forward pass but train all: straight-through estimation (STE, arXiv 1308.3432).
 
-    Straight-through estimation, arXiv 1308.3432.
+    `sparsity_level` is the fraction of blocks dropped in each scope, 0.5 by default.
 
     >>> STE(0.5).backward_level
     0.0
@@ -116,9 +120,10 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
 
 
 def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
-    """Train as `STE`, with decay of dropped weights; `sparsity_level` is the fraction dropped in each scope (0.5).
+    """Train as `STE` does, with a decay of dropped weights, for N:M sparsity (SR-STE, arXiv 2102.04010).
 
-    For N:M (SR-STE, arXiv 2102.04010); `attach` the optimizer, in whose steps the decay is added.
+    `sparsity_level` is the fraction dropped in each scope, 0.5 by default. Call `attach` with the optimizer, in whose
+    steps `decay * weight` is added to gradients.
 
     >>> SRSTE(nnz=2, scope_shape=(1, 4)).decay
     0.0002
@@ -127,9 +132,10 @@ def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **argumen
 
 
 def TopKAST(sparsity_level: float, backward_level: float | None = None, **arguments: Any) -> StraightThrough:
-    """Drop `sparsity_level` of each scope forward; a smaller fraction, `backward_level`, gets no gradient.
+    """Use fewer weights in the forward pass than get a gradient (Top-KAST, arXiv 2106.03517).
 
-    Top-KAST, arXiv 2106.03517. By default twice as many weights get a gradient as are kept forward.
+    The fraction `sparsity_level` of each scope is dropped in the forward pass, and the smaller fraction
+    `backward_level` gets no gradient. By default, twice as many weights get a gradient as are kept.
 
     >>> TopKAST(0.75).backward_level
     0.5

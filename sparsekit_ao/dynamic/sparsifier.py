@@ -1,7 +1,7 @@
-"""DynamicSparsifier: masks that change during training, with a number of kept blocks that is constant or scheduled.
+"""`DynamicSparsifier`, whose masks change during training while the number of kept blocks is constant or scheduled.
 
-`prepare` makes the initial masks (`inits`), hooks capture gradients before an optimizer's step (`gradients`), and
-`step` makes an update (`update`) in the iterations that `Settings` schedules.
+`prepare` chooses the initial masks (`inits`), hooks capture gradients before an optimizer's step (`gradients`), and
+`step` updates the masks (`update`) in the iterations that `Settings` schedules.
 """
 
 import warnings
@@ -41,31 +41,36 @@ _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Ma
 
 
 class DynamicSparsifier(Calibrated, BudgetSparsifier):
-    """Train while a fraction `sparsity_level` of all blocks is dropped, and choose other blocks at updates.
+    """Train a sparse model whose masks change: updates prune some blocks and grow others in their place.
 
-    The loop is `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
-    each `optimizer.step()`. Every scope keeps exactly its budget after every update. Dropped weights are zero. Grown
-    ones start from zero, with zero optimizer state, and a weight that is pruned and grown in the same update is
-    unchanged. A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors; the others share the
-    overall one. A tensor of several scopes keeps the same number of blocks in each (constant fan-in, N:M).
+    The training loop calls `loss.backward(); optimizer.step(); sparsifier.step()`, with one `sparsifier.step()` for
+    each `optimizer.step()`. After every update, every scope keeps exactly its budget. Dropped weights are zero. Grown
+    weights start from zero, with zero optimizer state; a weight that is pruned and grown in the same update does not
+    change. A config entry with `sparsity_level` or `nnz` fixes the budget of its tensors, and the other tensors share
+    the overall one. A tensor with several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
-        sparsity_level: The overall fraction dropped, 0.9 by default, which `init` distributes over the tensors.
-        optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later.
+        sparsity_level: The fraction dropped over all tensors, in [0, 1]; 0.9 by default. `init` distributes it.
+        optimizer: The optimizer or optimizers that train the sparsified parameters. You may also `attach` them later.
         nnz: The number of blocks kept in each scope of every tensor, instead of `sparsity_level`.
-        init: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
-        update_every: Iterations from one update to the next; None for masks that never change.
-        update_fraction: Iteration -> fraction of the active blocks that an update replaces, in [0, 1); or a number; 0.3
-            by default. Not used where `target` determines how many are pruned and `grow` is None.
-        until: The last iteration that may update; None for no end.
-        prune: "magnitude", "global", "random", or a criterion of `criteria`.
-        grow: "gradient", "momentum", "random", None, or a criterion of `criteria`.
-        redistribute: "gradient", "momentum", "nonzero", None, or a criterion of `criteria`.
-        target: Iteration -> overall sparsity, instead of `sparsity_level`: budgets follow it at every update.
-        seed: Random choices depend on it, and on the tensor's name, the iteration and the purpose.
-        state_init: The optimizer's second moment of a grown weight: "zero", or "grad" for the squared gradient. With
-            "zero" Adam's first step is several times too large.
-        new_values: Function (weight, generator) -> values of grown weights, in the weight's shape; zeros by default.
+        init: How masks start: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
+        update_every: The number of iterations from one update to the next. With None, masks never change.
+        update_fraction: The fraction of the active blocks that an update replaces, in [0, 1): a number (0.3 by
+            default), or a function of the iteration. It is not used if `target` determines how many are pruned and
+            `grow` is None.
+        until: The last iteration that may update masks; None (default) sets no end.
+        prune: Which active blocks are dropped: "magnitude", "global", "random", or a criterion of `criteria`.
+        grow: Which dropped blocks become active: "gradient", "momentum", "random", None (no blocks), or a criterion of
+            `criteria`.
+        redistribute: How growth is divided among tensors: "gradient", "momentum", "nonzero", None (each tensor grows
+            what it lost), or a criterion of `criteria`.
+        target: A function of the iteration that returns the overall sparsity, instead of a level. Budgets follow it at
+            every update.
+        seed: An int. Random choices depend on it, the tensor's name, the iteration and the purpose.
+        state_init: The optimizer's second moment for a grown weight: "zero", or "grad" for the squared gradient. With
+            "zero", Adam's first step is several times too large.
+        new_values: A function (weight, generator) that returns values for grown weights, in the weight's shape; zeros
+            by default.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
@@ -126,10 +131,10 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             self.attach(optimizer)
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Watch the steps of the optimizer, or of several, that train the sparsified parameters.
+        """Register the optimizer or optimizers that train the sparsified parameters.
 
-        Over ranks: call it after `fully_shard`, with an optimizer made after that. Masks are then sharded like their
-        weights, and initial masks are chosen that `prepare` could not choose (meta device).
+        In distributed training, call it after `fully_shard`, with an optimizer constructed after that. Masks are then
+        sharded like their weights, and weights that were on the meta device in `prepare` get initial masks.
         """
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
@@ -141,14 +146,14 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         self._capture.attach(optimizers)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Copy the dense gradients and mask `.grad`: call it before clipping gradients by their norm.
+        """Copy the dense gradients and mask `.grad`; call this before you clip gradients by their norm.
 
-        Call it after the last backward of an iteration and after unscaling (`scaler.unscale_`). It does nothing in
-        iterations whose gradients no update needs. Without it, the optimizer's step does the same.
+        Call it after the last backward pass of an iteration and after unscaling (`scaler.unscale_`). It does nothing in
+        iterations whose gradients no update needs. If it is not called, the optimizer's step does the same.
 
         Args:
-            optimizer: Take only the gradients of its parameters, where several optimizers have a backward pass each;
-                by default all.
+            optimizer: Take only the gradients of this optimizer's parameters, for optimizers with a backward pass each.
+                None (default) takes all gradients.
         """
         self.require_prepared("take_gradients")
         self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
@@ -239,11 +244,11 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         self._known, self._initial_masks = [id(original(g)) for g in self.groups], {}
 
     def step(self, use_path: bool = True) -> None:
-        """Count one training iteration, after the optimizer's step; update the masks if an update is due.
+        """Count one training iteration, after the optimizer's step, and update the masks if an update is due.
 
-        An update waits for the next iteration while an optimizer skipped its step (gradient scaling) or a gradient that
-        it needs is missing or not finite. While `enable_mask_update` is False there is none. If a criterion raises,
-        nothing is changed, the iteration is not counted, and `step` may be called again.
+        If an optimizer skipped its step (gradient scaling), or a gradient that the update needs is missing or not
+        finite, the update waits for the next iteration. While `enable_mask_update` is False there are no updates. If a
+        criterion raises an error, nothing is changed, the iteration is not counted, and `step` may be called again.
         """
         self.require_prepared("step")
         if self.settings.updates and not self._capture.optimizers:
@@ -307,8 +312,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Return masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
 
-        `with_gradients` adds an entry for the gradient of every tensor, which a state has that was saved between an
-        optimizer's step and this one's: `torch.distributed.checkpoint` loads only existing entries.
+        `with_gradients` adds an entry for the gradient of every tensor. A state that was saved between an optimizer's
+        step and the sparsifier's has these entries, and `torch.distributed.checkpoint` loads only entries that exist.
         """
         state = super().state_dict()
         if with_gradients:

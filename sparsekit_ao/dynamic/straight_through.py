@@ -1,7 +1,7 @@
-"""Masks chosen again at every step from dense weights, which all stay trainable: straight-through, SR-STE, Top-KAST.
+"""Training with masks chosen anew from dense weights at every step: straight-through, SR-STE and Top-KAST.
 
 The parametrization is that of dynamic sparse training, with a backward mask that keeps more than the forward mask. The
-loop is `loss.backward(); optimizer.step(); sparsifier.step()`; `attach(optimizer)` is needed only with decay.
+training loop calls `loss.backward(); optimizer.step(); sparsifier.step()`; only a decay needs `attach(optimizer)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,21 @@ from .gradients import ORDER, DecayHooks
 
 @final
 class StraightThrough(Calibrated, BudgetSparsifier):
-    """Drop `sparsity_level` of the blocks in every scope forward (0.5 by default), and train the dropped weights too.
+    """Drop blocks in the forward pass only, and train the dropped weights too, so that they can return.
 
     Args:
-        sparsity_level, nnz, structure: The forward masks, as for `ScopeSparsifier`.
-        backward_level: The fraction of blocks in each scope that gets no gradient. 0 is straight-through: all weights
-            are trained (STE, arXiv 1308.3432). A level between 0 and `sparsity_level` is Top-KAST (arXiv 2106.03517):
-            the backward mask keeps more blocks than the forward mask, by the same scores.
-        decay: Adds `decay * weight` to the gradient of weights that the forward mask drops, so that masks change less
-            (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer given to `attach`, after any
-            clipping.
+        sparsity_level, nnz, structure: What the masks of the forward pass drop in every scope, as for
+            `ScopeSparsifier`; half of the blocks by default.
+        backward_level: The fraction of blocks in each scope that gets no gradient. With 0 (default) all weights are
+            trained, which is straight-through estimation (STE, arXiv 1308.3432). A level between 0 and `sparsity_level`
+            is Top-KAST (arXiv 2106.03517): the backward mask keeps more blocks, by the same scores.
+        decay: A number >= 0 (0 by default). `decay * weight` is added to the gradient of weights that the forward mask
+            drops, so that masks change less (SR-STE, arXiv 2102.04010). It is added once per step of the optimizer
+            given to `attach`, after any clipping.
 
     Raises:
-        SparsityError: A backward mask smaller than the forward one, a negative decay; see `ScopeSparsifier`.
+        SparsityError: The backward mask is smaller than the forward mask, or `decay` is negative; see
+            `ScopeSparsifier`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False))
     >>> sparsifier = StraightThrough(nnz=2, scope_shape=(1, 4))
@@ -63,9 +65,9 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         self._hooks = DecayHooks(decay)
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Add the decay in the steps of the optimizer, or of several, that train the sparsified parameters.
+        """Register the optimizer or optimizers that train the sparsified parameters, in whose steps decay is added.
 
-        Over ranks: call it after `fully_shard`, with an optimizer made after that.
+        In distributed training, call it after `fully_shard`, with an optimizer constructed after that.
         """
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
@@ -84,7 +86,7 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         """Choose the masks from the present weights.
 
         Raises:
-            SparsityError: Decay is not 0, and no optimizer is attached.
+            SparsityError: `decay` is not 0, but no optimizer is attached.
         """
         self.require_prepared("step")
         if self.decay and not self._hooks.optimizers:

@@ -43,13 +43,13 @@ NewValues = Callable[[Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStatistics:
-    """What one update changed.
+    """What one update of the masks changed.
 
     Attributes:
         iteration: The iteration of the update.
-        fraction: The fraction of the active blocks that was pruned. Some may have grown again in the same update.
-        grown, pruned: {tensor_fqn: elements} that became active, and that became inactive.
-        kept: {tensor_fqn: elements} that are active now.
+        fraction: The fraction of the active blocks that was pruned; some may have grown again in the same update.
+        grown, pruned: {tensor_fqn: number of elements} that became active, and that became inactive.
+        kept: {tensor_fqn: number of elements} that are active now.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

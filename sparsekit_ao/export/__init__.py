@@ -1,4 +1,4 @@
-"""A masked or pruned model for use elsewhere: dense state dicts, files, formats of other libraries."""
+"""Save and convert masked or pruned models for use elsewhere: state dicts, files, formats of other libraries."""
 
 from ..masking import dense_state_dict
 from .gathered import GatheredLinear, to_gathered

@@ -1,4 +1,4 @@
-"""Masks of models with adapters of peft: `merge_lora`, and the tensors that masks belong to."""
+"""`merge_lora` merges peft's adapters into masked models and keeps the zeros."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,23 +19,24 @@ Masks = MaskSparsifier | Mapping[str, Tensor]
 def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     """Merge LoRA adapters into a pruned model and apply its masks again.
 
-    peft's `merge_and_unload` adds a dense product to each weight, so zeros are lost, or, while masks are registered,
-    the adapter. Here, the merged weight is masked, and the part of the adapter that a mask drops is reported, because
-    the outputs change by it. Adapters of other kinds that peft can merge are merged as well.
+    peft's `merge_and_unload` adds a dense product to each weight, so that zeros are lost (or the adapter, while masks
+    are registered). This function masks the merged weight. It reports the part of the adapter that the mask drops,
+    because the outputs change by it. Other kinds of adapters that peft can merge are merged too.
 
     Args:
         model: The model that `peft.get_peft_model` returned. Its active adapters are merged in place.
-        sparsifier: Prepared before or after `get_peft_model`; squash it afterwards, or before adapters are added. Or
-            {name: mask}, as from `load_masks`, with names of the base model, or of `model`.
+        sparsifier: The sparsifier, prepared before or after `get_peft_model`. Call its `squash_mask` after this, or
+            before adapters are added. Or a dict {name: mask}, as from `load_masks`, with the base model's names or
+            `model`'s.
 
     Returns:
-        The base model, without adapters, and a `Conversion` whose notes and difference are the fraction of each
-        adapter's norm that its mask drops, and the largest of them. Masks that were registered still are, and their
-        tensors have the names of the base model from now on.
+        The base model without adapters, and a `Conversion`. Its notes give the fraction of each adapter's norm that the
+        mask drops, and its `difference` is the largest of these. Registered masks stay registered, and their tensors
+        have the names of the base model from now on.
 
     Raises:
-        SparsityError: There are no adapters, or some are merged already, disabled, or not finite. The base model has no
-            tensor of a mask's name and shape. A masked layer is in `modules_to_save`. Nothing is then changed.
+        SparsityError: There are no adapters, or some are already merged, disabled or not finite; or the base model has
+            no tensor with the name and shape of a mask; or a masked layer is in `modules_to_save`. Nothing is changed.
 
     >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
     >>> merged.save_pretrained("merged")  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models: `save_pretrained`, `load_pretrained` and `load_masks`."""
+"""Save and load folders of Hugging Face models: `save_pretrained`, `load_pretrained` and `load_masks`."""
 
 import functools
 import inspect
@@ -31,26 +31,26 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transfor
 
 
 def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
-    """Save a masked, squashed or compacted transformers model as `from_pretrained` loads it; it does not change.
+    """Save a masked, squashed or compacted transformers model so that `from_pretrained` loads it.
 
-    Masked values are written under their plain names, with `masks.safetensors` beside them, one bit for each element.
-    They are computed file by file (`max_shard_size`, 5 GB by default). Where the config of a compacted model does not
-    describe it, the dense model's config and `manifest.json` are written, which `load_pretrained` reads.
+    Masked values are written under their plain names, and the masks to `masks.safetensors`, with one bit for each
+    element. Values are computed file by file (`max_shard_size`, 5 GB by default). If a config cannot describe a
+    compacted model, the dense model's config and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: A transformers model, or another with a method `save_pretrained(path, state_dict=...)`.
-        sparsifier: The sparsifier that masks it, before or after `squash_mask`; or {name: mask}; or the report of
-            `shrink` or `compact`.
+        model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`. Not changed.
+        sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
+            that `shrink` or `compact` returned.
         path: The folder to write.
-        kwargs: Arguments of `model.save_pretrained`.
+        kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
-        A `Conversion` with the bytes of the masked tensors and of the file of masks. For a compacted model, it has
-        the bytes of the dense one and of the files, and the line that loads it.
+        A `Conversion` with the bytes of the masked tensors and of the file of masks. For a compacted model, it has the
+        bytes of the dense model and of the files, and the line of code that loads it.
 
     Raises:
-        SparsityError: The model has no such method, or adapters that are not merged. It has no tensor of a mask's name
-            and shape, or one that is not zero outside of its mask. A written file does not hold the masked values.
+        SparsityError: The model has no such method, or adapters that are not merged; or no tensor with the name and
+            shape of a mask, or one that is not zero where its mask drops; or a written file has other values.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -293,13 +293,13 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     """Load a compacted model that `save_pretrained` wrote, in eval mode, whether or not its config describes it.
 
     Args:
-        path: Folder.
-        model_class: Class of the model, or an `AutoModel...` class.
-        kwargs: For `from_pretrained`, where the config describes the model; else for its constructor.
+        path: The folder that `save_pretrained` wrote.
+        model_class: The class of the model, or an `AutoModel...` class.
+        kwargs: Arguments of `from_pretrained` if the config describes the model, else of the constructor.
 
     Raises:
-        SparsityError: A file is missing or damaged. The manifest or the weights are of another model. The weights are
-            in files that neither the index nor the one standard name (`model.safetensors`) says.
+        SparsityError: A file is missing or damaged, the manifest or the weights are of another model, or the weights
+            are neither in `model.safetensors` nor in files that an index lists.
 
     >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
     """
@@ -368,7 +368,7 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
     """Return the masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True for kept ones}.
 
     Raises:
-        SparsityError: The file was not written by `save_pretrained`, or is damaged.
+        SparsityError: The file was not written by `save_pretrained`, or it is damaged.
 
     >>> masks = load_masks("pruned")  # doctest: +SKIP
     >>> masks["layer.weight"].dtype  # doctest: +SKIP

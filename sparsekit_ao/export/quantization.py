@@ -1,6 +1,6 @@
-"""`quantize`: pruned models quantized by torchao, every zero kept.
+"""`quantize` quantizes pruned models by torchao and keeps every zero.
 
-Prune, `squash_mask`, then `quantize`; or, with training that simulates quantization, torchao's
+Prune the model, call `squash_mask`, then `quantize`. For training that simulates quantization, the order is: torchao's
 `QATConfig(step="prepare")`, `sparsifier.prepare`, training, `squash_mask`, `quantize` with `QATConfig(step="convert")`.
 """
 
@@ -28,20 +28,23 @@ def quantize(
     tensors: Sequence[str] | None = None,
     forward: Forward | None = None,
 ) -> tuple[nn.Module, Conversion]:
-    """Return a copy whose Linear layers `torchao.quantize_` has quantized, and a `Conversion`; zeros stay zeros.
+    """Quantize a copy of a pruned model by `torchao.quantize_`, so that zeros stay zeros.
 
     Args:
-        model: Squashed; it does not change.
-        config: A config of torchao, such as `Int8WeightOnlyConfig()`. One whose `packing_format` is sparse needs 2:4
-            weights on CUDA (torchao by itself drops whatever is too much for 2:4 without a word).
-        batches: Typical inputs, on which both models are compared; dicts are passed as keyword arguments, tuples and
+        model: A squashed model, which is not changed.
+        config: A config of torchao, such as `Int8WeightOnlyConfig()`. A config with a sparse `packing_format` needs 2:4
+            weights on CUDA (torchao itself silently drops the weights that are too many for 2:4).
+        batches: Typical inputs, on which both models are compared. Dicts are passed as keyword arguments, tuples and
             lists as positional ones.
-        tensors: Weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
-        forward: `(model, batch) -> output`, if the model is called in another manner.
+        tensors: The weights that must be quantized, as for `export.check`. torchao quantizes other Linear layers too.
+        forward: A function `(model, batch) -> output` that is called instead of the model.
+
+    Returns:
+        The quantized copy, and a `Conversion`.
 
     Raises:
-        SparsityError: A weight is masked, shared, not finite or not of a Linear. Torchao refuses, leaves one of these
-            weights as it is, or changes a zero. The quantized model returns nan or other shapes.
+        SparsityError: A weight is masked, shared, not finite or not of a Linear; or torchao refuses, leaves one of
+            these weights as it is, or changes a zero; or the quantized model returns NaN or other shapes.
 
     >>> from torchao.quantization import Int8WeightOnlyConfig  # doctest: +SKIP
     >>> small, report = quantize(model, Int8WeightOnlyConfig(), batches)  # doctest: +SKIP

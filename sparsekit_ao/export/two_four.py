@@ -1,4 +1,4 @@
-"""2:4 weights for torch's sparse kernels: converted in memory on CUDA, or packed in a file and loaded again."""
+"""Convert 2:4 weights for torch's sparse kernels on CUDA, or pack them in a file and load them again."""
 
 import os
 import warnings
@@ -19,15 +19,15 @@ DEVICE = "cuda"  # on which torch has 2:4 kernels
 def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion:
     """Replace 2:4 weights of Linear layers on CUDA by `torch.sparse.to_sparse_semi_structured`, in place.
 
-    Weights that do not fit stay dense, and are in the report's `left` with the reason. Converted ones have no gradient,
-    and masks are removed, so train no more. `export.check(model, "pack_2_4")` checks the same on any machine.
+    Weights that do not fit stay dense; `left` of the report has the reasons. Converted weights have no gradient, and
+    masks are removed, so call this after training. `export.check(model, "pack_2_4")` checks the same on any machine.
 
     Args:
-        model: Masked or squashed; float16, bfloat16 or int8.
-        tensors: Weights that must fit, as for `export.check`. None converts all that fit.
+        model: A masked or squashed model in float16, bfloat16 or int8.
+        tensors: The weights that must fit, as for `export.check`. None (default) converts all that fit.
 
     Raises:
-        SparsityError: No weight is on CUDA, none fits, or one of `tensors` does not. The model is not changed.
+        SparsityError: No weight is on CUDA, no weight fits, or one of `tensors` does not fit. The model is not changed.
 
     >>> report = to_2_4(model.cuda())  # doctest: +SKIP
     """
@@ -63,16 +63,17 @@ def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion
 
 
 def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[str] | None = None) -> Conversion:
-    """Save a squashed 2:4 model with packed weights, as a safetensors file that `load_2_4` reads; without a GPU, too.
+    """Save a squashed 2:4 model with packed weights, in a safetensors file that `load_2_4` reads; no GPU is needed.
 
     The weight of a Linear (out, in) becomes `<name>.values` (out, in / 2), and `<name>.metadata` with two bits for each
-    value. They take 0.5625 of the bytes of float16 and bfloat16, 0.625 of int8; -0.0 becomes 0. All others of the state
-    dict are stored as they are, tied ones once. The report has the bytes of the dense tensors and of the file.
+    value. They take 56.25 % of the bytes of float16 and bfloat16, and 62.5 % of int8; -0.0 becomes 0. All other tensors
+    of the state dict are stored as they are, tied ones once. The report has the bytes of dense tensors and file.
 
     Args:
-        model: Squashed; float16, bfloat16 or int8. float32 is refused, since torch's packing does not restore it.
-        path: Where the file is written; an existing file is replaced.
-        tensors: Weights to pack, as for `export.check`.
+        model: A squashed model in float16, bfloat16 or int8. float32 raises an error, since torch's packing does not
+            restore it.
+        path: The file to write; an existing file is replaced.
+        tensors: The weights to pack, as for `export.check`.
 
     Raises:
         SparsityError: A weight cannot be packed (as `export.check` finds), or has a mask. No file is written.
@@ -105,14 +106,14 @@ def pack_2_4(model: nn.Module, path: str | os.PathLike[str], tensors: Sequence[s
 
 
 def load_2_4(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load a file of `pack_2_4` into a model of the same classes, shapes and dtypes, which has no masks.
+    """Load a file that `pack_2_4` wrote into a model of the same classes, shapes and dtypes, without masks.
 
-    Packed weights are the same bits as before. On a GPU they are then converted by `to_2_4`, with a warning where
-    torch's kernels refuse one, which stays dense.
+    Packed weights have the same bits as before. On a GPU `to_2_4` then converts them, with a warning if torch's kernels
+    refuse a weight, which stays dense.
 
     Raises:
-        SparsityError: Names, dtypes or shapes do not fit the model, or metadata are none of `pack_2_4`. The model is
-            not changed.
+        SparsityError: Names, dtypes or shapes do not fit the model, or `pack_2_4` did not write the metadata. The model
+            stays unchanged.
 
     >>> load_2_4(model, "packed.safetensors")  # doctest: +SKIP
     """

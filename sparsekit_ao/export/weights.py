@@ -1,6 +1,6 @@
-"""The weights of a model: which patterns their zeros satisfy, and which functions of `export` take them.
+"""Reports which patterns the zeros of a model's weights satisfy, and which functions of `export` take them.
 
-Works on masked and on squashed models; nothing is changed.
+Models may be masked or squashed; nothing is changed.
 """
 
 import math
@@ -35,8 +35,8 @@ class WeightToExport:
     """One weight of a model.
 
     Attributes:
-        path, module: Module that holds the weight, and its name in `model.named_modules()`.
-        tensor_name: Name of the weight in the module.
+        path, module: The name of the module that holds the weight, in `model.named_modules()`, and the module.
+        tensor_name: The name of the weight in the module.
         masked: Whether it has a mask, a `WeightMask` or another `FakeSparsity`.
         names: Every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
             module is used in several places.
@@ -68,17 +68,17 @@ class WeightToExport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRow:
-    """One weight.
+    """A row of a `LayerReport`: the zeros of one weight and the functions that take it.
 
     Attributes:
-        tensor: Name of the weight.
-        kind: Class of its module.
-        shape, dtype: Shape, and dtype without "torch.".
+        tensor: The name of the weight.
+        kind: The name of its module's class.
+        shape, dtype: Its shape, and its dtype as text without "torch.".
         masked: Whether its mask is still there.
         density: The fraction that is not zero; 1 for an empty weight.
-        patterns: The structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", or "unstructured".
-            Nothing if it is dense.
-        targets: {function of `export`: reasons why it does not take the weight}. No reasons if it does.
+        patterns: The structures that its zeros satisfy: "2:4", "1x4 blocks", "rows", "columns", "unstructured"; () if
+            it is dense.
+        targets: {function of `export`: reasons why it does not take the weight}, without reasons if it does.
 
     >>> row = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4)))[0]
     >>> row.tensor, row.kind, row.density, row.patterns
@@ -102,7 +102,7 @@ class ExportRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport(Table[ExportRow]):
-    """A row for each weight of the model; `str()` of it is a table, and `plot.plot_layers` draws it.
+    """The weights of a model, with a row for each; prints as a table, and `plot.plot_layers` draws it.
 
     >>> report = sparsekit_ao.export.report(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)))
     >>> [row.tensor for row in report]
@@ -133,16 +133,16 @@ class LayerReport(Table[ExportRow]):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What an export did; `print(report)` shows it as text.
+    """What an export did to the weights of a model; prints as text.
 
     Attributes:
-        target: The function that converted.
-        converted: Names of the tensors that are stored, or run, sparse.
-        left: {tensor: why} of all other weights.
-        before, after: Bytes of what was converted; of the whole files where files are written.
-        difference: Largest difference of an output, relative to the largest value that differs; None where values are
+        target: The name of the function that converted.
+        converted: The names of the tensors that are now stored or run sparse.
+        left: {tensor: why it was not converted} for all other weights.
+        before, after: The bytes of what was converted, before and after; those of the whole files if files are written.
+        difference: The largest difference of an output, relative to the largest value that differs; None if values are
             equal bit for bit.
-        notes: What else a user must know.
+        notes: What else you should know, as texts.
 
     >>> print(Conversion(target="pack_2_4", converted=("0.weight",), before=200, after=120))
     pack_2_4: 1 of 1 weights
@@ -167,9 +167,9 @@ class Conversion:
 
 
 def report(model: nn.Module) -> LayerReport:
-    """Return which patterns the weights of a model satisfy, masked or squashed, and which functions take them.
+    """Report which patterns the weights of a masked or squashed model satisfy, and which functions take them.
 
-    All weights of two or more dimensions are listed, tied ones once. The text of the report is a table, and
+    All weights of two or more dimensions are listed, tied ones once. The report prints as a table, and
     `sparsekit_ao.plot.plot_layers(report)` draws density and patterns.
 
     >>> from sparsekit_ao import ScopeSparsifier, export, patterns
@@ -197,17 +197,17 @@ def report(model: nn.Module) -> LayerReport:
 
 
 def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -> list[WeightToExport]:
-    """Return the layers of a masked or squashed model, if a function of `export` takes the weights of all of them.
+    """Check that a function of `export` takes all weights of a model, and return them.
 
     Args:
-        model: Masked, or squashed; it does not change.
-        target: "pack_2_4", "quantize" or "to_gathered".
-        tensors: Names, globs or `re:` expressions of weights. None is every masked weight; in a model without masks,
-            every weight of which at least a tenth is zero.
+        model: A masked or squashed model, which is not changed.
+        target: The name of the function: "pack_2_4", "quantize" or "to_gathered".
+        tensors: Names, globs or `re:` expressions of weights. None (default) is every masked weight, or in a model
+            without masks every weight with at least a tenth of zeros.
 
     Raises:
-        SparsityError: Some are not taken: with tensor, rule and first place that breaks it; there is no such target or
-            tensor, or nothing to check.
+        SparsityError: A weight is not taken (the error names the tensor, the rule and the first place that breaks it),
+            there is no such target or tensor, or there is nothing to check.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32)).half()
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(pattern=sparsekit_ao.patterns.n_m(2, 4))

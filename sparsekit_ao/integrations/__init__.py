@@ -1,4 +1,4 @@
-"""Callbacks for trainers: `integrations.transformers`, `integrations.lightning`; each imports its library."""
+"""Callbacks for trainers, in `integrations.transformers` and `integrations.lightning`; each imports its library."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from ..torch_ao import BaseScheduler, BaseSparsifier
 
 
 class StepCallback:
-    """A prepared sparsifier and its schedulers, which step after optimizers."""
+    """Step a prepared sparsifier and its schedulers after optimizers; base class of the callbacks."""
 
     def __init__(
         self,

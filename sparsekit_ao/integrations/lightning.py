@@ -1,4 +1,4 @@
-"""A callback for Lightning: calls `step` after every optimizer step; its state is part of the trainer's checkpoints."""
+"""A callback for Lightning that calls `step` after every optimizer step; trainer checkpoints contain its state."""
 
 from typing import Any
 
@@ -15,19 +15,19 @@ __all__ = ["SparsifierCallback"]
 class SparsifierCallback(StepCallback, Callback):
     """Call a prepared sparsifier from a Lightning `Trainer`.
 
-    After a batch in which optimizers stepped, the sparsifier steps once, then the schedulers; when training ends, the
-    sparsifier steps once more for the last level. The trainer's optimizers are attached when fitting begins; a
+    After a batch in which optimizers stepped, the sparsifier steps once, then the schedulers. When training ends, the
+    sparsifier steps once more to apply the last level. The trainer's optimizers are attached when fitting begins; a
     `DynamicSparsifier` masks dense gradients before Lightning clips them.
 
     Args:
-        sparsifier: Prepared on (a part of) the LightningModule before `fit`.
-        schedulers: Such as `ScheduleSL`, of this sparsifier.
-        update_every: Masks are updated after the optimizer's steps whose number is a multiple of this.
-        until: The last step after which masks are updated; None for no end.
+        sparsifier: A sparsifier that was prepared on the LightningModule, or a part of it, before `fit`.
+        schedulers: A list of schedulers of this sparsifier, such as `ScheduleSL`.
+        update_every: Masks are updated after those optimizer steps whose number is a multiple of this; 1 by default.
+        until: The last optimizer step after which masks are updated; None (default) sets no end.
 
     Raises:
-        SparsityError: When training begins, if the sparsifier was prepared on another model or not at all, or another
-            callback averages the masks.
+        SparsityError: Raised when training begins, if the sparsifier was prepared on another model or not at all, or if
+            another callback averages the masks.
     """
 
     _global_step = _steps = 0
@@ -62,7 +62,7 @@ class SparsifierCallback(StepCallback, Callback):
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sparsifier's and the schedulers' state, and the number of steps."""
+        """Return the states of the sparsifier and the schedulers, and the number of steps."""
         schedulers = [s.state_dict() for s in self.schedulers]
         return {"sparsifier": self.sparsifier.state_dict(), "schedulers": schedulers, "steps": self._steps}
 

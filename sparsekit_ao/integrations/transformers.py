@@ -1,7 +1,7 @@
-"""A callback for `transformers.Trainer`: calls `step` after every optimizer step; its state is part of checkpoints.
+"""A callback for `transformers.Trainer` that calls `step` after every optimizer step; checkpoints contain its state.
 
 A model of transformers is saved as plain, masked weights. Dense weights and masks are in a file beside them, from which
-training resumes; of other models they are in the checkpoint itself. The rest of a sparsifier's state is saved in
+training resumes. For other models, they are in the checkpoint itself. The rest of a sparsifier's state is saved in
 `trainer_state.json`.
 """
 
@@ -30,7 +30,7 @@ STATE = "masked_state.safetensors"  # dense weights and masks, beside the plain 
 def save_plain_weights(
     self: Any, save_directory: str | Path, *args: Any, state_dict: Any = None, **options: Any
 ) -> None:
-    """A model's method while it is trained: saves plain weights, and dense ones and masks in a file of their own."""
+    """Save plain weights, and dense weights and masks in a file of their own; a model's method while it is trained."""
     state = self.state_dict() if state_dict is None else state_dict
     plain = _plain(state)
     masked = {name: t.clone() for name, t in state.items() if name not in plain}
@@ -57,29 +57,30 @@ def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
     """Call a prepared sparsifier from a `transformers.Trainer`.
 
-    After every optimizer step the sparsifier steps, then the schedulers; after the last one, the sparsifier steps once
-    more for the last level. The trainer's optimizer is attached when training begins. `from_pretrained` loads the
-    checkpoints, as plain weights. Resuming needs only `resume_from_checkpoint`; leave
-    `restore_callback_states_from_checkpoint` off, which would construct another callback without its sparsifier.
+    After every optimizer step the sparsifier steps, then the schedulers. After the last one, the sparsifier steps once
+    more to apply the last level. The trainer's optimizer is attached when training begins. `from_pretrained` loads the
+    checkpoints as plain weights. To resume, `resume_from_checkpoint` is enough; leave
+    `restore_callback_states_from_checkpoint` off, because it would construct another callback without the sparsifier.
 
     Args:
-        sparsifier: Prepared on the trainer's model before the trainer is constructed.
-        schedulers: Such as `ScheduleSL`, of this sparsifier.
-        update_every: Masks are updated after the optimizer's steps whose number is a multiple of this.
-        until: The last step after which masks are updated; None for no end.
+        sparsifier: A sparsifier that was prepared on the trainer's model before the trainer is constructed.
+        schedulers: A list of schedulers of this sparsifier, such as `ScheduleSL`.
+        update_every: Masks are updated after those optimizer steps whose number is a multiple of this; 1 by default.
+        until: The last optimizer step after which masks are updated; None (default) sets no end.
 
     Raises:
-        SparsityError: When training begins, if the sparsifier was prepared on another model, or the trainer clips
-            gradients that an update reads; see `watch_clipping`.
+        SparsityError: Raised when training begins, if the sparsifier was prepared on another model, or if the trainer
+            clips gradients that an update reads; see `watch_clipping`.
     """
 
     _watched: Any = None  # the trainer whose clipping is watched
     _model: Any = None  # the one that is trained
 
     def watch_clipping(self, trainer: Any) -> "SparsifierCallback":
-        """Mask dense gradients before the trainer clips them, which it does before it calls any callback.
+        """Mask dense gradients before the trainer clips them.
 
-        Call it for each trainer with `max_grad_norm > 0`, after it is constructed, if the sparsifier uses gradients.
+        A trainer clips gradients before it calls any callback. If the sparsifier uses gradients, call this for each
+        trainer with `max_grad_norm > 0`, after the trainer is constructed.
         """
         if trainer is self._watched:
             return self
@@ -152,7 +153,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
                 return
 
     def state(self) -> dict[str, Any]:
-        """The state for `trainer_state.json`: everything but the masks, which are in the model."""
+        """Return the state for `trainer_state.json`: everything but the masks, which the model has."""
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
         saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}

@@ -1,7 +1,7 @@
-"""`WeightMask`, the parametrization that masks a weight: computed, registered and removed, and its checkpoints.
+"""`WeightMask`, the parametrization that masks a weight, and how it is registered, removed and saved.
 
-Masks are filled in place; only `.to()` and sharding replace the tensor. A gradient is that of the mask used in the
-forward pass, so autograd saves a copy of the mask, which a later `step` does not change. On a CPU the copy has the
+Masks are filled in place; only `.to()` and sharding replace the tensor. The gradient belongs to the mask that the
+forward pass used, so autograd saves a copy of the mask, which a later `step` does not change. On a CPU the copy has the
 weight's dtype and is kept for later forward passes, because allocating that memory costs more than masking the weight.
 """
 
@@ -25,7 +25,7 @@ _LISTS: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDiction
 
 
 def select(weight: Tensor, mask: Tensor) -> Tensor:
-    """The weight where the mask is True (or positive), exactly 0 elsewhere; differentiable in the weight.
+    """Return the weight where the mask is True (or positive) and exactly 0 elsewhere, differentiable in the weight.
 
     Elements are selected, not multiplied: a dropped one is exactly 0 in forward and backward, even where the weight is
     NaN or infinite. In eager mode the mask may be written before the backward pass, since autograd saves a copy of it.
@@ -83,10 +83,10 @@ def marked(weight: Tensor) -> Tensor:
 
 
 class WeightMask(FakeSparsity):
-    """Masked weight: a `torch_ao.FakeSparsity` that compiles, keeps dtypes and saves its mask.
+    """Mask a weight: a `torch_ao.FakeSparsity` that compiles, keeps dtypes and saves its mask.
 
     Args:
-        mask: A tensor of the weight's shape; bool, or 0 and 1 in the weight's dtype. It becomes the buffer `mask` and
+        mask: A tensor of the weight's shape, bool or 0 and 1 in the weight's dtype. It becomes the buffer `mask`, which
             is only ever filled in place.
 
     >>> layer = nn.Linear(2, 1)
@@ -108,14 +108,14 @@ class WeightMask(FakeSparsity):
     _kept: _Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weight with dropped elements exactly zero; shape and dtype as given."""
+        """Return the weight with dropped elements exactly zero, in its own shape and dtype."""
         return marked(_selected(x, self.mask_for(x)))
 
     def mask_for(self, x: Tensor) -> Tensor:
-        """The mask, placed like a weight, as autograd may save it: on a CPU in the weight's dtype.
+        """Return the mask, placed like a weight, as autograd may save it: on a CPU in the weight's dtype.
 
         Raises:
-            SparsityError: The mask has another shape than the weight.
+            SparsityError: The shapes of mask and weight differ.
         """
         if self.mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(self.mask.shape)} does not fit the weight {tuple(x.shape)}")
@@ -157,11 +157,11 @@ class WeightMask(FakeSparsity):
         self.mask = placed_like(self.mask, weight)
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """Assigning to the masked weight sets the dense one."""
+        """Return the dense weight to store when a value is assigned to the masked weight: the value itself."""
         return x
 
     def state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As any module's (`FakeSparsity` leaves the mask out, so its checkpoints cannot be loaded strictly)."""
+        """Return the state with the mask, which `FakeSparsity` leaves out, so that it can be loaded strictly."""
         return nn.Module.state_dict(self, *args, **kwargs)
 
 
@@ -335,13 +335,13 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that a masked model would have after `squash_mask`: plain names, masked values, no masks.
+    """Return the state dict that a masked model would have after `squash_mask`: plain names, masked values, no masks.
 
-    A model without masks loads it, and so does `from_pretrained` of what `save_pretrained(..., state_dict=...)` writes.
-    A masked model loads a dense state dict too, with `strict=True`; its masks stay as they are.
+    A model without masks loads it, and so does `from_pretrained` after `save_pretrained(..., state_dict=...)`. A masked
+    model loads a dense state dict too, even with `strict=True`; its masks stay as they are.
 
     Raises:
-        SparsityError: A mask is on top of another parametrization; squash a deep copy of the model instead.
+        SparsityError: A mask is on top of another parametrization. Squash a deep copy of the model instead.
 
     >>> from sparsekit_ao import ScopeSparsifier, export
     >>> model = nn.Sequential(nn.Linear(8, 4))

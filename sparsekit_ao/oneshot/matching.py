@@ -1,6 +1,6 @@
-"""`recover`: train the blocks of a pruned model to give the outputs of the dense model's blocks, without labels.
+"""`recover` trains the blocks of a pruned model to give the outputs of the dense model's blocks, without labels.
 
-3BASiL (arXiv 2603.01376) and "A Free Lunch in LLM Compression" (arXiv 2510.14444) match blocks of language models so.
+3BASiL (arXiv 2603.01376) and "A Free Lunch in LLM Compression" (arXiv 2510.14444) do this with language models.
 """
 
 import math
@@ -40,15 +40,15 @@ PATIENCE = 4  # passes without a smaller error, after which a block is finished
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRow:
-    """One block.
+    """A row of a `RecoveryReport`: what training did to one block.
 
     Attributes:
-        block: Its name; "" is the whole model.
-        before: Relative error of its output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows that passes are
-            compared by (see `recover`); of logits (`outputs="kl"`) nats per row.
+        block: The name of the block; "" is the whole model.
+        before: The relative error of its output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows on which passes
+            are compared (see `recover`). With `outputs="kl"`, the divergence of the logits in nats per row.
         after: The same with the recovered weights.
-        passes: Passes over the batches that led to these weights.
-        seconds: Spent on this block.
+        passes: The number of passes over the batches that led to these weights.
+        seconds: The time spent on this block.
 
     >>> BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5).after
     0.1
@@ -63,11 +63,11 @@ class BlockRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport(Table[BlockRow]):
-    """Rows as data; `str()` of it is a table.
+    """What `recover` did to each block; prints as a table.
 
     Attributes:
-        rows: One per block, in order.
-        tokens: How many tokens counted, or "" where all did.
+        rows: A `BlockRow` for each block, in order.
+        tokens: How many tokens counted, as text; "" if all did.
 
     >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
     block     before   after  passes  seconds
@@ -83,7 +83,7 @@ class RecoveryReport(Table[BlockRow]):
         return [self.tokens] if self.tokens else []
 
     def metrics(self) -> dict[str, float]:
-        """{"recovered_error/<block>": ...}, for any logger."""
+        """Return {"recovered_error/<block>": ...} for any logger."""
         return {f"recovered_error/{r.block or 'model'}": r.after for r in self.rows}
 
 
@@ -105,43 +105,47 @@ def recover(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> RecoveryReport:
-    """Train the repeated blocks of a pruned model, in order, to give what the dense model's blocks give.
+    """Train the repeated blocks of a pruned model, in order, to give the outputs of the dense model's blocks.
 
     For a block B with input x in the dense model and x~ in the pruned one, the mean of ||B(x~) - B_dense(x)||^2 over
     all tokens is minimized by Adam. Kept weights, biases and norm parameters change, whether they require gradients or
-    not. Masks and zeros stay: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A model
-    without repeated blocks is one block.
+    not. Masks stay, and so do zeros: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A
+    model without repeated blocks is trained as one block.
 
-    Both models run in eval mode. Weights in 16 bits are trained by float32 copies. Beside the models, five times one
-    block's weights in float32 and the inputs of a block in both models for all batches are in memory. Either model may
-    be offloaded by accelerate, so that its blocks are read one by one, or sharded by `fully_shard`. If a model has
+    Both models run in eval mode. Weights in 16 bits are trained as float32 copies. Besides the models, memory holds the
+    inputs of a block in both models for all batches, and five times the weights of one block in float32. Either model
+    may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
-    Over ranks, each has its own batches (the same number) and the same models; gradients are averaged.
+    In distributed training all ranks have the same models and equally many own batches; gradients are averaged.
 
     Args:
-        model: Pruned: masked, squashed, or made smaller by `shrink` or `shrink_layers`; changed in place. A block
-            that remains after `shrink_layers` also takes the place of the removed blocks that follow it.
-        dense: The model that it was made from, with blocks of the same names and outputs of the same shapes.
-        batches: Unlabelled inputs, as for `one_shot`; kept in a list. More data helps more than more passes.
-        forward: `(model, batch) -> outputs`, called instead of the models.
-        passes: Over all batches, for each block. Every second one is compared, by its error on eight batches: on an
-            eighth of their rows, which is held out, or on all where there are fewer than 2,048. The best is taken.
-        rate: Highest learning rate, as a fraction of the root mean square of a block's kept weights; a whole model is
-            trained with half of it.
-        outputs: Train the whole model once more, to give the dense model's outputs: the first tensor that the model or
-            `forward` returns. By the mean squared error (`"mse"`), or the divergence of logits (`"kl"`).
-        blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
+        model: The pruned model, which is changed in place. It is masked, squashed, or made smaller by `shrink` or
+            `shrink_layers`. A block that remains after `shrink_layers` also learns what the removed blocks after it
+            did.
+        dense: The dense model that it was made from, with blocks of the same names and outputs of the same shapes.
+        batches: Calibration data without labels, as for `one_shot`. More data helps more than more passes.
+        forward: A function `(model, batch) -> outputs` that is called instead of the models.
+        passes: The number of passes over all batches for each block, 4 by default. After every second one the error is
+            measured on eight batches, and the weights with the smallest error are taken. An eighth of the rows of these
+            batches is held out for it; if they have fewer than 2,048 rows, it is measured on all of them.
+        rate: The highest learning rate, as a fraction of the root mean square of a block's kept weights; 0.02 by
+            default. A whole model is trained with half of it.
+        outputs: If given, the whole model is trained once more in the end, to give the dense model's outputs (the first
+            tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the divergence of logits
+            (`"kl"`).
+        blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds it.
         token_mask: Which tokens count, as for `one_shot`.
-        seed: The seed that determines the order of batches.
+        seed: An int that determines the order of batches.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
 
     Returns:
-        A row for each block that was trained, with its relative output error before and after.
+        A `RecoveryReport` with a row for each block that was trained: its relative output error before and after.
 
     Raises:
-        SparsityError: Bad arguments, no batches, blocks that do not fit each other, or values that are not finite.
-            After an error or interruption, each block is as it was, finished, or as after its best pass.
+        SparsityError: An argument does not fit, there are no batches, blocks of the models do not fit each other, or
+            values are not finite. After an error or interruption, each block is as it was, finished, or as after its
+            best pass.
 
     >>> import copy
     >>> from sparsekit_ao import ScopeSparsifier, one_shot, recover

@@ -33,18 +33,18 @@ SHOWN = 6  # names of dense weights in a report
 
 @dataclass(frozen=True, kw_only=True)
 class OneShotReport(Table[LayerRow]):
-    """Rows as data; `str()` of it is a table, `plot` a picture.
+    """What `one_shot` or `prune` did to each layer; prints as a table, and `plot` draws it.
 
     Attributes:
-        rows: One per layer, in the order of the forward pass.
-        seconds: The time of the whole pass, recording included.
-        blocks: Number of repeated modules that were pruned in order; 0 where the model ran once for each layer, and
-            None where it did not run, without batches.
-        recovery: What `recover` did, or None.
+        rows: A row for each layer, in the order of the forward pass.
+        seconds: The time of the whole call, in seconds.
+        blocks: The number of blocks (repeated modules) that were pruned in order. 0 if the model had none and ran once
+            for each layer, None if there were no batches.
+        recovery: The `RecoveryReport` of `recover=True`, or None.
         left_out: {tensor: why `prune` left it out}.
-        weights: {tensor: elements} of all weights that layers multiply by, embeddings left out. The report says what
-            share of them was pruned, and which are dense.
-        tokens: How many tokens counted, or "" where all did.
+        weights: {tensor: number of elements} of all weights that layers multiply by, except embeddings. The report says
+            what share of them was pruned, and which are dense.
+        tokens: How many tokens counted, as text; "" if all did.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -64,19 +64,19 @@ class OneShotReport(Table[LayerRow]):
 
     @property
     def dense(self) -> list[str]:
-        """The weights that are no rows of the report."""
+        """The names of the weights that have no row in the report."""
         pruned = {row.tensor for row in self.rows}
         return [name for name in self.weights if name not in pruned]
 
     @property
     def coverage(self) -> float:
-        """The share of the weights' elements that the rows of the report are about; NaN where `weights` is empty."""
+        """The fraction of the elements of `weights` that have a row in the report; NaN if `weights` is empty."""
         dense = set(self.dense)
         covered = sum(numel for name, numel in self.weights.items() if name not in dense)
         return covered / sum(self.weights.values()) if self.weights else math.nan
 
     def metrics(self) -> dict[str, float]:
-        """{"output_error/<tensor>": ..., "seconds": ...}, for any logger."""
+        """Return {"output_error/<tensor>": ..., "seconds": ...} for any logger."""
         return {
             **{f"output_error/{r.tensor}": r.after for r in self.rows if r.after == r.after},
             "seconds": self.seconds,
@@ -112,53 +112,54 @@ def one_shot(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> OneShotReport:
-    """Prune a trained model in one pass: layer after layer, masks are chosen and the kept weights make up for the rest.
+    """Prune a trained model in one pass over calibration data, and adjust kept weights to make up for dropped ones.
 
-    Each layer is solved for the inputs that it gets from the layers already pruned. The model keeps its masks, and its
-    dropped weights are zero; `squash_mask()` ends it. A later `step()` chooses masks by the score again. With the
-    default score, the magnitude of the weights, they are the same masks.
+    Layer after layer, its mask and weights are computed for the inputs that it gets from the layers already pruned. The
+    model keeps its masks, with zeros for dropped weights; call `squash_mask()` to remove them. A later `step()` chooses
+    masks by the score again. With the default score, the magnitude of the weights, they are the same masks.
 
-    A model may be sharded by `fully_shard` after `prepare`. Over ranks, each gives its own batches, statistics are
-    summed, and the layers of a block are shared out among the ranks, which solve one layer each. A model that
-    accelerate offloads cannot have masks; use `prune`.
+    A model may be sharded by `fully_shard` after `prepare`. In distributed training every rank passes its own batches,
+    their statistics are summed, and each rank computes some of the layers of a block. A model that accelerate offloads
+    cannot have masks; use `prune` for it.
 
     Args:
-        sparsifier: Prepared on the model; any config.
-        batches: Recording data, as for `sparsifier.calibrate`; kept in a list.
-        forward: `(model, batch) -> anything`, called instead of the model.
-        compensate: By `"admm"`, masks and weights are those of ALPS (arXiv 2406.07831) with this library's exact
-            selection, for any structure. By `"obs"`, those of structured optimal brain surgeon (S3, arXiv 2604.11315),
-            scope after scope. By `"sparsegpt"`, those of the baseline (arXiv 2301.00774), for N:M along the inputs and
-            single elements of a whole tensor. By `"least_squares"`, masks are the sparsifier's, with the best weights
-            for them. None leaves the kept weights as they are.
-            The first three choose the masks themselves; a score that they do not use is noted in the report.
-        blocks: The name of the list of repeated blocks (a ModuleList or Sequential); None finds it.
-        token_mask: Which tokens count: a key of the batches, or a function of a batch. None takes the
-            `attention_mask` of batches that have one, and False counts all tokens. A mask applies to layers that read
-            [batch, tokens, inputs]; convolutions, and layers that read something else (a pooled token, say), count
-            every position.
-        recover: Then train each block to give what the dense model's block gives, before the next one is pruned; see
-            `recover`. True takes the model as it is now for the dense one; another one can be given.
-        device: Where blocks run and are solved, such as "cuda" for a model on the CPU: each block is moved there and
-            back. None is where the model is.
-        stream_memory: How many bytes of the inputs of a block, for all batches, are kept in memory; the others are
-            kept in temporary files. None is no limit.
-        checkpoint: A folder in which each finished block is saved. After an interruption the same call, on the model as
-            it was before and also in a new process, goes on from there and gives the same bits as a call that was never
-            interrupted. Over ranks, all of them must see the folder.
-        progress: Show a progress bar on a terminal; elsewhere write a line for each block to the logger `sparsekit_ao`.
+        sparsifier: A `ScopeSparsifier` that was prepared on the model, with any config.
+        batches: The calibration data, as for `sparsifier.calibrate`. All batches are kept in a list.
+        forward: A function `(model, batch)` that is called instead of the model; what it returns does not matter.
+        compensate: The method. `"admm"` (default) is ALPS (arXiv 2406.07831) with this library's exact selection, for
+            any structure. `"obs"` is structured optimal brain surgeon (S3, arXiv 2604.11315), scope after scope.
+            `"sparsegpt"` is that baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
+            tensor. These three choose the masks themselves; the report notes a score that they do not use.
+            `"least_squares"` takes the sparsifier's masks and computes the best weights for them, and None leaves the
+            kept weights as they are.
+        blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds it.
+        token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None (default)
+            takes the `attention_mask` of batches that have one, and False counts all tokens. The mask applies to layers
+            that read [batch, tokens, inputs]; convolutions and layers that read something else (a pooled token, say)
+            count every position.
+        recover: If True, each block is trained to give the dense block's outputs before the next one is pruned; see
+            `recover`. The dense model is this model as it is now, unless another one is given here. False by default.
+        device: Where blocks run and are solved, such as "cuda" for a model on the CPU. Each block is moved there and
+            back. None (default) is where the model is.
+        stream_memory: How many bytes of the inputs of a block, for all batches, are kept in memory; the rest is kept in
+            temporary files. None (default) sets no limit.
+        checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
+            as it was before, also in a new process: it continues from there and gives the same bits as a call that was
+            never interrupted. In distributed training, every rank must see the folder.
+        progress: If True (default), show a progress bar on a terminal, or else log a line for each block to
+            `sparsekit_ao`.
 
     Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
-    layer changes. Then each layer is compensated by least squares when the pass reaches it. Inputs are recorded before
-    the layers of the same block change, so the inputs of a layer that lost units make up for them.
+    layer changes. Each layer is then compensated by least squares when the pass reaches it, on inputs that were
+    recorded before the layers of its block changed. So the layer that reads dropped units makes up for them.
 
     Returns:
-        A row for each layer, with its relative output error before and after.
+        A `OneShotReport` with a row for each layer: its relative output error before and after compensation.
 
     Raises:
-        SparsityError: Bad arguments, no batches, values that are not finite, a mask on top of another parametrization,
-            or ranks that have different models. After an interruption or error, finished blocks are finished, and the
-            others are as they were.
+        SparsityError: An argument does not fit, there are no batches, values are not finite, a mask is on top of
+            another parametrization, or ranks have different models. After an interruption or error, each block is
+            either finished or as it was.
 
     >>> from sparsekit_ao import ScopeSparsifier, one_shot
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
@@ -220,37 +221,37 @@ def prune(
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
-    So are those of recurrent layers, packed experts and, with batches, all parameters that a product reads.
+    Weights of recurrent layers, packed experts and, with batches, all parameters that a product reads are pruned too.
 
-    Without batches, weights are dropped by their size (or a `score` that needs no data) and the others stay. With
-    batches, kept weights make up for the dropped ones; see `one_shot`. For other configs, training and schedules use
-    `ScopeSparsifier`.
+    Without batches, weights are dropped by their magnitude (or a `score` that needs no data), and the others stay as
+    they are. With batches, kept weights are adjusted to make up for the dropped ones; see `one_shot`. For other
+    configs, training and schedules use `ScopeSparsifier`.
 
-    No masks are registered, and one block is pruned after the other. So the model may be larger than memory: offloaded
-    by accelerate to the CPU or to disk, or sharded by `fully_shard`. It is then pruned in place.
+    No masks are registered, and one block is pruned after the other. The model may thus be larger than memory, if
+    accelerate offloads it to the CPU or to disk, or `fully_shard` shards it. It is then pruned in place.
 
     Args:
-        model: A model on any device, in any dtype; it is not changed unless `inplace`. In a copy, weights of
-            weight_norm are pruned too.
-        sparsity_level: Fraction dropped of each weight, in [0, 1]; 0.5 by default.
-        pattern: One of `patterns`, or its text ("2:4"); None drops single elements.
-        batches, forward, token_mask, compensate: As for `one_shot`; inputs alone, no labels, unless the
-            score needs gradients. Then `forward` returns the loss of a batch.
-        exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave out.
-        score: How much each weight matters; see `scores`. It chooses the masks with `compensate=None` or
-            `"least_squares"` only.
-        recover: Then train the kept weights of each block to give the dense block's outputs, before the next one is
-            pruned; see `recover`.
-        inplace: Prune the model itself.
+        model: A model on any device, in any dtype. Unless `inplace`, a copy is pruned, in which weights of weight_norm
+            are pruned too.
+        sparsity_level: The fraction of each weight that is dropped, in [0, 1]; 0.5 by default.
+        pattern: One of `patterns`, or its text ("2:4"). None (default) drops single elements.
+        batches, forward, token_mask, compensate: As for `one_shot`. Batches are inputs without labels, unless the score
+            needs gradients; `forward` must then return the loss of a batch.
+        exclude: Tensors and modules to leave out: names, globs, regular expressions, modules or module classes.
+        score: How much each weight matters; see `scores`. It chooses masks only with `compensate=None` or
+            `"least_squares"`.
+        recover: If True, the kept weights of each block are trained to give the dense block's outputs before the next
+            one is pruned; see `recover`. False by default.
+        inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
 
     Returns:
-        The pruned model, and a report. It has a row for each layer with its density and errors, what recovery did, and
-        what was left out, such as layers that the pattern does not fit.
+        The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what
+        was left out, such as layers that the pattern does not fit.
 
     Raises:
-        SparsityError: Bad arguments, or nothing to prune. The model is then unchanged. After an interruption or error
-            in the middle, finished blocks of a model that is pruned in place are finished, and the others as they were.
+        SparsityError: An argument does not fit, or there is nothing to prune. The model is then unchanged. If a model
+            that is pruned in place is interrupted in the middle, each of its blocks is either finished or as it was.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
     >>> pruned, report = prune(model, pattern="2:4", batches=[torch.randn(64, 16) for _ in range(4)])

@@ -31,16 +31,16 @@ Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """One layer.
+    """A row of a `OneShotReport`: what pruning did to one layer.
 
     Attributes:
-        tensor: Its name.
-        before: Relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)); NaN where X^T X is
-            not recorded: without inputs, or with `compensate=None`.
+        tensor: The name of the weight.
+        before: The relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)). NaN if G = X^T X
+            is not recorded, because there are no inputs or `compensate` is None.
         after: The same with compensated weights.
         density: The fraction of elements that the mask keeps.
-        seconds: Spent on this layer, its share of recording not included.
-        note: What was special, or "".
+        seconds: The time spent on this layer, without its share of recording.
+        note: What was special about the layer, or "".
 
     >>> LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2).after
     0.1

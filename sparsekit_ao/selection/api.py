@@ -30,7 +30,7 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
 
     Args:
         scores: [scopes, members], float16, bfloat16, float32 or float64.
-        keep: Members kept in each scope, 0 <= keep <= members: an int, or an integer tensor [scopes].
+        keep: The number of members kept in each scope, in [0, members]: an int, or an integer tensor [scopes].
         candidates: bool [scopes, members]. A False member is never kept. A scope with fewer candidates than `keep`
             keeps them all.
         impl: `"auto"`, or the name of a backend: `"reference"`, `"cpu"`, `"triton"`.
@@ -39,7 +39,7 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
         bool [scopes, members], True = keep.
 
     Raises:
-        SparsityError: Wrong rank, dtype, budget or implementation.
+        SparsityError: A rank, dtype, budget or implementation does not fit.
 
     >>> keep_mask(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 1)
     tensor([[False,  True, False, False]])

@@ -1,4 +1,4 @@
-"""A request: the specs of one set of scopes with the tensors they are about, and their budget."""
+"""A request: the specs of one set of scopes, with the tensors that they describe and their budget."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +18,15 @@ class Request:
 
     Attributes:
         scope: Which blocks compete.
-        masks: {block spec: parameter-shaped mask} for every block spec, of any dtype (1 = keep).
-        keep: Blocks kept in each scope, checked before: an int, or an integer tensor of the scope grid's shape. A scope
-            with fewer blocks keeps all of them.
-        values: What is scored: parameter-shaped, {parameter: tensor} for several, None for the parameters.
+        masks: {block spec: mask} for every block spec, in the parameters' shapes and of any dtype (1 = keep).
+        keep: The number of blocks kept in each scope, already checked: an int, or an integer tensor of the scope grid's
+            shape. A scope with fewer blocks keeps all of them.
+        values: The tensors that are scored, in the parameter's shape ({parameter: tensor} for several). None: the
+            parameters.
         norm: 1, 2 or inf: a block's score is this norm of its values. None: the values are saliencies, and a block's
             score is their signed sum (their mean where some block is partial).
         within_mask: Choose only among blocks that the masks still keep, scored as with `masked`.
-        masked: Score the values that the masks keep, and 0 for the others, which still compete.
+        masked: Score the values that the masks keep, and give the others a score of 0, with which they still compete.
     """
 
     scope: SparseScope

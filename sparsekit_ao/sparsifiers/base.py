@@ -1,4 +1,4 @@
-"""What all sparsifiers share: prepare, step, squash, save, load, copy.
+"""The base class of all sparsifiers: how they prepare, step, squash, save, load and copy.
 
 `MaskSparsifier` checks everything before it changes anything; subclasses choose masks.
 """
@@ -34,14 +34,15 @@ _REPLACED = (
 
 
 class MaskSparsifier(Trainable, Checkpointed):
-    """Abstract base class: a `torch_ao.BaseSparsifier` that can be called, copied, saved and resumed safely.
+    """Abstract base class of sparsifiers that can be called, copied, saved and resumed safely.
 
-    A subclass fills masks in `update_mask(self, module, tensor_name, **group)`, as one of `BaseSparsifier` does, or all
-    of them in `_update_all`. It may add config keys without a default (`optional_keys`), complete an entry
-    (`_complete`), and check one group (`_check_fit`) or all of them together (`_check_groups`).
+    It derives from `torch_ao.BaseSparsifier`. A subclass fills masks one by one in
+    `update_mask(self, module, tensor_name, **group)`, or all masks in `_update_all`. It may add config keys without a
+    default (`optional_keys`), complete an entry (`_complete`), and check one group (`_check_fit`) or all groups
+    together (`_check_groups`).
 
     Args:
-        defaults: The config keys with their defaults.
+        defaults: A dict of the config keys and their default values.
 
     >>> class KeepAll(MaskSparsifier):
     ...     def update_mask(self, module, tensor_name, **group):
@@ -96,7 +97,10 @@ class MaskSparsifier(Trainable, Checkpointed):
             self.update_mask(**group)
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
-        """Set `config` to every Linear (subclasses too) and convolution, or the given classes, in model order."""
+        """Set `config` to an entry for the weight of every Linear (subclasses too) and convolution, in model order.
+
+        If `SUPPORTED_MODULES` is given, modules of these classes are taken instead.
+        """
         self.config = make_config(model, SUPPORTED_MODULES)
 
     def prepare(
@@ -109,24 +113,27 @@ class MaskSparsifier(Trainable, Checkpointed):
     ) -> None:
         """Register a mask that keeps everything on every tensor that the config names, in place.
 
-        Copies that follow the model, such as an average of its weights (EMA), are made after it.
-        Over ranks: call it after `parallelize_module`, before `fully_shard`, DDP and before the optimizer is made.
+        Make copies that follow the model, such as a moving average of its weights (EMA), after this call. In
+        distributed training, call it after `parallelize_module`, but before `fully_shard`, before DDP and before the
+        optimizer is constructed.
 
         Args:
-            model: Modified in place; its Parameters stay the same objects, so optimizers stay valid.
-            config: A list of dicts with `tensor_fqn` or `module` (a module class or several) and any config key. A
-                `tensor_fqn` is a name, a glob in which `*` crosses dots, `re:` and a regular expression, or a list of
-                these. Exact names have precedence, then later entries. A parameter with several names has one mask,
-                under all of them. None is every Linear, convolution, recurrent layer and packed expert, but for
-                adapters, routers, the output embedding of a language model and weights tied to another module. After
-                unpickling, it is the pickled config, and pickled masks are restored, also into masks of a copy.
-            exclude: Names, globs and regular expressions of tensors or modules, modules and module classes, to leave
-                out; modules with all that is inside them.
-            skip_unfit: Leave out tensors that a block, scope or pattern does not fit, in place of an error;
-                `report().skipped` has the reasons.
+            model: The model to sparsify. It is modified in place; its Parameters stay the same objects, so optimizers
+                stay valid.
+            config: A list of dicts, each with `tensor_fqn` or `module` (a module class or several) and any config keys.
+                A `tensor_fqn` is a name, a glob in which `*` also matches dots, `re:` followed by a regular expression,
+                or a list of these. If several entries name the same tensor, an exact name wins, and then the later
+                entry. A parameter with several names has one mask, under all of them. None (default) takes every
+                Linear, convolution, recurrent layer and packed expert, except adapters, routers, the output embedding
+                of a language model and weights tied to another module. In a sparsifier that was unpickled, None takes
+                the pickled config and restores the pickled masks, also into the masks of a copy.
+            exclude: Tensors and modules to leave out: their names, globs or regular expressions, modules, or module
+                classes. A module is left out with everything inside it.
+            skip_unfit: If True, tensors that a block, scope or pattern does not fit are left out instead of raising an
+                error; `report().skipped` gives the reasons. The default is False.
 
         Raises:
-            SparsityError: Anything that does not fit; the model is then unchanged.
+            SparsityError: An argument or an entry does not fit the model. The model is then unchanged.
         """
         checked_model(model, "prepare")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
@@ -197,7 +204,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         return self.config, exclude, None
 
     def step(self, use_path: bool = True) -> None:
-        """Choose the masks anew; does nothing while `enable_mask_update` is False."""
+        """Choose the masks anew, unless `enable_mask_update` is False."""
         self.require_prepared("step")
         if self.enable_mask_update:
             refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
@@ -213,10 +220,10 @@ class MaskSparsifier(Trainable, Checkpointed):
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Compute every masked weight once for many forward passes, such as generation or evaluation.
+        """Return a context in which many forward passes (generation, evaluation) compute each masked weight only once.
 
-        Inside, `step` raises and the optimizer must not run, since weights are not masked anew. The cache is that of
-        `torch.nn.utils.parametrize.cached`, which the parametrizations of all models in the process share.
+        Inside it, `step` raises an error, and the optimizer must not run because changed weights would not be masked
+        again. It uses the cache of `torch.nn.utils.parametrize.cached`, which all models in the process share.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> sparsifier = ScopeSparsifier()
@@ -241,15 +248,16 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Write zeros into the parameters and remove the masks.
 
         Args:
-            params_to_keep: Config keys to keep in a dict `sparse_params` on every sparsified module.
-            params_to_keep_per_layer: The same for single modules, by module name.
-            model: A deep copy of the prepared model to squash instead (an EMA or best-model snapshot); this
+            params_to_keep: Names of config keys. Their values are kept in `sparse_params`, a dict on every sparsified
+                module.
+            params_to_keep_per_layer: {module name: config keys to keep for this module only}.
+            model: A deep copy of the prepared model to squash in its place (an EMA or the best model so far). This
                 sparsifier then continues with its own model.
 
         Raises:
-            SparsityError: Not prepared, unknown names, a mask that another parametrization cannot express, or a model
-                that `fully_shard` wrapped only as a part of another one. Nothing is then changed, and after any other
-                exception all masks are still registered, so that the call can be repeated.
+            SparsityError: The sparsifier is not prepared, a name is unknown, another parametrization cannot express the
+                masked weight, or `fully_shard` wrapped the model only as a part of a larger one. Nothing is changed
+                then. After any other exception all masks are still registered, so the call can be repeated.
         """
         self.require_prepared("squash_mask")
         assert self.model is not None
@@ -307,7 +315,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         self._phase = "squashed"
 
     def report(self) -> Report:
-        """What every mask keeps now, as rows of numbers; see `report.Report`."""
+        """Return a `report.Report` with a row for each mask that tells what it keeps now."""
         self.require_prepared("report")
         assert self.model is not None
         refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))

@@ -1,4 +1,4 @@
-"""`Calibrated`: what a sparsifier has whose scores read statistics of inputs or gradients."""
+"""`Calibrated`: calibration, for sparsifiers whose scores read statistics of inputs or gradients."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from .groups import PruningGroup
 
 
 class Calibrated(MaskSparsifier):
-    """Calibration of a sparsifier, to be inherited before `BudgetSparsifier` by classes with such scores.
+    """Mixin that adds calibration to a sparsifier; list it before `BudgetSparsifier` among the base classes.
 
     >>> from sparsekit_ao.sparsifiers import BudgetSparsifier
     >>> from sparsekit_ao.sparsifiers.groups import groups_by_name
@@ -44,7 +44,7 @@ class Calibrated(MaskSparsifier):
         return needs_of_tensors
 
     def move_to(self, model: nn.Module) -> None:
-        """Continue on a model that has the masked modules under other names; statistics are renamed with them."""
+        """Continue on a model that has the masked modules under other names, and rename their statistics."""
         before = [g["tensor_fqn"] for g in self.groups]
         super().move_to(model)
         names = dict(zip(before, (g["tensor_fqn"] for g in self.groups), strict=True))
@@ -62,26 +62,29 @@ class Calibrated(MaskSparsifier):
         needs: Sequence[str] = (),
         progress: bool = True,
     ) -> Recording | None:
-        """Record the statistics that scores need while the model runs; they add to those recorded before.
+        """Run the model on calibration data and record the statistics that its scores need.
 
-        The sums do not depend on how tokens are split into batches, up to float32 rounding. Over ranks each one runs
-        its own batches, and all statistics are summed at the end.
+        The statistics are added to those recorded before. They do not depend on how tokens are split into batches, up
+        to float32 rounding. In distributed training every rank runs its own batches, and the statistics of all ranks
+        are summed at the end.
 
         Args:
-            batches: Each is passed to the model, in eval mode: dicts as keyword arguments, tuples and lists as
-                positional ones. None returns a context for a loop of your own (`with sparsifier.calibrate() as c:`).
-                There `c.token_mask` may be set before each forward pass.
-            forward: Called instead, `(model, batch) -> output`; scores of gradients need the loss from it.
-            token_mask: Which tokens count: a key of the batches, or a function of a batch. None takes the
-                `attention_mask` of batches that have one, and False counts all tokens. A mask applies to layers that
-                read [batch, tokens, inputs]; convolutions, and layers that read something else (a pooled token, say),
-                count every position.
-            needs: More statistics for every tensor, some of `calibration.NEEDS`.
-            progress: Show a progress bar on a terminal.
+            batches: The calibration data. Each batch is passed to the model in eval mode: a dict as keyword arguments,
+                a tuple or list as positional ones, anything else as the only argument. None (default) returns a context
+                for a loop of your own (`with sparsifier.calibrate() as c:`), in which `c.token_mask` may be set before
+                each forward pass.
+            forward: A function `(model, batch) -> output` that is called instead of the model. If a score needs
+                gradients, it must return the loss.
+            token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None
+                (default) takes the `attention_mask` of batches that have one, and False counts all tokens. The mask
+                applies to layers that read [batch, tokens, inputs]; convolutions and layers that read something else (a
+                pooled token, say) count every position.
+            needs: Names of further statistics to record for every tensor, from `calibration.NEEDS`.
+            progress: If True (default), show a progress bar on a terminal.
 
         Raises:
-            SparsityError: No score needs statistics, no batches, layers whose inputs cannot be recorded, inputs, losses
-                or gradients that are not finite. Hooks are removed and no statistics are kept then.
+            SparsityError: No score needs statistics, there are no batches, the inputs of a layer cannot be recorded, or
+                inputs, losses or gradients are not finite. Hooks are then removed, and no statistics are kept.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
         >>> from sparsekit_ao import ScopeSparsifier
@@ -117,7 +120,7 @@ class Calibrated(MaskSparsifier):
 
     @property
     def recorder(self) -> Recorder:
-        """The statistics of the sparsified tensors, and what records them."""
+        """The `Recorder` that records and holds the statistics of the sparsified tensors."""
         names = [g["tensor_fqn"] for g in self.groups]  # which change where adapters are merged
         if [*self._recorder.tensors] != names:
             tensors = {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in self.groups}
@@ -126,12 +129,12 @@ class Calibrated(MaskSparsifier):
 
     @property
     def statistics(self) -> Mapping[str, Statistics]:
-        """{tensor_fqn: what was recorded for it}."""
+        """A dict {tensor_fqn: the `Statistics` recorded for it}."""
         recorder = self.recorder
         return {name: recorder.of(name) for name in recorder.tensors if name in recorder.collected}
 
     def forget_statistics(self) -> None:
-        """Free all statistics; the next calibration starts anew."""
+        """Delete all statistics, so that the next calibration starts from zero."""
         self._recorder.collected.clear()
 
     def _after_prepare(self) -> None:
@@ -143,7 +146,7 @@ class Calibrated(MaskSparsifier):
         return {**super()._extra_state(), **({"statistics": statistics} if statistics else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """As `MaskSparsifier.load_state_dict`; statistics replace the present ones."""
+        """Load a state as `MaskSparsifier.load_state_dict` does; its statistics replace the present ones."""
         self.require_prepared("load_state_dict")
         saved = state_dict.get("statistics", {}) if isinstance(state_dict, Mapping) else {}
         loaded = self.recorder.loaded(saved)

@@ -1,6 +1,6 @@
-"""Copies, pickles and state dicts of sparsifiers: plain dicts, which are checked before anything is changed.
+"""Copies, pickles and state dicts of sparsifiers. A state dict is checked before anything is changed.
 
-A copy has its own model, a pickle none until `prepare`.
+A copy has its own model. An unpickled sparsifier has none until `prepare` is called.
 """
 
 import copy
@@ -25,7 +25,7 @@ _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 
 
 class Checkpointed(BaseSparsifier):
-    """The state of a sparsifier, and how it is copied, saved, loaded, and carried over to another model."""
+    """Mixin that holds a sparsifier's state, and copies, saves, loads and moves it to another model."""
 
     #: attributes that copies and pickles do not have; a scheduler's wrapper around `step` holds the old instance
     not_copied: tuple[str, ...] = ("step",)
@@ -66,10 +66,10 @@ class Checkpointed(BaseSparsifier):
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` reads.
+        """Return the masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` can read.
 
-        Functions in the config (a score or a view) are left out; loading keeps the live ones. Statistics, if there are
-        any, and counts of steps are included.
+        Functions in the config (a score or a view) are not saved; after loading, the sparsifier's own ones stay in use.
+        Statistics, if there are any, and the counts of steps are saved.
         """
         self._sync_state()
         return {
@@ -85,17 +85,18 @@ class Checkpointed(BaseSparsifier):
         return {**state, **self._extra_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load masks (in place) and group values into this prepared sparsifier; the argument is not changed.
+        """Load the masks (in place) and groups of a state dict into this prepared sparsifier.
 
         Args:
-            state_dict: From `state_dict`; torch.ao's own are read too.
-            strict: The tensors must be the same ones; else only those in both are loaded.
+            state_dict: What `state_dict` returned, also in torch.ao's sparsifiers. It is not changed.
+            strict: If True (default), both must have the same tensors. If False, only common tensors are loaded.
 
         Raises:
-            SparsityError: Not prepared; names, shapes or a structure that do not fit. Nothing is then changed.
+            SparsityError: The sparsifier is not prepared, or names, shapes or a structure do not fit. Nothing is
+                changed.
 
         Warns:
-            UserWarning: levels differ. The levels of the state are taken, and schedulers may change them.
+            UserWarning: The sparsity levels differ. Those of the state dict are taken, and schedulers may change them.
         """
         self.require_prepared("load_state_dict")
         masks, saved = check_saved(state_dict, self.groups, strict)
@@ -154,7 +155,7 @@ class Checkpointed(BaseSparsifier):
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """{tensor_fqn: {"mask": the live mask}}; the mask follows `.to()` and is the module's own buffer."""
+        """A dict {tensor_fqn: {"mask": the module's own buffer}}, which follows the model when `.to()` moves it."""
         self._sync_state()
         return self._state
 
@@ -163,7 +164,7 @@ class Checkpointed(BaseSparsifier):
         self._state = value
 
     def mask(self, tensor_fqn: str) -> Tensor:
-        """The live mask of a tensor, by its name."""
+        """Return the mask of a tensor by its name: the module's own buffer, not a copy."""
         if tensor_fqn not in self.state:
             raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
         return self._state[tensor_fqn]["mask"]
@@ -189,10 +190,10 @@ class Checkpointed(BaseSparsifier):
         raise SparsityError(f"{what}: {why[self._phase]}")
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        """The mask of a group's tensor in the model or in a copy of it.
+        """Return the mask of a group's tensor in the model or in a copy of it.
 
         Raises:
-            SparsityError: It was removed.
+            SparsityError: The mask was removed.
         """
         weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:

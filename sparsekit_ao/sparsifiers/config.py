@@ -1,6 +1,7 @@
-"""Config dicts, checked and completed: one group dict for each tensor that is sparsified.
+"""Checks config dicts and completes them to one group dict for each tensor that is sparsified.
 
-Checks names, module classes, keys, and that tensors can be masked; `stages` and `structure` check the values.
+This module checks names, module classes and keys, and that tensors can be masked; `stages` and `structure` check
+values.
 """
 
 import numbers
@@ -62,10 +63,10 @@ class ResolvedConfig:
 
 
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
-    """One entry for the weight of every Linear (subclasses too, and transformers' Conv1D) and convolution, in order.
+    """Return an entry for the weight of each Linear (also subclasses, transformers' Conv1D) and convolution, in order.
 
-    `nn.MultiheadAttention` has its input projections too, `nn.RNN`, `nn.LSTM` and `nn.GRU` all of their matrices, and
-    packed experts theirs. If classes are given, one for the weight of every module of these instead.
+    The input projections of `nn.MultiheadAttention`, all matrices of `nn.RNN`, `nn.LSTM` and `nn.GRU`, and packed
+    experts have entries too. If `classes` are given, there is one entry for each of their modules instead.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
@@ -117,17 +118,18 @@ def resolve_groups(
     check: Callable[[TensorGroup], None] | None = None,
     mask_class: type | None = None,
 ) -> ResolvedConfig:
-    """One complete group for each tensor that the config names, in the config's order; see `MaskSparsifier.prepare`.
+    """Return a complete group for each tensor that the config names, in its order; see `MaskSparsifier.prepare`.
 
     Args:
-        model, config, exclude: As for `prepare`; of a module class, `weight` or `tensor_name` is meant.
+        model, config, exclude: As for `prepare`; a module class stands for the tensor `weight` (or `tensor_name`) of
+            its modules.
         keys: The keys that an entry may have besides the ones that name its tensors.
         complete: Adds defaults to what an entry gives for one tensor.
         is_default: The config was made from the model; tied parameters, adapters, routers and the output embedding are
             then left out.
         check: Called with each group; a tensor for which it raises a SparsityError is skipped, if the entry fits
             another tensor.
-        mask_class: Masks of this class that are there already are taken over; None refuses all masks.
+        mask_class: The class of masks that are taken over if they are registered already; None refuses all masks.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(

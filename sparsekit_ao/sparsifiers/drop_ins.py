@@ -1,4 +1,4 @@
-"""Drop-ins for torch.ao's `WeightNormSparsifier`, on every shape and dtype, and `NearlyDiagonalSparsifier`.
+"""Drop-in replacements for torch.ao's `WeightNormSparsifier` (any shape and dtype) and `NearlyDiagonalSparsifier`.
 
 `WeightNormSparsifier` applies the selection rule twice: to whole blocks over the tensor, and to the elements inside
 each block. The mask keeps the union. Both are scopes like those of `ScopeSparsifier`, scored by the masked weight.
@@ -25,19 +25,20 @@ from .usage import refuse_unknown_keys
 
 
 class WeightNormSparsifier(MaskSparsifier):
-    """Zero elements of a fraction `sparsity_level` of the blocks (0.5 by default), those of smallest norm.
+    """Zero elements in the fraction `sparsity_level` of the blocks that has the smallest norms.
 
-    The drop-in for `torch.ao.pruning.WeightNormSparsifier`. A block's score is the mean of `norm_fn(masked weight)`
-    over its elements. The `round(sparsity_level * blocks)` blocks of lowest score, at most all but one, lose their
-    `zeros_per_block` smallest elements. A level of 1 is every block. Among equal scores the lower index stays. A weight
-    is taken as (dimension 0, all others), or as a single row. Masks have the weight's dtype. A subclass may override
-    `update_mask`; `step` then calls it for every tensor.
+    It is a drop-in replacement for `torch.ao.pruning.WeightNormSparsifier`. A block's score is the mean of
+    `norm_fn(masked weight)` over its elements. The `round(sparsity_level * blocks)` blocks of lowest score lose their
+    `zeros_per_block` smallest elements. At least one block stays whole, unless the level is 1. Among equal scores the
+    lower index is kept. A weight is seen as a matrix (dimension 0, all others), a 1-D weight as a single row. Masks
+    have the weight's dtype. A subclass may override `update_mask`, which `step` then calls for every tensor.
 
     Args:
-        sparsity_level: Fraction of blocks that lose elements; below 0 and above 1 it acts as 0 and 1, with one warning.
-        sparse_block_shape: (rows, columns) of a block.
-        zeros_per_block: Zeros in each such block; all of it by default.
-        norm: 1, 2 (default) or a callable giving a saliency per element.
+        sparsity_level: Fraction of blocks that lose elements, in [0, 1]; 0.5 by default. Others are clamped, with one
+            warning.
+        sparse_block_shape: Two ints, the rows and columns of a block; (1, 4) by default.
+        zeros_per_block: The number of elements that such a block loses; None (default) is all of them.
+        norm: 1, 2 (default), or a function of the masked weight that returns a saliency for each element.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     >>> sparsifier = WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2)
@@ -73,7 +74,7 @@ class WeightNormSparsifier(MaskSparsifier):
         zeros_per_block: int,
         **kwargs: Any,
     ) -> None:
-        """Choose the mask of one tensor anew, in place; arguments as the group has them."""
+        """Choose the mask of one tensor anew, in place; the arguments are the keys of its group."""
         group = {k: v for k, v in locals().items() if k not in ("self", "kwargs")}
         refuse_unknown_keys(kwargs, ("module_fqn", "tensor_fqn"), self.keys)
         group["tensor_fqn"] = _prepared_name(self, module, tensor_name, kwargs)
@@ -205,13 +206,16 @@ def _matrix_scopes(shape: Shape, stride: Shape, block: Shape) -> tuple[ScopeSpec
 
 
 class NearlyDiagonalSparsifier(MaskSparsifier):
-    """Keep the `nearliness` diagonals closest to the main one; drop-in for torch.ao's class of this name.
+    """Keep the `nearliness` diagonals closest to the main one.
+
+    It is a drop-in replacement for `torch.ao.pruning.NearlyDiagonalSparsifier`.
 
     Args:
-        nearliness: An odd number of diagonals, less than twice the smaller dimension; 0 or less drops everything.
+        nearliness: The number of diagonals to keep (1 by default), an odd int less than twice the smaller dimension.
+            With 0 or less, everything is dropped.
 
     Raises:
-        SparsityError: An even number in `step`, as torch.ao raises; one that is too large in `prepare` already.
+        SparsityError: `nearliness` is even (raised by `step`, as in torch.ao), or too large (raised by `prepare`).
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
     >>> sparsifier = NearlyDiagonalSparsifier(nearliness=3)

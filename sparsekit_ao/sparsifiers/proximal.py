@@ -39,27 +39,29 @@ Strength = float | Callable[[int], float]
 
 
 class ProximalSparsifier(BudgetSparsifier):
-    """Group lasso on any structure: `step()` after `optimizer.step()` shrinks blocks, and makes small ones zero.
+    """Train with a group lasso: each `step()` after `optimizer.step()` shrinks all blocks and zeroes small ones.
 
-    The step is the proximal operator of `strength * sum of ||block||_2` in the metric D of the optimizer,
-    `argmin_w 1/2 (w - v)' D (w - v) + strength * sum ||block||`, with its learning rate as step size. For SGD it is
-    `D = 1 / lr` (Yuan and Lin 2006), for Adam `D = (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / lr`. Blocks with small
-    gradients are then dropped first. With a budget instead, the strength leaves exactly that many blocks in every
-    scope: it is the mean of the last kept and the first dropped norm ||D v||.
+    A step replaces the weights v by `argmin_w 1/2 (w - v)' D (w - v) + strength * sum of ||block||_2`. This is the
+    proximal operator of the penalty in the metric D of the optimizer, which contains its learning rate: `D = 1 / lr`
+    for SGD (Yuan and Lin 2006), and `D = (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / lr` for Adam, so that blocks with
+    small gradients are dropped first. If a budget (`sparsity_level` or `nnz`) is given instead of a strength, the
+    strength is chosen in each step such that exactly that many blocks remain in every scope. It is then the mean of the
+    norms ||D v|| of the last kept and the first dropped block.
 
-    Where the optimizer has not taken a step (gradient accumulation, `GradScaler`, a tensor without gradient), nothing
-    is shrunk either. Weights are plain parameters. Sharded ones (DTensor) are refused; under DistributedDataParallel
-    every rank computes the same.
+    A tensor that the optimizer has not moved (gradient accumulation, a step that `GradScaler` skipped, no gradient) is
+    not shrunk. Weights stay plain parameters without masks. Sharded weights (DTensor) raise an error; under
+    DistributedDataParallel every rank computes the same result.
 
     Args:
-        strength: A number >= 0, or a function of the number of steps so far, such as `schedules.linear`. An entry
-            of the config may give its own.
-        sparsity_level, nnz: The fraction of blocks dropped, or the number kept, in each scope, in place of a strength.
-            Schedulers change the level.
-        optimizer: The optimizer, or several, that train the sparsified parameters; or `attach` it later. Budgets with
-            `conditioner=None` need none.
-        conditioner: "auto" (SGD, Adam, AdamW, RMSprop, Adagrad); None for `D = 1 / lr` with any optimizer; or a
-            function `(optimizer, parameter) -> D`, positive, a number or of the parameter's shape.
+        strength: The weight of the penalty: a number >= 0, or a function of the number of steps so far, such as
+            `schedules.linear`. A config entry may have its own.
+        sparsity_level, nnz: The fraction of blocks dropped, or the number of blocks kept, in each scope; given in place
+            of a strength. Schedulers may change the level.
+        optimizer: The optimizer or optimizers that train the sparsified parameters. They may also be given to `attach`
+            later. Budgets with `conditioner=None` need no optimizer.
+        conditioner: How D is found. "auto" (default) knows SGD, Adam, AdamW, RMSprop and Adagrad. None takes
+            `D = 1 / lr` with any optimizer. A function `(optimizer, parameter) -> D` returns a positive number, or a
+            positive tensor of the parameter's shape.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, edge, block_coupling,
             coupling_order, scope_coupling, stages: as for `ScopeSparsifier`.
 
@@ -119,7 +121,7 @@ class ProximalSparsifier(BudgetSparsifier):
             self.attach(optimizer)
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Read learning rates and diagonals of the optimizer, or of several, that train the sparsified parameters."""
+        """Register the optimizer or optimizers whose learning rates and diagonals `step` reads."""
         optimizers = unwrap_optimizers(optimizer)
         super().attach(optimizers)
         if self._phase == "prepared":
@@ -131,8 +133,8 @@ class ProximalSparsifier(BudgetSparsifier):
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
 
-        Coupled tensors are shrunk once all of them were moved, so never while one of them has no gradients.
-        Does nothing while `enable_mask_update` is False.
+        Coupled tensors are shrunk once the optimizer has moved all of them, and thus never if one of them has no
+        gradient. The call does nothing while `enable_mask_update` is False.
 
         Raises:
             SparsityError: No optimizer is attached, and the strength or the conditioner needs one.
@@ -149,16 +151,17 @@ class ProximalSparsifier(BudgetSparsifier):
             self._chosen_at = chosen_at
 
     def update_mask(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not offered, since a proximal step changes weights: raises an error."""
+        """Raise an error, since a proximal step changes weights and has no mask to update."""
         raise SparsityError("update_mask: a proximal step changes weights; call step(), or use a ScopeSparsifier")
 
     def to_masks(self, sparsifier: BudgetSparsifier | None = None) -> BudgetSparsifier:
-        """Hand the zeros over as masks of another sparsifier, with the same structure; this one ends.
+        """Turn the zeros into masks of another sparsifier, with the same structure, and end this one.
 
         Args:
-            sparsifier: Not prepared yet. None, or a `ScopeSparsifier`, gets the zeros as masks that stay
-                (`enable_mask_update` is False) and their counts as budgets; a `DynamicSparsifier` with `init="resume"`
-                moves them from now on.
+            sparsifier: A sparsifier that is not prepared yet. None (default) is a new `ScopeSparsifier`. A
+                `ScopeSparsifier` takes the zeros as masks that stay as they are (`enable_mask_update` is False), and
+                their counts as budgets; a `DynamicSparsifier` with `init="resume"` starts from these masks and changes
+                them from now on.
 
         Returns:
             The other sparsifier, prepared on the model.

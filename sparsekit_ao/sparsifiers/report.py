@@ -1,6 +1,6 @@
-"""What masks keep: reports with the level asked for and how much of the model is covered, and checks of every scope.
+"""Reports of what masks keep, with the levels asked for and the share of the model covered, and checks of every scope.
 
-In a check every scope is counted, and every block must be kept whole or dropped whole.
+A check counts every scope, and requires that every block is kept whole or dropped whole.
 """
 
 import math
@@ -31,17 +31,18 @@ FOLDED_ABOVE = 40  # rows above which like tensors share a line of a printed rep
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One sparsified tensor.
+    """A row of a `Report`: what the mask of one tensor keeps.
 
     Attributes:
-        tensor: Its name.
-        entry: The config entry that it follows.
-        shape: Its shape.
-        pattern: Block and scope shapes in numbers, stage by stage.
-        asked: The sparsity level that was asked for; of a count, the level that it amounts to.
-        sparsity: The fraction of its elements that the mask drops.
-        kept, blocks: Blocks kept and blocks in all, of the last stage; elements where masks are not made of scopes.
-        mask_bytes: Memory of its mask; of a sharded one on this rank.
+        tensor: The name of the tensor.
+        entry: The config entry that it follows, as text.
+        shape: The shape of the tensor.
+        pattern: The shapes of its blocks and scopes as text, stage by stage.
+        asked: The sparsity level that was asked for. If a number of blocks was asked for, the level that it amounts to.
+        sparsity: The fraction of its elements that the mask drops, in [0, 1].
+        kept, blocks: The number of blocks kept, and of all blocks, in the last stage. Elements are counted instead if
+            masks are not made of scopes.
+        mask_bytes: The memory of its mask in bytes. For a sharded mask, the memory on this rank.
 
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
@@ -64,17 +65,17 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Table[Row]):
-    """Rows as data; printed, a table in which like tensors of large models share a line.
+    """What every mask of a model keeps; prints as a table in which like tensors of large models share a line.
 
-    `table()` shows every tensor, `to_csv()` and `plot()` write them, `log_dict()` is a flat dict of floats.
-    `report["0.weight"]` is the row of a tensor.
+    `table()` shows every tensor, `to_csv()` and `plot()` write them to files, and `log_dict()` returns a flat dict of
+    floats for loggers. `report["0.weight"]` is the row of one tensor.
 
     Attributes:
-        rows: One per sparsified tensor.
-        total: Elements of all parameters of the model.
-        covered: The share of these that belong to sparsified tensors.
-        matrices: The same share among parameters of two or more dimensions.
-        skipped: Why a tensor was left out although an entry names it, {tensor: text}.
+        rows: A `Row` for each sparsified tensor.
+        total: The number of elements of all parameters of the model.
+        covered: The fraction of these that belongs to sparsified tensors.
+        matrices: The same fraction, among parameters of two or more dimensions.
+        skipped: {tensor: why it was left out although an entry names it}.
         others: {tensor: elements} of the tensors with two or more dimensions that no entry names, the largest first.
 
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
@@ -100,21 +101,21 @@ class Report(Table[Row]):
 
     @property
     def mask_bytes(self) -> int:
-        """Memory of all masks, of sharded ones on this rank."""
+        """The memory of all masks in bytes; for sharded masks, the memory on this rank."""
         return sum(r.mask_bytes for r in self.rows)
 
     @property
     def elements(self) -> int:
-        """Elements of all sparsified tensors."""
+        """The number of elements of all sparsified tensors."""
         return sum(math.prod(r.shape) for r in self.rows)
 
     def metrics(self) -> dict[str, float]:
-        """{"sparsity/<tensor>": ..., "sparsity": over all, "mask_bytes": ...}, for any logger."""
+        """Return {"sparsity/<tensor>": ..., "sparsity": over all tensors, "mask_bytes": ...} for any logger."""
         out = {f"sparsity/{r.tensor}": r.sparsity for r in self.rows}
         return {**out, "sparsity": self.sparsity, "mask_bytes": float(self.mask_bytes)}
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Head, rows and total as text; like rows share a line where there are many, if `folds`."""
+        """Return the head, the rows and the total as text; with `folds`, like rows share a line if there are many."""
         head, *lines = super().cells()
         alike: dict[Any, list[tuple[str, ...]]] = {}  # lines that differ only in numbers of names and what masks keep
         for at, line in enumerate(lines):
@@ -125,7 +126,7 @@ class Report(Table[Row]):
         return [head, *map(_folded, alike.values()), total]
 
     def below(self) -> list[str]:
-        """What is covered, what is not, and tensors of which nearly nothing is left."""
+        """Return lines that tell what is covered, what is not, and which tensors have nearly nothing left."""
         matrices = f"{self.matrices:.1%} of the weights of two or more dimensions"
         lines = [f"covers {matrices}, and {self.covered:.1%} of all {self.total:,} parameters"]
         lines += [f"  left out: {name} ({why})" for name, why in self.skipped.items()]

@@ -1,4 +1,4 @@
-"""Sparsifiers whose masks are scopes with budgets: `BudgetSparsifier`, their base class, and `ScopeSparsifier`.
+"""Sparsifiers that keep a number of blocks in each scope: `BudgetSparsifier`, their base class, and `ScopeSparsifier`.
 
 At each update, budgets are read from the groups, and weights and masks are passed to the scopes of pruning groups.
 """
@@ -55,9 +55,10 @@ AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, si
 
 
 class BudgetSparsifier(MaskSparsifier):
-    """Masks that keep an exact number of blocks in every scope; see `ScopeSparsifier` for the arguments.
+    """Base class of sparsifiers that keep an exact number of blocks in every scope.
 
-    Subclasses decide when masks change (`_update_all`), and which structure keys they take.
+    Subclasses decide when masks change (`_update_all`), and which structure keys they take. Arguments are as for
+    `ScopeSparsifier`.
 
     >>> class Once(BudgetSparsifier):
     ...     def _update_all(self):
@@ -121,9 +122,9 @@ class BudgetSparsifier(MaskSparsifier):
         """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
 
         Args:
-            module, tensor_name: A prepared tensor.
-            kwargs: The tensor's group, or any config keys; what differs from the group overrides it, for this call, as
-                a config entry overrides defaults.
+            module, tensor_name: The module that holds a prepared tensor, and the tensor's name in it.
+            kwargs: The tensor's group, or any config keys. Values that differ from the group override it for this call,
+                as a config entry overrides defaults.
         """
         self.require_prepared("update_mask")
         groups = groups_by_name(self.groups)
@@ -179,18 +180,20 @@ class BudgetSparsifier(MaskSparsifier):
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
 
-        With several stages this is required of the last one only. Scopes of earlier stages, and scopes of the last one
-        in which an earlier stage may have kept too few elements (not so in V:N:M), hold at most their budget.
+        If there are several stages, only the scopes of the last one must hold exactly their budget. Scopes of earlier
+        stages may hold less, and so may scopes of the last stage if an earlier one can leave too few elements in them
+        (which cannot happen in V:N:M).
 
         Args:
-            model: The prepared model (default), or a deep copy of it. In a squashed one zeros are taken for the mask,
-                and a scope may hold less than its budget, since a kept weight may be zero.
+            model: The prepared model (default), or a deep copy of it. In a squashed copy the zeros of the weights are
+                taken as the mask, and a scope may hold less than its budget because a kept weight may be zero.
 
         Returns:
-            The number of scopes that were checked.
+            The number of scopes that were checked, an int.
 
         Raises:
-            SparsityError: Naming every tensor with a wrong scope, the first such scope, and its count.
+            SparsityError: A scope is wrong. The error names all tensors with a wrong scope, the first scope and its
+                count.
         """
         if self._phase not in ("prepared", "squashed"):
             self.require_prepared("check")
@@ -218,7 +221,7 @@ class BudgetSparsifier(MaskSparsifier):
     def resolved(
         self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = ()
     ) -> ResolvedConfig:
-        """The groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; the model stays as it is.
+        """Return the groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask, without a change.
 
         `more` are entries beside those of `make_config_from_model`.
 
@@ -311,11 +314,13 @@ class BudgetSparsifier(MaskSparsifier):
     def pruning_groups(
         self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
     ) -> tuple[PruningGroup, ...]:
-        """The tensors that are pruned together, stage by stage; kept while structure, shapes and strides stay the same.
+        """Return the groups of tensors that are pruned together, stage by stage.
+
+        The result is cached while structure, shapes and strides stay the same.
 
         Args:
-            groups: Group dicts in place of the sparsifier's own.
-            model: A copy of the model, whose tensors have the shapes.
+            groups: Group dicts to use in place of the sparsifier's own.
+            model: A copy of the model from which the shapes of the tensors are read.
         """
         groups = self.groups if groups is None else groups
         tensors = {group["tensor_fqn"]: self._dense(group, model) for group in groups}
@@ -343,44 +348,53 @@ class BudgetSparsifier(MaskSparsifier):
 
 
 class ScopeSparsifier(Calibrated, BudgetSparsifier):
-    """Drop `sparsity_level` of the blocks in every scope (0.5 by default), exactly.
+    """Drop exactly the fraction `sparsity_level` of the blocks in every scope, those that matter least.
 
-    Every argument is a default that a config entry may override.
+    A block is a group of elements that are kept or dropped together; a scope is a set of blocks that compete with each
+    other. Every argument is a default that a config entry may override.
 
     Args:
-        sparsity_level: Fraction of blocks dropped in each scope, in [0, 1].
-        nnz: Blocks kept in each scope, instead of a level. A scheduler that changes a group's `sparsity_level`
-            overrules it.
-        block_shape: Elements of a block; () is single elements, -1 the whole dimension.
-        scope_shape: Blocks of a scope; () is the whole tensor, -1 the whole dimension.
-        view: On the row-major layout, (shape, stride) or (shape, stride, offset), or a function that returns a torch
-            view; None is the tensor as it is.
-        axes, unit, scope, sizes: An axis pattern: view, block and scope in einops notation instead; see
+        sparsity_level: Fraction of blocks dropped in each scope, in [0, 1]; 0.5 by default.
+        nnz: Number of blocks kept in each scope, instead of a level. A scheduler that changes a group's
+            `sparsity_level` overrides it.
+        block_shape: Number of elements of a block along each dimension. () (default) makes every element a block, and
+            -1 takes the whole dimension.
+        scope_shape: Number of blocks of a scope along each dimension. () (default) makes the whole tensor one scope,
+            and -1 takes the whole dimension.
+        view: How to look at the tensor before it is cut into blocks: a function that returns a torch view of it, or
+            (shape, stride) or (shape, stride, offset), which count elements of the tensor's row-major layout. None
+            (default) takes the tensor as it is.
+        axes, unit, scope, sizes: An axis pattern, which describes view, block and scope in einops notation instead; see
             `structure.AxisPattern`.
-        pattern: One of `patterns`, or its text ("2:4"), which fits itself to each weight; instead of shapes or axes.
-        norm: How the elements of a block make its score: 1, 2 (default) or inf.
-        score: One of `scores`, by name ("wanda", calibrated first) or object, or a function `(weight, name) ->
-            saliency`. A block's score is the sum of its saliencies, the mean where blocks differ in size, and the
-            highest are kept. None scores by the norm of the weight.
-        edge: With `"partial"` blocks and scopes may be smaller where a dimension does not divide, and a scope with
-            fewer blocks than `nnz` keeps all of them. With `"error"` they may not.
-        block_coupling: A name; blocks of tensors that give the same one are kept or dropped together.
-        coupling_order: Permutes this tensor's block grid onto the first member's.
-        scope_coupling: A name; tensors that give the same one share one budget.
+        pattern: One of `patterns`, or its text ("2:4"), instead of shapes or axes. It adapts to the class of each
+            module and the shape of its weight.
+        norm: The norm of a block's elements that is its score: 1, 2 (default) or inf.
+        score: How much each element matters: one of `scores`, as a name or an object, or a function
+            `(weight, name) -> saliency`. Some, such as "wanda", need `calibrate` first. A block's score is the sum of
+            its saliencies (the mean if blocks differ in size); the highest are kept. None (default) scores by the norm
+            of the weight.
+        edge: What happens if a block or scope does not divide a dimension. `"error"` (default) raises an error. With
+            `"partial"` the last ones are smaller, and a scope with fewer blocks than `nnz` keeps all of them.
+        block_coupling: A name (str). Blocks of tensors with the same name here are kept or dropped together.
+        coupling_order: A permutation that brings the dimensions of this tensor's block grid into the order of the grid
+            of the first tensor of its coupling.
+        scope_coupling: A name (str). Tensors with the same name here share one budget.
         max_sparsity: The largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
-            others then keep fewer. None: a tensor may lose all of them.
-        member_scores: How a block's score is made of those of coupled tensors, to the norm's power. With `"sum"` a
-            tensor counts by its elements, with `"mean"` each counts the same. With `"consumers"` (and a score) only
-            tensors count whose blocks are inputs of their layer: a dropped unit causes its error there.
-        stages: A list of dicts of these keys, each choosing among what the earlier kept; budgets count all blocks of
-            a scope.
-        update_every: Masks are chosen in the calls of `step` whose number, counted from 1, is a multiple of this; no
-            config key.
-        until: The last call of `step` that may choose masks; None for no end; no config key.
+            other tensors then keep fewer. With None (default) a tensor may lose all its blocks.
+        member_scores: How the scores of coupled tensors (to the power of the norm) are combined. With `"sum"` a tensor
+            counts by its number of elements; with `"mean"` each tensor counts the same. With `"consumers"` (which needs
+            a score) only tensors whose blocks are inputs of their layer count, because the error of a dropped unit
+            arises there.
+        stages: A list of dicts of these keys. Each stage chooses among what the earlier ones kept; its budget still
+            counts all blocks of a scope.
+        update_every: Masks are chosen in those calls of `step` whose number, counted from 1, is a multiple of this; 1
+            by default. It cannot be given in a config entry.
+        until: The number of the last call of `step` that may choose masks; None (default) sets no end. It cannot be
+            given in a config entry.
 
     Raises:
-        SparsityError: sparsity_level and nnz together, a level outside [0, 1], a default of a wrong kind; whatever
-            needs a tensor is checked in `prepare`.
+        SparsityError: `sparsity_level` and `nnz` are given together, a level is outside [0, 1], or an argument has the
+            wrong type. Whatever needs a tensor is checked in `prepare`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     >>> sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))  # 2:4
@@ -429,7 +443,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         super().__init__(sparsity_level, nnz=nnz, **structure)
 
     def step(self, use_path: bool = True) -> None:
-        """Choose the masks anew, unless `update_every` or `until` leave this call out or updates are disabled."""
+        """Choose the masks anew, unless `update_every` or `until` exclude this call or updates are disabled."""
         if self.interval.is_due(self._steps + 1):
             super().step(use_path)
         else:
@@ -442,11 +456,11 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
 
     @torch.no_grad()
     def block_scores(self) -> list[tuple[tuple[str, ...], Tensor]]:
-        """What `step` would compare: the score of every block of the dense weights, by tensor or coupled tensors.
+        """Return what `step` would compare: the score of every block of the dense weights.
 
         Returns:
-            ([names of the tensors], [*scope grid, blocks of a scope]) for each stage of each tensor or coupling,
-            earlier stages first. Scores are norms, or sums of saliencies.
+            A list with a pair (names of the tensors, scores [*scope grid, blocks of a scope]) for each stage of each
+            tensor or coupling, earlier stages first. Scores are norms, or sums of saliencies.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         >>> model[0].weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -467,7 +481,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         return {**super()._extra_state(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """As of any sparsifier, with the number of calls of `step`."""
+        """Load a state as `MaskSparsifier.load_state_dict` does, with the number of calls of `step`."""
         self.require_prepared("load_state_dict")
         steps = saved_count(state_dict, "steps", self._steps)
         super().load_state_dict(state_dict, strict)

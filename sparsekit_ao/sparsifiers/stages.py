@@ -1,4 +1,4 @@
-"""The keys of a group that specify blocks and scopes, checked without any tensor.
+"""Checks the keys of a group that specify blocks and scopes, without any tensor.
 
 Shapes (`view`, `block_shape`, `scope_shape`) or an axis pattern (`axes`, `unit`, `scope`, `sizes`) specify a structure.
 `without_pattern` turns a `pattern` into one of these, or `stages`. `PruningGroup.budget` reads the budgets.

@@ -1,4 +1,4 @@
-"""What trainers call, and errors about calls in an order, or on a model, in which they have no effect."""
+"""The methods that trainers call, and errors for calls that could have no effect (wrong order, another model)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,20 +17,20 @@ _OF_PARAMETER = (
 
 
 class Trainable:
-    """What trainers call, here of a sparsifier whose masks depend on weights alone."""
+    """The methods that trainers call, as they are for a sparsifier whose masks depend on weights alone."""
 
     model: nn.Module | None
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Register the optimizers that train the model; where masks depend on weights alone, it only checks them.
+        """Register the optimizers that train the model; if masks depend on weights alone, they are only checked.
 
         Raises:
-            SparsityError: An optimizer has state of another model, such as one saved before `prepare`.
+            SparsityError: The state of an optimizer does not fit the model, such as one saved before `prepare`.
         """
         refuse_misaligned_state(optimizer, self.model)
 
     def take_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Read the gradients as they are now; does nothing where masks depend on weights alone."""
+        """Read the gradients as they are now. This does nothing if masks depend on weights alone."""
 
     @property
     def uses_gradients(self) -> bool:

@@ -1,8 +1,8 @@
-"""Axis patterns: view, block and scope in one line of einops notation.
+"""Axis patterns, which describe view, block and scope in one line of einops notation.
 
 The factors of every dimension are named. The `unit` axes index blocks, which are kept or dropped as one. Some of them,
-the `scope` axes, index independent budgets. Every other axis is inside the block. A dimension may be a concatenation,
-of which one part is viewed, `(8 + u + 4)`: its first 8 and last 4 entries are outside of the view.
+the `scope` axes, index independent budgets. Every other axis is inside the block. A dimension may be a concatenation of
+which only one part is viewed: in `(8 + u + 4)`, the first 8 and last 4 entries are outside of the view.
 """
 
 import math
@@ -21,14 +21,14 @@ from .tiles import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPattern:
-    """A view function that also gives the block and the scope.
+    """Describe view, block and scope of a tensor by naming the factors of its dimensions.
 
     Args:
-        axes: One entry a dimension of the tensor, factors in brackets: `"o (s m)"`.
-        unit: Axes that index blocks, in the order that ties are broken by; a str of names or a sequence.
-        scope: The unit axes that index scopes; without any, the whole tensor is one scope.
-        sizes: {axis: its length}, as far as the tensor's shape does not determine it.
-        where: Opening words of error messages.
+        axes: One entry for each dimension of the tensor, several factors of one in brackets: `"o (s m)"`.
+        unit: The axes that index blocks, as a str or a sequence of names. Their order breaks ties of equal blocks.
+        scope: Those unit axes that index scopes. If there are none, the whole tensor is one scope.
+        sizes: {axis: its length}, for axes whose length the tensor's shape does not determine.
+        where: The first words of error messages.
 
     Raises:
         SparsityError: The pattern, an axis name or a size does not fit.
@@ -84,19 +84,19 @@ class AxisPattern:
         return view
 
     def undo(self, view: Tensor) -> Tensor:
-        """A view's axes back in the order of the window that was viewed; they may have other lengths by now."""
+        """Return a view with its axes back in the order of the window; they may have other lengths by now."""
         text = f"{' '.join((*self.unit, *self._inner))} -> {_parsed(self.axes, self.where)[0]}"
         tensor: Tensor = einops.rearrange(view, text)
         return tensor
 
     def window(self, weight: Tensor) -> Tensor:
-        """The part of the weight that is viewed: all of it, but for concatenated dimensions."""
+        """Return the part of the weight that is viewed: all of it, except in concatenated dimensions."""
         for dimension, (before, after) in self.outside.items():
             weight = weight.narrow(dimension, before, weight.shape[dimension] - before - after)
         return weight
 
     def lengths(self, shape: Shape) -> dict[str, int]:
-        """Every axis and its length in a tensor of this shape."""
+        """Return {axis: its length} in a tensor of this shape."""
         self.check_shape(shape)
         lengths: dict[str, int] = {}
         for size, axes in zip(window_shape(self.axes, shape), self.dimensions, strict=True):
@@ -105,11 +105,11 @@ class AxisPattern:
         return lengths
 
     def dimension_of(self, axis: str) -> int:
-        """The dimension of the tensor that an axis is a factor of."""
+        """Return the dimension of the tensor of which an axis is a factor."""
         return next(k for k, axes in enumerate(self.dimensions) if axis in axes)
 
     def leading(self, product: int) -> list[str] | None:
-        """The first axes of the first dimension whose sizes multiply to `product`; None if there are none."""
+        """Return the first axes of dimension 0 whose sizes multiply to `product`, or None if there are none."""
         for count, axis in enumerate(self.dimensions[0]):
             if product == 1:
                 return self.dimensions[0][:count]
@@ -121,12 +121,12 @@ class AxisPattern:
 
     @property
     def block_shape(self) -> Shape:
-        """One along unit axes, whole along every other."""
+        """The block shape: 1 along unit axes, and the whole length (-1) along all others."""
         return (1,) * len(self.unit) + (-1,) * len(self._inner)
 
     @property
     def scope_shape(self) -> Shape:
-        """Whole along the unit axes that are not scope axes."""
+        """The scope shape: 1 along scope axes, and the whole length (-1) along the other unit axes."""
         return tuple(1 if axis in self.scope else -1 for axis in self.unit)
 
     @cached_property
@@ -136,7 +136,7 @@ class AxisPattern:
 
     @cached_property
     def outside(self) -> dict[int, tuple[int, int]]:
-        """{dimension: entries before and after the part of it that is viewed}, of concatenated dimensions."""
+        """For concatenated dimensions, {dimension: entries before and after the part that is viewed}."""
         return _parsed(self.axes, self.where)[1]
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Blocks: the elements that are kept or dropped together, and their norms, masks and multipliers.
+"""Blocks, the elements that are kept or dropped together, with their norms, masks and multipliers.
 
-`SparseBlock` is the base class of one tensor's blocks (`BlockSpec`) and coupled ones (`BlockCoupling`), whose grids are
-aligned by permutations.
+`SparseBlock` is the base class of `BlockSpec`, the blocks of one tensor, and of `BlockCoupling`, blocks of several
+tensors whose grids are aligned by permutations.
 """
 
 import math
@@ -19,22 +19,22 @@ from .windows import ScopeWindows, Window, block_scores, elements_of, fill_mask
 
 
 class SparseBlock(Thresholded):
-    """Blocks on one aligned grid; base class of `BlockSpec` and `BlockCoupling`.
+    """Base class of `BlockSpec` and `BlockCoupling`: blocks on one grid.
 
-    `values` arguments are always parameter-shaped tensors: one tensor for a `BlockSpec`, a mapping
-    {parameter: tensor} for coupled ones; None means the parameters themselves. `grid_shape` counts the blocks along
-    each dimension of the aligned grid.
+    Arguments called `values` have the parameters' shapes: one tensor for a `BlockSpec`, a mapping {parameter: tensor}
+    for a `BlockCoupling`. None means the parameters themselves. `grid_shape` is the number of blocks along each
+    dimension of the grid; the grids of coupled tensors are first aligned by permutations.
     """
 
     edge: str
 
     @abstractmethod
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
-        """Every spec with its order: aligned grid dimension k is the spec's dimension order[k] (() = identity)."""
+        """Return each spec with its order: dimension k of the aligned grid is its order[k], and () is the identity."""
 
     @property
     def grid_ndim(self) -> int:
-        """Dimensions of the aligned grid."""
+        """The number of dimensions of the aligned grid."""
         return len(self.grid_shape)
 
     def blocks(self) -> "list[BlockSpec]":
@@ -46,19 +46,19 @@ class SparseBlock(Thresholded):
         return list({id(b.view.param): b.view.param for b in self.blocks()}.values())
 
     def numblk(self) -> int:
-        """Number of blocks."""
+        """The number of blocks."""
         return math.prod(self.grid_shape)
 
     def numel(self) -> int:
-        """Number of elements in all blocks together."""
+        """The number of elements in all blocks together."""
         return sum(b.view.numel() for b in self.blocks())
 
     def numel_per_block(self) -> int:
-        """Elements of one full block, over all members."""
+        """The number of elements of one full block, over all members."""
         return sum(math.prod(b.shape) for b in self.blocks())
 
     def nnz(self, eps: float = 1e-8) -> int:
-        """Elements larger than eps in magnitude (or NaN).
+        """Return how many elements are larger than `eps` in magnitude, or NaN.
 
         >>> block = BlockSpec(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), (1, 2))
         >>> block.nnz(), block.nnz_blocks()
@@ -67,16 +67,17 @@ class SparseBlock(Thresholded):
         return sum(int((~(b.view.window(b.view.param).abs() <= eps)).sum()) for b in self.blocks())
 
     def nnz_blocks(self, eps: float = 1e-8) -> int:
-        """Blocks with any element larger than eps in magnitude (or NaN)."""
+        """Return how many blocks have an element that is larger than `eps` in magnitude, or NaN."""
         return int((~(self.norms(p=float("inf")) <= eps)).sum())
 
     def norms(self, values: Values = None, p: float = 2) -> Tensor:
-        """The p-norm of every block, `(sum_j ||.||_p^p)^(1/p)` over members; float32 or wider, of the grid's shape.
+        """Return the p-norm of every block over all members, `(sum_j ||.||_p^p)^(1/p)`.
 
-        With partial edges it is the power mean over the elements of a block.
+        The result has the grid's shape, in float32 or wider. If blocks at an edge may be smaller (`edge="partial"`), it
+        is the power mean over the elements of a block instead.
 
         Args:
-            values: What the norms are taken of; None means the parameters.
+            values: The tensors whose norms are computed; None means the parameters.
             p: 1, 2 or inf.
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in (1, 2, math.inf):
@@ -84,20 +85,20 @@ class SparseBlock(Thresholded):
         return block_scores(block_windows(self, values), p, self.grid_ndim)
 
     def min(self, values: Values = None) -> Tensor:
-        """Smallest (signed) element of every block, of the grid's shape."""
+        """Return the smallest (signed) element of every block, in the grid's shape."""
         return self._elements(values, float("inf")).amin(-1)
 
     def max(self, values: Values = None) -> Tensor:
-        """Largest (signed) element of every block, of the grid's shape."""
+        """Return the largest (signed) element of every block, in the grid's shape."""
         return self._elements(values, float("-inf")).amax(-1)
 
     def reduce(self, values: Values, fn: Callable[..., Tensor]) -> Tensor:
-        """`fn(elements, dim=-1)` over each block's elements, such as torch.sum or torch.amax; of the grid's shape."""
+        """Return `fn(elements, dim=-1)` of each block (`torch.sum`, `torch.amax`, ...), in the grid's shape."""
         self._refuse_partial("reduce")
         return fn(self._elements(values, 0.0), dim=-1)
 
     def apply_mask(self, mask: Tensor) -> None:
-        """Zero every member's blocks where `mask` (bool, of the grid's shape) is True; other masks keep where True."""
+        """Zero every member's blocks where `mask` (bool, in the grid's shape) is True. All other masks: True = keep."""
         self._refuse_partial("apply_mask")
         for spec, order in self.members():
             spec.view.apply_mask(from_aligned(self._on_grid(mask), order, spec.grid_shape), spec.shape)
@@ -109,7 +110,7 @@ class SparseBlock(Thresholded):
             spec.view.apply_multiplier(from_aligned(self._on_grid(c), order, spec.grid_shape), spec.shape)
 
     def get_masks(self, block_mask: Tensor) -> "dict[BlockSpec, Tensor]":
-        """Parameter-shaped bool masks (True = keep) from keep decisions of the grid's shape.
+        """Expand a mask of blocks, in the grid's shape, to bool masks in the parameters' shapes (True = keep).
 
         Elements outside a view are kept.
         """
@@ -142,16 +143,16 @@ class SparseBlock(Thresholded):
 
 
 class BlockSpec(SparseBlock):
-    """One View cut into blocks: the block of element i is floor(i / b).
+    """Cut a parameter, or a `View` of it, into blocks of equal shape.
 
     Args:
-        view_or_param: A View, or a parameter taken as it is.
-        shape: Elements of a block; () is all ones, -1 the whole dimension.
-        name: Opening words of error messages.
-        edge: `"partial"` allows the last block of a dimension to be smaller.
+        view_or_param: A `View`, or a parameter as it is. Element i belongs to the block floor(i / shape).
+        shape: Number of elements of a block along each dimension. () means single elements, and -1 the whole dimension.
+        name: The first words of error messages.
+        edge: With `"partial"`, the last block of a dimension may be smaller; with `"error"` (default) it may not.
 
     Raises:
-        SparsityError: (a ValueError) a shape that does not fit the view.
+        SparsityError: The shape does not fit the view (also a `ValueError`).
 
     >>> b = BlockSpec(torch.arange(8.0).reshape(2, 4), (1, 2))
     >>> b.grid_shape, b.norms(p=1)
@@ -174,7 +175,7 @@ class BlockSpec(SparseBlock):
 
     @property
     def data(self) -> Tensor:
-        """Live alias of the view's elements (see `View.data`)."""
+        """The view's elements, which share the parameter's memory; see `View.data`."""
         return self.view.data
 
     @property
@@ -183,7 +184,7 @@ class BlockSpec(SparseBlock):
         return any(size % n for size, n in zip(self.view.shape, self.shape, strict=True))
 
     def block_view(self, values: Tensor | None = None, reorder: bool = True, merge: bool = False) -> Tensor:
-        """A parameter-shaped tensor cut into blocks; see `View.block_view_of`."""
+        """Return a tensor of the parameter's shape cut into blocks; see `View.block_view_of`."""
         self._refuse_partial("block_view")
         return self.view.block_view_of(self.view.param if values is None else values, self.shape, reorder, merge)
 
@@ -192,16 +193,17 @@ class BlockSpec(SparseBlock):
 
 
 class BlockCoupling(SparseBlock):
-    """Blocks of several tensors that are kept or dropped together: `B_ref[k] = B_j[order_j(k)]`.
+    """Couple blocks of several tensors, so that they are kept or dropped together: `B_ref[k] = B_j[order_j(k)]`.
 
     Args:
-        specs: The members; the first one's grid is the reference. Missing grid dimensions have size 1, so a bias
-            couples with a weight's rows.
-        orders: For each member None, or a permutation: aligned dimension k is the member's dimension order[k].
-        name: Opening words of error messages.
+        specs: A sequence of `BlockSpec`s, the members. The grid of the first one is the reference. Missing grid
+            dimensions have size 1, so a bias can be coupled with a weight's rows.
+        orders: For each member None, or a permutation: dimension k of the aligned grid is the member's dimension
+            order[k].
+        name: The first words of error messages.
 
     Raises:
-        CouplingError: Aligned grids differ, or an order is no permutation.
+        CouplingError: The aligned grids differ, or an order is not a permutation.
 
     >>> up, down = torch.ones(4, 3), torch.ones(3, 4)  # rows of up go with columns of down
     >>> c = BlockCoupling([BlockSpec(up, (1, -1)), BlockSpec(down, (-1, 1))], orders=[None, (1, 0)])
@@ -225,7 +227,7 @@ class BlockCoupling(SparseBlock):
 
     @property
     def data(self) -> tuple[Tensor, ...]:
-        """Live aliases of the members' elements."""
+        """The members' elements, which share the parameters' memory."""
         return tuple(spec.data for spec in self.blocks())
 
     def __repr__(self) -> str:

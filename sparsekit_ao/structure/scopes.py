@@ -1,4 +1,4 @@
-"""Scopes: the sets of blocks that compete, their budgets, k-th largest norms and exact masks.
+"""Scopes, the sets of blocks that compete with each other, with their budgets, k-th largest norms and exact masks.
 
 `SparseScope` is the base class of one block grid's scopes (`ScopeSpec`) and of scopes of several grids that share one
 budget (`ScopeCoupling`).
@@ -36,7 +36,7 @@ def checked_level(level: object, where: str) -> float:
 
 
 def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
-    """Blocks kept of `blocks` when a fraction `sparsity` is dropped: `n - floor(s n + 1e-9)`.
+    """Return how many of n `blocks` are kept if the fraction s = `sparsity` is dropped: `n - floor(s n + 1e-9)`.
 
     >>> sparsity_to_nnz(0.9, 10), sparsity_to_nnz(0.5, 5)
     (1, 3)
@@ -60,12 +60,12 @@ class ScopeMember:
 
     @property
     def grid_shape(self) -> Shape:
-        """Scopes along each dimension of the block grid."""
+        """The number of scopes along each dimension of the block grid."""
         return grid_of(self.block.grid_shape, self.shape)
 
     @property
     def width(self) -> int:
-        """Blocks of a full scope."""
+        """The number of blocks of a full scope."""
         return math.prod(self.shape)
 
 
@@ -73,11 +73,11 @@ BlockValues = Tensor | Mapping[SparseBlock, Tensor] | None
 
 
 class SparseScope(Thresholded):
-    """Scopes on one aligned grid; base class of `ScopeSpec` and `ScopeCoupling`.
+    """Base class of `ScopeSpec` and `ScopeCoupling`: scopes on one grid.
 
-    `values` are parameter-shaped (a mapping {parameter: tensor} for several parameters), None the parameters
-    themselves. Budgets `nnz` count blocks kept in each scope: an int, or an integer tensor of the scope grid's shape.
-    The scopes along each dimension of the aligned scope grid are counted by `grid_shape`.
+    Arguments called `values` have the parameter's shape (for several parameters, a mapping {parameter: tensor}); None
+    means the parameters themselves. A budget `nnz` is the number of blocks kept in each scope: an int, or an integer
+    tensor of the scope grid's shape. `grid_shape` is the number of scopes along each dimension of the aligned grid.
     """
 
     _grid_name = "scope grid"
@@ -93,29 +93,29 @@ class SparseScope(Thresholded):
         return [spec for m in self.members() for spec in m.block.blocks()]
 
     def numscp(self) -> int:
-        """Number of scopes."""
+        """The number of scopes."""
         return math.prod(self.grid_shape)
 
     def numblk_per_scope(self) -> int:
-        """Blocks that compete in a full scope, over all members."""
+        """The number of blocks that compete in a full scope, over all members."""
         return sum(m.width for m in self.members())
 
     def numblk(self) -> int:
-        """Blocks in all scopes."""
+        """The number of blocks in all scopes."""
         return sum(m.block.numblk() for m in self.members())
 
     def numel_per_scope(self) -> int:
-        """Elements in a full scope."""
+        """The number of elements in a full scope."""
         return sum(m.width * m.block.numel_per_block() for m in self.members())
 
     def blocks_per_scope(self) -> Tensor:
-        """Blocks of each scope (fewer at a partial edge); int64, of the scope grid's shape."""
+        """Return how many blocks each scope has (fewer at a partial edge), int64 in the scope grid's shape."""
         volumes = [(tile_volumes(m.block.grid_shape, m.shape), m.order) for m in self.members()]
         aligned = [(v.permute(order) if order else v).reshape(self.grid_shape) for v, order in volumes]
         return torch.stack(aligned).sum(0)
 
     def sparsity_to_nnz(self, sparsity: float) -> Budget:
-        """Blocks to keep in each scope at a level; an int, or int64 of the scope grid's shape if scopes differ."""
+        """Return how many blocks each scope keeps at a level; int64 in the scope grid's shape if scopes differ."""
         of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
         if not self.is_partial:
             return of_full_scope
@@ -123,23 +123,23 @@ class SparseScope(Thresholded):
         return count - torch.floor(count.double() * float(sparsity) + 1e-9).long()
 
     def level_of(self, nnz: Budget) -> float:
-        """The fraction of all blocks that a budget drops."""
+        """Return the fraction of all blocks that a budget drops."""
         if isinstance(nnz, int) and not self.is_partial:
             return 1 - nnz / self.numblk_per_scope()
         counts = self.blocks_per_scope()
         return 1 - int(torch.minimum(torch.as_tensor(nnz, device="cpu"), counts).sum()) / max(int(counts.sum()), 1)
 
     def block_norms(self, values: Values = None, norm: Norm = 2) -> Tensor:
-        """Norms of the competing blocks: (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
+        """Return the norms of the blocks as (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
         rows = self._scores(values, None, norm)
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
-        """The nnz-th largest block norm of each scope, 1 <= nnz <= blocks per scope; of the scope grid's shape."""
+        """Return the nnz-th largest block norm of each scope, in its grid's shape; 1 <= nnz <= blocks per scope."""
         return self._kth(self._scores(values, None), self.budget(nnz, least=1)).reshape(self.grid_shape)
 
     def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
-        """`(x_k + w x_{k+1}) / (1 + w)`: a threshold between the last block kept and the first dropped.
+        """Return a threshold between the last block kept and the first dropped: `(x_k + w x_{k+1}) / (1 + w)`.
 
         It needs 1 <= nnz < blocks per scope, so that both exist. The result has the scope grid's shape.
         """
@@ -150,11 +150,11 @@ class SparseScope(Thresholded):
 
     @torch.no_grad()
     def keep_thresholds(self, nnz: Budget, values: Values = None) -> dict[SparseBlock, Tensor]:
-        """Thresholds of `soft_threshold` for each block that leave exactly nnz blocks in every scope.
+        """Return a threshold for each block with which `soft_threshold` leaves exactly nnz blocks in every scope.
 
-        They are the mean of the norms of the last block kept and the first dropped. For dropped blocks they are inf,
-        ties included; for kept ones they are below the block's own norm. They have the shape of each member's
-        block grid.
+        The threshold of a kept block is the mean of the norms of the last block kept and the first dropped, and always
+        below the block's own norm. That of a dropped block is inf, also if its norm ties with a kept one. The results
+        have the shape of each member's block grid.
         """
         rows = self._scores(values, None)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
@@ -171,14 +171,14 @@ class SparseScope(Thresholded):
         """Keep exactly nnz blocks in every scope.
 
         Args:
-            nnz: Blocks kept in each scope.
-            values: What is scored (by 2-norm); not together with `block_scores`.
-            block_scores: Scores instead of norms, of the block grid's shape; a mapping {block: tensor} for several. Or
-                (*scope grid, blocks per scope), as `block_norms` returns them.
-            candidates: bool of either shape, True where a block may compete. The others are dropped.
+            nnz: The number of blocks kept in each scope.
+            values: The tensors that are scored by the 2-norm of their blocks; not together with `block_scores`.
+            block_scores: Scores to use instead of norms, in the block grid's shape (for several grids, a mapping
+                {block: tensor}), or as (*scope grid, blocks per scope), which `block_norms` returns.
+            candidates: A bool tensor of either shape, True where a block may be kept. The others are dropped.
 
         Returns:
-            {block: parameter-shaped bool mask}, True = keep; elements outside a view are kept.
+            {block: bool mask in the parameter's shape}, True = keep. Elements outside a view are kept.
 
         >>> from sparsekit_ao import ScopeSpec
         >>> s = ScopeSpec(BlockSpec(torch.tensor([[1.0, 4.0, 3.0, 2.0]])), (1, 4))
@@ -200,12 +200,12 @@ class SparseScope(Thresholded):
     def hard_threshold(  # type: ignore[override]
         self, thresholds: Tensor | float | None = None, nnz: Budget | None = None, values: Values = None
     ) -> None:
-        """Zero blocks in place: those with a norm strictly below the scope's threshold, or all but nnz a scope.
+        """Zero blocks in place: those whose norm is strictly below a threshold, or all but nnz in each scope.
 
         Args:
             thresholds: A number, or a tensor that broadcasts to the scope grid.
-            nnz: Blocks kept in each scope; exactly one of the two is given.
-            values: What the norms are taken of.
+            nnz: The number of blocks kept in each scope. Give exactly one of `thresholds` and `nnz`.
+            values: The tensors whose norms are compared; None means the parameters.
         """
         if (thresholds is None) == (nnz is None):
             raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
@@ -317,16 +317,18 @@ def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mappi
 
 
 class ScopeSpec(SparseScope):
-    """One block grid tiled into scopes.
+    """Divide the grid of blocks into scopes, in which blocks compete with each other.
 
     Args:
-        block: A `SparseBlock`, or a View or parameter taken as single elements.
-        shape: Blocks of a scope; () and missing trailing entries mean the whole dimension, as does -1.
-        name: Opening words of error messages; the block's by default.
-        edge: `"partial"` allows smaller scopes at the edge; the block's by default.
+        block: A `BlockSpec` or `BlockCoupling`; or a `View` or parameter, whose elements are then the blocks.
+        shape: Number of blocks of a scope along each dimension of the grid. -1 means the whole dimension, and so do ()
+            and missing last entries.
+        name: The first words of error messages; by default those of the block.
+        edge: With `"partial"`, the last scope of a dimension may be smaller; with `"error"` it may not. By default as
+            for the block.
 
     Raises:
-        SparsityError: (a ValueError) a shape that does not fit the block grid.
+        SparsityError: The shape does not fit the block grid (also a `ValueError`).
 
     >>> s = ScopeSpec(BlockSpec(torch.ones(4, 8)), (1, 4))  # N:4 along the input
     >>> s.grid_shape, s.numblk_per_scope(), s.sparsity_to_nnz(0.5)
@@ -360,7 +362,7 @@ class ScopeSpec(SparseScope):
         return [ScopeMember(block=self.block, shape=self.shape)]
 
     def block_to_scope(self, t: Tensor, reorder: bool = True, merge: bool = False) -> Tensor:
-        """A tensor of the block grid's shape cut into scopes.
+        """Cut a tensor of the block grid's shape into scopes.
 
         Args:
             t: A tensor of the block grid's shape; scopes must divide it.
@@ -377,7 +379,7 @@ class ScopeSpec(SparseScope):
         return tiles_of(t, self.shape, reorder, merge)
 
     def scope_to_block(self, t: Tensor, reorder: bool = True) -> Tensor:
-        """The inverse of `block_to_scope`: back to the block grid's shape.
+        """Bring a tensor of scopes back to the block grid's shape: the inverse of `block_to_scope`.
 
         Args:
             t: (*scope grid, *scope) or (*scope grid, blocks per scope); (g0, s0, g1, s1, ...) without `reorder`.
@@ -399,15 +401,17 @@ class ScopeSpec(SparseScope):
 
 
 class ScopeCoupling(SparseScope):
-    """Scopes of several block grids that share one budget: their blocks compete with each other.
+    """Let blocks of several grids compete with each other for one budget.
 
     Args:
-        scopes: The members, which may have different counts of blocks in a scope; budgets count all of them.
-        orders: For each member None, or a permutation: aligned scope dimension k is the member's dimension order[k].
-        name: Opening words of error messages.
+        scopes: A sequence of `ScopeSpec`s, the members. They may have different numbers of blocks in a scope; budgets
+            count the blocks of all members.
+        orders: For each member None, or a permutation: dimension k of the aligned scope grid is the member's dimension
+            order[k].
+        name: The first words of error messages.
 
     Raises:
-        CouplingError: Aligned scope grids differ, or an order is no permutation.
+        CouplingError: The aligned scope grids differ, or an order is not a permutation.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     >>> c = ScopeCoupling([ScopeSpec(BlockSpec(a)), ScopeSpec(BlockSpec(b))])
@@ -433,14 +437,14 @@ class ScopeCoupling(SparseScope):
         return list(self._members)
 
     def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
-        """Tensors of the members' block grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
+        """Join tensors of the members' grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
         if not (reorder and merge):
             raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
         rows = self._rows_of(t, "t")
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def scope_to_block(self, t: Tensor, reorder: bool = True) -> dict[SparseBlock, Tensor]:
-        """The inverse of `block_to_scope`: {block: tensor of its grid's shape}."""
+        """Return {block: tensor of its grid's shape}: the inverse of `block_to_scope`."""
         want = (*self.grid_shape, self.numblk_per_scope())
         if not reorder or tuple(t.shape) != want:
             raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")

@@ -1,7 +1,7 @@
-"""Thresholding of blocks in place: hard, and soft by the proximal map of `t ||.||_2`, Euclidean or under a diagonal.
+"""Hard and soft thresholding of blocks, in place.
 
-The plain soft map is that of the group lasso (Yuan and Lin 2006); the conditioned one replaces the distance by a
-positive diagonal, such as Adam's preconditioner. Both compute in float64, a part of the blocks at a time.
+Soft thresholding is the proximal map of `t ||.||_2`: that of the group lasso (Yuan and Lin 2006), or one in which a
+positive diagonal, such as Adam's preconditioner, weights the distance. Both compute in float64, part by part.
 """
 
 import math
@@ -41,11 +41,11 @@ class Thresholded(ABC):
 
     @torch.no_grad()
     def hard_threshold(self, thresholds: Tensor | float, values: Values = None) -> None:
-        """Zero the blocks whose norm is strictly below the threshold (equal stays), in place.
+        """Zero the blocks whose norm is strictly below the threshold, in place; an equal norm is kept.
 
         Args:
             thresholds: A number, or a tensor that broadcasts to the grid.
-            values: What the norms are taken of; None means the parameters.
+            values: The tensors whose norms are compared; None means the parameters.
         """
         scopes, limits = self._live(), self._thresholds(thresholds)
         scored = scopes if values is None else self._windows(values)
@@ -77,20 +77,20 @@ class Thresholded(ABC):
         atol: float | None = None,
         eps: float = 0.0,
     ) -> None:
-        """Shrink every block by the proximal map of `t ||.||_2`, in place; t is the block's or its scope's.
+        """Shrink every block by the proximal map of `t ||.||_2`, in place.
 
         Args:
-            thresholds: T >= 0, a number or a tensor that broadcasts to the grid.
-            conditioners: Positive parameter-shaped diagonals (Adam's preconditioner); None is the Euclidean map.
+            thresholds: The values of t >= 0: a number, or a tensor that broadcasts to the grid.
+            conditioners: Positive diagonals in the parameters' shapes, such as Adam's preconditioner. None is
+                Euclidean.
             scale: Multiply each t by sqrt(elements of the block), so that t is per element.
-            max_iter: The most Newton steps of the conditioned variant; by default as many as it needs, some four.
-            atol: With `max_iter`, the error of |phi - 1| (see `shrink_conditioned`) that is accepted after so many
-                steps; by default 1e-6, or 1e-12 for float64.
+            max_iter: The largest number of Newton steps with `conditioners`; by default as many as needed, about four.
+            atol: The error |phi - 1| (see `shrink_conditioned`) that is accepted after `max_iter` steps; by default
+                1e-6, or 1e-12 for float64.
             eps: Added to the conditioners (Adam's epsilon).
 
         Raises:
-            SparsityError: A negative or NaN threshold, a conditioner that is not positive, no convergence in `max_iter`
-                steps.
+            SparsityError: A threshold is negative or NaN, a conditioner is not positive, or `max_iter` is too small.
 
         >>> from sparsekit_ao import BlockSpec
         >>> w = torch.tensor([[3.0, 4.0, 0.3, 0.4]])

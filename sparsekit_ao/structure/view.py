@@ -1,4 +1,4 @@
-"""View: a strided window (shape, stride, offset) on one parameter, without a copy.
+"""`View`, a strided window (shape, stride, offset) on one parameter, without a copy.
 
 Strides count elements of the parameter's own memory, so a channels_last or transposed weight is addressed as it is
 stored. Every index of a window is an element of the parameter, and no element has two indices. `where` in signatures is
@@ -18,19 +18,20 @@ from .tiles import Shape, addresses, cosize, row_major, split, tiles_of
 
 
 class View:
-    """A strided window on one parameter.
+    """Look at elements of a parameter through a strided window, without a copy.
 
-    The address of index i is `o + offset + sum(i_k * stride_k)`, o being the parameter's own storage offset.
+    The address of index i is `o + offset + sum(i_k * stride_k)`, where o is the storage offset of the parameter.
 
     Args:
-        param: The tensor viewed; any rank, dtype and strides, on any device (meta included).
-        shape: Sizes of the window.
-        stride: One stride a dimension, in elements of the parameter's memory.
-        offset: Address of the window's first element, counted from the parameter's first.
-        name: Opening words of error messages.
+        param: A tensor of any rank, dtype and strides, on any device (also meta).
+        shape: The size of each dimension of the window.
+        stride: The stride of each dimension, in elements of the parameter's memory.
+        offset: The address of the window's first element, in elements from the parameter's first one; 0 by default.
+        name: The first words of error messages.
 
     Raises:
-        SparsityError: (a ValueError) lengths differ, an element is not the parameter's, or two indices are one element.
+        SparsityError: `shape` and `stride` differ in length, an address is outside of the parameter, or two indices
+            have the same address (also a `ValueError`).
 
     >>> w = torch.arange(8.0).reshape(2, 4)
     >>> View(w, (2, 2, 2), (4, 1, 2)).data[0]
@@ -55,7 +56,7 @@ class View:
 
     @classmethod
     def from_existing(cls, param: "Tensor | View", *, name: str | None = None) -> "View":
-        """The parameter as it is, by its own shape and strides; a View is returned unchanged."""
+        """Return a view of the whole parameter with its own shape and strides; a `View` is returned unchanged."""
         if isinstance(param, View):
             return param
         where = f"{name}: " if name else ""
@@ -68,7 +69,7 @@ class View:
 
     @classmethod
     def from_function(cls, param: Tensor, function: Any, *, name: str | None = None) -> "View":
-        """The window that `function(param)` returns: any chain of torch view operations.
+        """Return the window that `function(param)` returns, where `function` is any chain of torch view operations.
 
         >>> View.from_function(torch.zeros(6, 4), lambda w: w.unflatten(0, (2, 3)))
         View(shape=(2, 3, 4), stride=(12, 4, 1), offset=0)
@@ -89,10 +90,10 @@ class View:
         return cls(param, tuple(view.shape), view.stride(), offset, name=name)
 
     def window(self, t: Tensor) -> Tensor:
-        """This window on another tensor of the parameter's shape: a live alias where the strides agree, else a copy.
+        """Return this window on another tensor of the parameter's shape: a view of it if strides agree, else a copy.
 
         Raises:
-            SparsityError: T has another shape than the parameter.
+            SparsityError: The shape of `t` is not that of the parameter.
         """
         if t.shape != self.param.shape:
             raise SparsityError(
@@ -104,20 +105,20 @@ class View:
         return t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
 
     def is_aligned(self, t: Tensor) -> bool:
-        """Whether t has the strides of the parameter (those of size-1 dimensions aside)."""
+        """Return whether t has the strides of the parameter, dimensions of size 1 aside."""
         stride = t.stride()
         if stride == self._strides:
             return True
         return all(n <= 1 or a == b for n, a, b in zip(t.shape, stride, self._strides, strict=True))
 
     def new_mask(self) -> Tensor:
-        """An all-True mask with the parameter's shape, strides and device."""
+        """Return a mask of True with the parameter's shape, strides and device."""
         empty = torch.empty_strided(self.param.shape, self._strides, dtype=torch.bool, device=self.param.device)
         return empty.fill_(True)
 
     @property
     def data(self) -> Tensor:
-        """Live alias of the parameter's elements, outside autograd; assigning to it writes them."""
+        """The window's elements in the parameter's own memory, outside autograd; assigning to `data` writes them."""
         if not self.is_aligned(self.param):
             raise SparsityError(
                 f"{self._where()}the parameter's strides changed from {self._strides} to {self.param.stride()} since "
@@ -131,11 +132,11 @@ class View:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the window."""
+        """The number of dimensions of the window."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Number of elements in the window."""
+        """The number of elements in the window."""
         return math.prod(self.shape)
 
     @property
@@ -144,13 +145,13 @@ class View:
         return cosize(self.shape, self.stride, self.offset)
 
     def linear_offset(self, idx: Sequence[int] | Tensor) -> Any:
-        """Address of an index, counted from the parameter's first element.
+        """Return the address of an index, in elements from the parameter's first one.
 
         Args:
             idx: One index, or an integer tensor of them [..., ndim].
 
         Returns:
-            An int; for a tensor int64 of its leading shape.
+            An int; for a tensor of indices, an int64 tensor of its leading shape.
 
         >>> view = View(torch.zeros(2, 4), (2, 2), (4, 2), 1)
         >>> view.linear_offset((1, 1)), view.linear_offset(torch.tensor([[0, 0], [1, 1]]))
@@ -163,7 +164,7 @@ class View:
         return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))
 
     def to_param_rc(self, idx: Sequence[int] | Tensor) -> tuple[Any, Any]:
-        """Logical (row, column) in the parameter of an index of the window, whatever the strides.
+        """Return the (row, column) in the parameter of an index of the window, whatever the strides.
 
         The row is the first dimension; the column counts the others row-major (0 for a 1-D parameter). Indices may be
         an integer tensor [..., ndim]; rows and columns are then int64 of its leading shape.
@@ -193,11 +194,11 @@ class View:
         return idx.long()
 
     def block_view_of(self, t: Tensor, block_shape: Sequence[int], reorder: bool = True, merge: bool = False) -> Tensor:
-        """Any tensor of the parameter's or of the window's shape, cut into blocks.
+        """Cut a tensor of the parameter's or the window's shape into blocks.
 
         Args:
             t: A tensor of the parameter's shape, from which the window is taken, or one of the window's shape.
-            block_shape: As for `BlockSpec`; must divide.
+            block_shape: As for `BlockSpec`; it must divide the window.
             reorder: True gives (*grid, *block); False interleaves (g0, b0, g1, b1, ...).
             merge: With `reorder`, the block's dimensions become one: (*grid, elements of a block).
 
@@ -208,12 +209,12 @@ class View:
         return tiles_of(t.detach() if is_window else self.window(t), self._tile(block_shape), reorder, merge)
 
     def broadcast_block_to_element(self, values: Tensor, block_shape: Sequence[int], fake: bool = False) -> Tensor:
-        """Every element gets the value of its block.
+        """Give every element the value of its block.
 
         Args:
             values: A tensor of any dtype and device, whose shape broadcasts to the grid's.
-            block_shape: As for `BlockSpec`; must divide.
-            fake: Return the expanded interleaved view (g0, b0, g1, b1, ...), which has strides of 0.
+            block_shape: As for `BlockSpec`; it must divide the window.
+            fake: If True, return the expanded view (g0, b0, g1, b1, ...), which has strides of 0 and takes no memory.
 
         Returns:
             A tensor of the window's shape, or that view.
@@ -231,7 +232,7 @@ class View:
         return spread if fake else spread.reshape(self.shape)
 
     def apply_multiplier(self, c: Tensor, block_shape: Sequence[int]) -> None:
-        """Multiply every block of the parameter by its entry of `c` (of the grid's shape), in place."""
+        """Multiply every block of the parameter by its entry of `c`, in the grid's shape, in place."""
         tiles = split(self.data, self._tile(block_shape))
         tiles.mul_(self.broadcast_block_to_element(c, block_shape, fake=True).to(tiles.dtype))
 
