@@ -115,8 +115,8 @@ class PruningGroup:
         consumers = tuple(name for name, spec in self.specs.items() if _is_consumer(spec, statistics(name)))
         if not consumers:
             raise CouplingError(
-                f"{self.label}: member_scores='consumers', but no member's blocks are inputs of its layer, such as "
-                "columns of a Linear"
+                f"{self.label}: member_scores='consumers' needs a tensor whose blocks are inputs of its layer, such as "
+                "columns of a Linear, and there is none"
             )
         return consumers
 
@@ -329,7 +329,7 @@ def _block_units(tensors: Iterable[_Staged]) -> list[_Unit]:
             continue
         label = f"block coupling {coupling!r}"
         if len(coupled) == 1:
-            raise CouplingError(f"{label}: {spec.name} is its only member; a coupling needs two")
+            raise CouplingError(f"{label}: only {spec.name} gives this name, but a coupling needs two tensors")
         _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), coupled)
         orders = [structure.coupling_order for structure, _ in coupled]
         units.append((coupled, BlockCoupling([spec for _, spec in coupled], orders, name=label)))
@@ -346,8 +346,8 @@ def _pruning_group(label: str, units: Sequence[_Unit], stage: int) -> PruningGro
     if structure.max_sparsity is not None:
         if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
             raise SparsityError(
-                f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
-                "scope_coupling, scopes that are whole tensors, and the first stage"
+                f"{label}: max_sparsity applies only where several whole tensors share one budget; give them a "
+                "scope_coupling and no scope_shape, and give max_sparsity in the first stage only"
             )
         where = f"{label}: max_sparsity: "
         least = tuple(sparsity_to_nnz(structure.max_sparsity, s.numblk(), where) for s in scopes)
