@@ -1,4 +1,4 @@
-"""Pruning groups: tensors that are pruned together in one stage, from the structure of config entries to requests.
+"""Pruning groups, the tensors that are pruned together in one stage: from the structure of entries to requests.
 
 A pruning group holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors
 are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group dicts at
@@ -47,15 +47,15 @@ class PruningGroup:
     """Tensors that are pruned together in one stage: one tensor, or coupled ones.
 
     Attributes:
-        scope: Their scopes, over meta placeholders.
+        scope: The scopes of the tensors, over meta placeholders.
         specs: {tensor name: its block spec}.
-        stage: Number of the stage. A later one chooses among the elements that earlier ones kept.
-        norm: How the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
+        stage: The number of the stage. A later stage chooses among the elements that earlier ones kept.
+        norm: The norm of a block that is its score: 1, 2 or inf, or None if a `score` gives saliencies.
         score: See `scores`; None scores the weight itself.
         member_scores: With "sum" a member counts by its elements, with "mean" each counts the same, with "consumers"
             only members count whose blocks are inputs of their layer.
         least: Blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
-        label: Its name in errors and reports.
+        label: The name in errors and reports.
     """
 
     scope: SparseScope
