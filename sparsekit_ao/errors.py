@@ -1,4 +1,4 @@
-"""The exceptions of the library; messages name where, what was required, what was found and what to do.
+"""The exceptions of the library. Messages say where, what was required, what was found and what to do.
 
 Both classes are `ValueError`s, so code that catches those keeps working.
 """
@@ -30,7 +30,7 @@ _MEANT = {  # what other libraries call an argument
 
 
 class SparsityError(ValueError):
-    """An argument, a config entry or a call that does not fit; raised before anything is changed.
+    """Raised when an argument, a config entry or a call does not fit, before anything is changed.
 
     >>> try:
     ...     sparsekit_ao.ScopeSparsifier(sparsity_level=0.5, nnz=2)
@@ -41,7 +41,7 @@ class SparsityError(ValueError):
 
 
 class CouplingError(SparsityError):
-    """Tensors that are to be kept or dropped together, or to share one budget, do not line up.
+    """Raised when tensors that are kept or dropped together, or share one budget, do not line up.
 
     >>> rows = sparsekit_ao.BlockSpec(torch.ones(4, 2), (1, -1)), sparsekit_ao.BlockSpec(torch.ones(3, 2), (1, -1))
     >>> try:

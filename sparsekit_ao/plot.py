@@ -26,13 +26,13 @@ def plot_mask(
     """Plot which elements a mask keeps (dark) and drops (white), one cell for each; return the axes.
 
     Args:
-        mask: True or 1 is keep; of rank 1 or more, drawn as the matrix (dimension 0) x (all the others).
-        path: Where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
-        title: A line above the shape and the fraction that the mask drops.
-        ax: Where to draw; a new figure if None. No window is opened and no global figure is registered.
+        mask: A tensor of rank 1 or more, True or 1 for keep. It is drawn as a matrix (dimension 0) x (all others).
+        path: The file to save the plot to, in the format of its suffix (PNG without one). None saves nothing.
+        title: A line to show above the shape and the fraction that the mask drops.
+        ax: The axes to draw on; None makes a new figure. No window is opened and no global figure is registered.
 
     Raises:
-        SparsityError: A mask without elements or without dimensions.
+        SparsityError: The mask has no elements or no dimensions.
         ImportError: Matplotlib is not installed.
 
     >>> ax = plot_mask(torch.eye(4, 8), title="fc.weight")
@@ -71,11 +71,11 @@ def plot_layers(
 
     Args:
         report: The report of a model.
-        path: Where to save the plot, in the format of the suffix; PNG without one. None saves nothing.
-        ax: Where to draw; a new figure, as high as the number of layers needs, if None.
+        path: The file to save the plot to, in the format of its suffix (PNG without one). None saves nothing.
+        ax: The axes to draw on; None makes a new figure, as high as the number of layers needs.
 
     Raises:
-        SparsityError: A report without rows.
+        SparsityError: The report has no rows.
         ImportError: Matplotlib is not installed.
 
     >>> from sparsekit_ao import export

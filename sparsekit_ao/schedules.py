@@ -286,7 +286,9 @@ class ScheduleSL(BaseScheduler):
                 raise SparsityError(f"{where}{key!r} must be of the kind of {known[key]!r}, got {value!r}")
         levels, groups = list(state_dict["_last_sl"]), self.sparsifier.groups
         if len(levels) != len(groups):
-            raise SparsityError(f"{where}saved for {len(levels)} groups, this has {len(groups)}")
+            raise SparsityError(
+                f"{where}the state was saved for {len(levels)} groups, but this scheduler has {len(groups)}"
+            )
         self.__dict__.update({**state_dict, "_last_sl": levels})
         for group, level in zip(groups, levels, strict=True):
             group["sparsity_level"] = level

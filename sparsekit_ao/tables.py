@@ -1,4 +1,4 @@
-"""Reports as tables: rows as data, as aligned text, and as CSV."""
+"""Reports that are tables of rows, which can be read as data, as aligned text and as CSV."""
 
 import csv
 import io
@@ -29,34 +29,34 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
 
 
 class Table(Sequence[Row], Generic[Row]):
-    """A report that is a sequence of its rows, of which a name gives one too: `report["0.weight"]`.
+    """Base class of reports: a sequence of rows, in which a name gives a row too: `report["0.weight"]`.
 
-    Printed, it is a table with lines below; in a notebook both are HTML. Subclasses say what the metrics are.
+    It prints as a table with lines below, and a notebook shows both as HTML. Subclasses define the metrics.
 
     Attributes:
-        rows: Dataclass objects of one class, whose first field is their name.
+        rows: Dataclass objects of one class, whose first field is the name of the row.
     """
 
     rows: tuple[Row, ...]
     bars: tuple[str, ...] = ()  # fields that `plot` draws
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """The names of the rows' fields, and the rows as text; `folds` allows one line for many rows."""
+        """Return the names of the rows' fields, and the rows as text; `folds` allows one line for many rows."""
         names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
         return [tuple(names), *(tuple(_text(getattr(row, name), name) for name in names) for row in self.rows)]
 
     def below(self) -> list[str]:
-        """Lines below the table."""
+        """Return the lines below the table."""
         return []
 
     def metrics(self) -> dict[str, float]:
-        """{"<field>/<row>": number} for any logger."""
+        """Return {"<field>/<row>": number} for any logger."""
         names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
         values = {(name, getattr(row, names[0])): getattr(row, name) for row in self.rows for name in names}
         return {f"{name}/{row}": float(value) for (name, row), value in values.items() if is_number(value)}
 
     def log_dict(self, prefix: str = "") -> dict[str, float]:
-        """`metrics()` with a prefix before every name.
+        """Return `metrics()` with a prefix before every name.
 
         >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
         >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
@@ -67,7 +67,7 @@ class Table(Sequence[Row], Generic[Row]):
         return {f"{prefix}{name}": value for name, value in self.metrics().items()}
 
     def table(self, folds: bool = False) -> str:
-        """The rows as aligned text, one line for each."""
+        """Return the rows as aligned text, one line for each."""
         cells = self.cells(folds)
         numbers = [k for k, column in enumerate(zip(*cells[1:], strict=True)) if all(map(_NUMBER.fullmatch, column))]
         return "\n".join(line.rstrip() for line in aligned(cells, numbers))
@@ -109,7 +109,7 @@ class Table(Sequence[Row], Generic[Row]):
         return rows[at]
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """Return a header and one line for each row, numbers as they are; written to `path` if there is one.
+        """Return a header and a line for each row as CSV, with exact numbers; also write it to `path` if given.
 
         >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
         >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))

@@ -186,7 +186,7 @@ class BaseScheduler:
 class LambdaSL(BaseScheduler):
     """Set each level to `base_sl` times a function of the epoch, or of a list with one function for each group.
 
-    It stays beside `ScheduleSL`, which has other arguments and states: torch.ao's users load their schedules with it.
+    Users of torch.ao can load their schedules with it; `ScheduleSL` has other arguments and states.
     """
 
     def __init__(self, sparsifier: BaseSparsifier, sl_lambda: Any, last_epoch: int = -1, verbose: bool = False) -> None:
@@ -199,10 +199,10 @@ class LambdaSL(BaseScheduler):
 
 
 class CubicSL(BaseScheduler):
-    """Raise levels from `init_sl` (before it 0, if `initially_zero`) to `base_sl` by a cube (arXiv 1710.01878).
+    """Raise levels by a cubic from `init_sl` (0 before it, if `initially_zero`) to `base_sl` (arXiv 1710.01878).
 
-    The last epoch is `init_t + delta_t * total_t`. Each argument may be a list with one value for each group. It stays
-    beside `ScheduleSL` for the same reason as `LambdaSL`.
+    The last epoch is `init_t + delta_t * total_t`. Each argument may be a list with one value for each group. It exists
+    for the same reason as `LambdaSL`.
     """
 
     def __init__(

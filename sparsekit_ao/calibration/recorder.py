@@ -320,5 +320,5 @@ def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:
             f"calibrate: a score of gradients needs forward(model, batch) -> loss, a scalar; got {what}"
         )
     if not bool(torch.isfinite(loss)):
-        raise SparsityError(f"calibrate: the loss of batch {batch} is {loss.item()}")
+        raise SparsityError(f"calibrate: the loss of batch {batch} is {loss.item()}, but it must be finite")
     torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)

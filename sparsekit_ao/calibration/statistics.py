@@ -227,12 +227,12 @@ class Target:
             )
         if self.adapter is not None and not self.adapter.has_gram and "input_gram" in self.needs:
             raise SparsityError(
-                f"{self.name}: an embedding has no input_gram (its inputs are one-hot); take a score of input_square"
+                f"{self.name}: an embedding has no input_gram (its inputs are one-hot); use a score of input_square"
             )
         if needs_gradients and is_sharded(self.parameter):
             raise SparsityError(
                 f"{self.name}: gradient statistics need whole weights, and this one is sharded over ranks; calibrate "
-                "before fully_shard, or take a score of inputs (wanda, ria, obd, obs)"
+                "before fully_shard, or use a score of inputs (wanda, ria, obd, obs)"
             )
         if needs_gradients and not self.parameter.requires_grad:
             raise SparsityError(f"{self.name}: gradient statistics need requires_grad, and this weight is frozen")

@@ -124,9 +124,9 @@ class Budgets:
             sum_kept = min(sum_kept, sum(most))
         if not sum(least) <= sum_kept <= sum(most):
             raise SparsityError(
-                f"the overall budget leaves {sum_kept} blocks for the tensors that share it, and they keep from "
-                f"{sum(least)} (one in every scope, so that none is empty) to {sum(most)}; change the overall level, "
-                "or the levels of tensors that have their own"
+                f"the overall budget leaves {sum_kept} blocks for the tensors that share it, but these can keep "
+                f"only between {sum(least)} (one in every scope, so that none is empty) and {sum(most)}; change the "
+                "overall level, or the levels of tensors that have their own"
             )
         kept = allocate(list(ideals.values()), sum_kept, least, most, unit)
         return {k: n // u for k, n, u in zip(ideals, kept, unit, strict=True)}
@@ -146,9 +146,9 @@ class Budgets:
         pairs = [(a, b) for a in range(len(units)) for b in range(a)]
         if pairs and all(math.lcm(units[a], units[b]) > min(capacity[a], capacity[b]) for a, b in pairs):
             raise SparsityError(
-                f"redistribute: {self.pruning_groups[self.shared[0]].label} and the others have numbers of scopes and "
-                f"block sizes with no common multiple that fits ({units} elements for one more block in every scope), "
-                "so no block could ever move; use redistribute=None, or other scopes"
+                "redistribute: no block could ever move between "
+                f"{self.pruning_groups[self.shared[0]].label} and the others: one more block in every scope "
+                f"means {units} elements, with no common multiple that fits; use redistribute=None, or other scopes"
             )
 
 

@@ -189,7 +189,7 @@ def _saved(group: TensorGroup, weight: Tensor, masks: Mapping[str, Any]) -> Tens
         refuse_meta([group], "It has no zeros to resume from; pass saved masks to resume, or load the weights first.")
         mask = weight
     if not isinstance(mask, Tensor):
-        raise SparsityError(f"{fqn}: the saved masks have no mask of it; they have {sorted(map(str, masks))[:5]}")
+        raise SparsityError(f"{fqn}: the saved masks have none for it, only for {sorted(map(str, masks))[:5]}")
     if mask.shape != weight.shape:
         raise SparsityError(f"{fqn}: the saved mask is {tuple(mask.shape)}, the weight {tuple(weight.shape)}")
     return full_tensor(mask).to("cpu" if weight.is_meta else weight.device)
@@ -201,8 +201,8 @@ def _take_budget(budgets: Budgets, k: int, count: Tensor) -> None:
     if k not in budgets.shared:
         if not torch.equal(count, budgets.rows(k)):
             raise SparsityError(
-                f"{label}: the saved mask keeps {int(count.min())} .. {int(count.max())} blocks a scope, but its "
-                "config entry has another budget; leave that out, or take another mask"
+                f"{label}: the saved mask keeps {int(count.min())} .. {int(count.max())} blocks in each scope, but "
+                "its config entry has another budget; leave the budget out, or take another mask"
             )
     elif count.numel() and int(count.min()) != int(count.max()):
         raise SparsityError(

@@ -176,7 +176,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         if is_computed and (mask is None or len(place[0].parametrizations[place[1]]) > 1):
             raise SparsityError(
                 f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient of its "
-                "own to grow by. Remove that one first, or leave the tensor out."
+                "own that growth could read. Remove the parametrization first, or leave the tensor out (exclude=[...])."
             )
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
@@ -252,7 +252,9 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         """
         self.require_prepared("step")
         if self.settings.updates and not self._capture.optimizers:
-            raise SparsityError("step: no optimizer to take gradients from; call sparsifier.attach(optimizer) first")
+            raise SparsityError(
+                "step: no optimizer is attached, but updates follow its steps; call sparsifier.attach(optimizer) first"
+            )
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
         refuse_meta_masks("step", self.groups, [mask_of(g).mask for g in self.groups])

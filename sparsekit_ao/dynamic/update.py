@@ -214,10 +214,10 @@ def make_settings(**arguments: Any) -> Settings:
     if criteria["prune"] is None:
         raise SparsityError("prune must be a criterion; for masks that never change use update_every=None")
     if criteria["grow"] is None and criteria["redistribute"] is not None:
-        raise SparsityError("redistribute distributes what grows, and grow is None; pass grow= or leave it out")
+        raise SparsityError("redistribute distributes what grows, but grow is None; give grow=, or leave it out")
     if criteria["grow"] is None and target is not None and fraction is not None:
         raise SparsityError(
-            "update_fraction is the fraction that grows again; with a target and grow=None nothing does. Leave one out."
+            "update_fraction has no effect, because nothing grows again with a target and grow=None; leave it out"
         )
     for name, least in (("update_every", 1), ("until", 0), ("seed", 0)):
         value = arguments[name]
@@ -364,8 +364,8 @@ def _prune_together(
     scopes = [s.shape[0] if even else 1 for s in slots]
     if count < sum(scopes):
         raise SparsityError(
-            f"global pruning would keep {count} blocks, but every {'scope' if even else 'tensor'} keeps one, and there "
-            f"are {sum(scopes)}; prune a smaller fraction, or lower the sparsity"
+            f"global pruning would keep {count} blocks, but every {'scope' if even else 'tensor'} keeps at least "
+            f"one, and there are {sum(scopes)}; prune a smaller fraction, or lower the sparsity"
         )
     ranked = []
     for score, a, n in zip(scores, active, scopes, strict=True):

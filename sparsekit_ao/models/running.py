@@ -53,7 +53,7 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model on one batch: dicts are keyword arguments, tuples and lists positional ones.
+    """Run the model on one batch: dicts are keyword arguments, tuples and lists positional ones.
 
     Raises:
         SparsityError: The model does not take such arguments, as where a data loader gives labels too.

@@ -178,7 +178,7 @@ def recover(
 def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
     """Raise unless a pruned model can be trained to give what a dense one gives; None is the model itself as it is."""
     if checked_model(model, "recover") is dense:
-        raise SparsityError("recover: model and dense are one object; keep a deep copy of the model before pruning")
+        raise SparsityError("recover: model and dense are the same object; keep a deep copy before pruning")
     if torch.is_inference_mode_enabled():
         raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
     stored: set[int] = set()  # where the values of the dense model's parameters are
@@ -205,7 +205,7 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
     for name, module in model.named_modules():
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
         if name not in modules and not is_of_mask:
-            raise SparsityError(f"recover: the dense model has no module {name!r}; give the model that was pruned")
+            raise SparsityError(f"recover: the dense model has no module {name!r}; give the model before pruning")
     _refuse_exchanged(model, dense)
 
 
@@ -224,8 +224,8 @@ def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
             zeros = [zeros[0] + int(weight.count_nonzero()), zeros[1] + int(other.count_nonzero())]
     if zeros[1] > zeros[0]:
         raise SparsityError(
-            f"recover: the dense model has {zeros[1]:,} weights that are zero, and the model only {zeros[0]:,}; the "
-            "pruned model is the first argument, recover(pruned, dense, batches)"
+            f"recover: the dense model has {zeros[1]:,} weights that are zero, but the pruned one only "
+            f"{zeros[0]:,}; check the order of the arguments, recover(pruned, dense, batches)"
         )
 
 
@@ -432,8 +432,9 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
     indices = [own.index(at) for at in getattr(model.get_submodule(path), "_dense_indices", own) if at in own]
     if len(indices) != len(names):
         raise SparsityError(
-            f"recover: the model has {len(names)} blocks in {path!r}, the dense model {len(dense_blocks)}, and which "
-            "ones were removed is only known to the model that shrink_layers returned; give that one, or a copy of it"
+            f"recover: the model has {len(names)} blocks in {path!r}, but the dense model has "
+            f"{len(dense_blocks)}. Only the model that shrink_layers returned knows which ones were removed; give that "
+            "model, or a copy of it"
         )
     return dense_blocks, [after - 1 for after in (*indices[1:], len(dense_blocks))]
 
@@ -518,8 +519,9 @@ def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
         )
     if actual.shape != expected.shape:
         raise SparsityError(
-            f"recover: {name} returns {tuple(actual.shape)}, in the dense model {tuple(expected.shape)}; only outputs "
-            "of the same shape can be matched. shrink keeps the width of blocks with exclude=[the layer before them]"
+            f"recover: {name} returns {tuple(actual.shape)}, but {tuple(expected.shape)} in the dense model; "
+            "only outputs of the same shape can be matched. shrink keeps the width of "
+            "blocks with exclude=[the layer before them]"
         )
 
 

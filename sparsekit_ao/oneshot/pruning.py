@@ -146,7 +146,7 @@ def one_shot(
         checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
             as it was before, also in a new process: it continues from there and gives the same bits as a call that was
             never interrupted. In distributed training, every rank must see the folder.
-        progress: If True (default), show a progress bar on a terminal, or else log a line for each block to
+        progress: If True (default), show a progress bar on a terminal, or else a line for each block in the logger
             `sparsekit_ao`.
 
     Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
@@ -266,8 +266,8 @@ def prune(
     check_options("prune", device, stream_memory, checkpoint)
     if is_elsewhere(model) and not inplace:
         raise SparsityError(
-            "prune: weights of this model are offloaded by accelerate or sharded over ranks, and a copy would not have "
-            "them; give inplace=True, and load the model again where the dense one is needed"
+            "prune: weights of this model are offloaded by accelerate or sharded over ranks, so a copy would not have "
+            "them; give inplace=True, and load the model again if you need the dense one"
         )
     refuse_unloadable(model, "prune")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
@@ -361,9 +361,9 @@ def _warn_of_dense(report: OneShotReport) -> None:
     dense = [name for name in report.dense if name in asked]
     if 2 * sum(asked[name] for name in dense) > sum(asked.values()):
         warnings.warn(
-            f"prune: only {report.coverage:.1%} of the weights were pruned; dense are {', '.join(by_pattern(dense))}. "
-            "The report says what was left out and why; name others in the config of a ScopeSparsifier and call "
-            "one_shot, or exclude them",
+            f"prune: only {report.coverage:.1%} of the weights were pruned, and these stayed dense: "
+            f"{', '.join(by_pattern(dense))}. The report says what was left out and why; name others in the config "
+            "of a ScopeSparsifier and call one_shot, or exclude them",
             stacklevel=4,
         )
 
@@ -376,8 +376,8 @@ def _needs_gradients(score: Score | None, has_batches: bool, has_forward: bool, 
     has_gradients = any(need in GRADIENTS for need in needs)
     if has_gradients and recover:
         raise SparsityError(
-            f"prune: score={score!r} needs a forward that returns the loss, and recover one that returns outputs; call "
-            "prune, and then recover(pruned, model, batches)"
+            f"prune: score={score!r} needs a forward that returns the loss, but recover one that returns outputs; "
+            "call prune first, and then recover(pruned, model, batches)"
         )
     if has_gradients and not has_forward:
         raise SparsityError(

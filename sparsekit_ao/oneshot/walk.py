@@ -452,12 +452,12 @@ class Checkpoint:
         if has_process_group():
             torch.distributed.broadcast_object_list(found, src=0)
         if isinstance(found[0], str):
-            raise SparsityError(f"{caller}: checkpoint={str(folder)!r} is no folder that can be written: {found[0]}")
+            raise SparsityError(f"{caller}: checkpoint={str(folder)!r} is not a folder that can be written: {found[0]}")
         if not found[0]:
             raise SparsityError(
-                f"{caller}: checkpoint={str(folder)!r} is of a call with another model, other batches or other "
-                "arguments; to go on from it, load the model as it was before that call and give the same arguments, "
-                "else give another folder"
+                f"{caller}: checkpoint={str(folder)!r} was written by a call with another model, other batches "
+                "or other arguments; to continue that call, load the model as it was before it and give the same "
+                "arguments, else give another folder"
             )
         self._count: int = found[1]
 

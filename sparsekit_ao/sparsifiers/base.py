@@ -138,8 +138,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         checked_model(model, "prepare")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
             warnings.warn(
-                "prepare: a scheduler was constructed before it; that one has no groups and changes nothing. Construct "
-                "schedulers after prepare.",
+                "prepare: a scheduler was constructed before prepare, so it has no groups and changes nothing; "
+                "construct schedulers after prepare",
                 stacklevel=3,
             )
         if self._phase == "prepared":
@@ -365,7 +365,7 @@ def _kept_params(
 ) -> list[dict[str, Any]]:
     """What `sparse_params` holds for each group after `squash_mask`; see there."""
     if isinstance(everywhere, nn.Module):
-        raise SparsityError("squash_mask: the model to squash is given by name, squash_mask(model=...)")
+        raise SparsityError("squash_mask: the model to squash must be given by name, as squash_mask(model=...)")
     if isinstance(everywhere, str):
         raise SparsityError(f"squash_mask: params_to_keep must be a tuple of keys, got {everywhere!r}")
     if not isinstance(per_layer, (Mapping, type(None))):
@@ -415,8 +415,8 @@ def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None
     kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
     if others > kept:
         warnings.warn(
-            f"squash_mask: the masks of the given copy keep {others:,} elements, those of the sparsifier {kept:,}: it "
-            "was copied at a lower sparsity level, or an average of the weights (EMA) has averaged its masks too "
-            "(use_buffers=False leaves them as they are)",
+            f"squash_mask: the masks of the given copy keep {others:,} elements, but the sparsifier's keep {kept:,}. "
+            "Either the copy was made at a lower sparsity level, or an average of the weights (EMA) has averaged the "
+            "masks too; average with use_buffers=False",
             stacklevel=3,
         )

@@ -177,7 +177,7 @@ class Checkpointed(BaseSparsifier):
     def require_prepared(self, what: str) -> None:
         """Raise unless a model is prepared; `what` is the call that needs one."""
         if what == "step" and parametrize._cache_enabled:
-            raise SparsityError("step: inside materialized() weights are not masked anew; call it after that context")
+            raise SparsityError("step: weights are not masked anew inside materialized(); call step after that context")
         if self._phase == "prepared":
             if distributed.has_process_group():
                 distributed.reshard(self.model)
@@ -212,7 +212,7 @@ class Checkpointed(BaseSparsifier):
         try:
             return module_in_copy(checked_model(model, group["tensor_fqn"]), group["module_fqn"])
         except AttributeError as e:
-            raise SparsityError(f"{group['tensor_fqn']}: not in the given model ({e})") from None
+            raise SparsityError(f"{group['tensor_fqn']}: the given model has no such tensor ({e})") from None
 
     def move_to(self, model: nn.Module) -> None:
         """Continue on a model that has the masked modules under other names, as after adapters were merged."""
@@ -273,7 +273,10 @@ def check_saved(
     if strict and not set(live) == set(masks) == set(saved):
         missing = sorted(set(live) - (set(masks) & set(saved)))
         unexpected = sorted((set(masks) | set(saved)) - set(live))
-        raise SparsityError(f"load_state_dict: missing tensors {missing}, unexpected tensors {unexpected}")
+        raise SparsityError(
+            f"load_state_dict: the state has other tensors than the sparsifier: missing tensors {missing}, unexpected "
+            f"tensors {unexpected}; prepare with the same config, or give strict=False"
+        )
     for fqn, mask in masks.items():
         if fqn not in live:
             continue

@@ -167,14 +167,14 @@ def resolve_groups(
             resolved.groups.append(group)
             resolved.entries[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
-            raise SparsityError(f"config[{at}]: {fqn!r} is named here and {skipped[fqn]}; remove one of the two")
+            raise SparsityError(f"config[{at}]: {fqn!r} is named here, but it is {skipped[fqn]}; remove one of the two")
     for error in () if is_default else unfit.values():
         if error is not None:  # an entry that fits no tensor is a mistake
             raise error
     if not resolved.groups:
         reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
         what = "config=None finds" if is_default else "config names"
-        raise SparsityError(f"{what} no tensor that is not left out: {reasons}. Name tensors in a config.")
+        raise SparsityError(f"every tensor that {what} is left out: {reasons}. Name tensors in a config.")
     _refuse_shared(resolved.groups, model, {} if is_default else names_of)
     return resolved
 
@@ -299,7 +299,7 @@ def _matches(
         raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {_named(classes)}")
     kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes and (n in names or n in matched)}
     if not kept:
-        raise SparsityError(f"{where}'module' {_named(classes)}: no such module of the model has the tensor {tensor!r}")
+        raise SparsityError(f"{where}the model has no module of class {_named(classes)} with a tensor {tensor!r}")
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Pruning groups: tensors that are pruned together in one stage, from the structure of config entries to requests.
+"""Pruning groups, the tensors that are pruned together in one stage: from the structure of entries to requests.
 
 A pruning group holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors
 are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group dicts at
@@ -47,15 +47,15 @@ class PruningGroup:
     """Tensors that are pruned together in one stage: one tensor, or coupled ones.
 
     Attributes:
-        scope: Their scopes, over meta placeholders.
+        scope: The scopes of the tensors, over meta placeholders.
         specs: {tensor name: its block spec}.
-        stage: Number of the stage. A later one chooses among the elements that earlier ones kept.
-        norm: How the elements of a block make its score; 1, 2 or inf, or None where a `score` gives saliencies.
+        stage: The number of the stage. A later stage chooses among the elements that earlier ones kept.
+        norm: The norm of a block that is its score: 1, 2 or inf, or None if a `score` gives saliencies.
         score: See `scores`; None scores the weight itself.
         member_scores: With "sum" a member counts by its elements, with "mean" each counts the same, with "consumers"
             only members count whose blocks are inputs of their layer.
         least: Blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
-        label: Its name in errors and reports.
+        label: The name in errors and reports.
     """
 
     scope: SparseScope
@@ -115,8 +115,8 @@ class PruningGroup:
         consumers = tuple(name for name, spec in self.specs.items() if _is_consumer(spec, statistics(name)))
         if not consumers:
             raise CouplingError(
-                f"{self.label}: member_scores='consumers', but no member's blocks are inputs of its layer, such as "
-                "columns of a Linear"
+                f"{self.label}: member_scores='consumers' needs a tensor whose blocks are inputs of its layer, such as "
+                "columns of a Linear, and there is none"
             )
         return consumers
 
@@ -329,7 +329,7 @@ def _block_units(tensors: Iterable[_Staged]) -> list[_Unit]:
             continue
         label = f"block coupling {coupling!r}"
         if len(coupled) == 1:
-            raise CouplingError(f"{label}: {spec.name} is its only member; a coupling needs two")
+            raise CouplingError(f"{label}: only {spec.name} gives this name, but a coupling needs two tensors")
         _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), coupled)
         orders = [structure.coupling_order for structure, _ in coupled]
         units.append((coupled, BlockCoupling([spec for _, spec in coupled], orders, name=label)))
@@ -346,8 +346,8 @@ def _pruning_group(label: str, units: Sequence[_Unit], stage: int) -> PruningGro
     if structure.max_sparsity is not None:
         if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
             raise SparsityError(
-                f"{label}: max_sparsity limits what a budget over several whole tensors drops of each; it needs a "
-                "scope_coupling, scopes that are whole tensors, and the first stage"
+                f"{label}: max_sparsity applies only where several whole tensors share one budget; give them a "
+                "scope_coupling and no scope_shape, and give max_sparsity in the first stage only"
             )
         where = f"{label}: max_sparsity: "
         least = tuple(sparsity_to_nnz(structure.max_sparsity, s.numblk(), where) for s in scopes)

@@ -42,7 +42,7 @@ def unwrap_optimizers(optimizers: object) -> list[Optimizer]:
     """Return one optimizer, or a sequence of them, as a list without wrappers."""
     unwrapped = [unwrap_optimizer(o) for o in (optimizers if isinstance(optimizers, Sequence) else [optimizers])]
     if not unwrapped:
-        raise SparsityError("attach: no optimizer given")
+        raise SparsityError("attach: no optimizer was given; pass the optimizer that trains the model")
     return unwrapped
 
 
@@ -61,7 +61,8 @@ def trainer_of(
     trainers = [k for k, o in enumerate(optimizers) if options_of(o, parameter) is not None]
     if len(trainers) != 1:
         raise SparsityError(
-            f"{name}: one optimizer must train it, but {len(trainers)} of the {len(optimizers)} given do. {advice}"
+            f"{name}: exactly one optimizer must train it, but {len(trainers)} of the {len(optimizers)} given do. "
+            f"{advice}"
         )
     return trainers[0]
 
@@ -89,12 +90,12 @@ def check_state(optimizer: Optimizer, parameter: Tensor, name: str, *, momentum:
     if (momentum or squares) and _state_owner(optimizer) is not optimizer:
         raise SparsityError(
             f"{name}: its optimizer ({kind}) keeps the state of a parameter on one rank alone, and all ranks would "
-            "read it. Use fully_shard, or rules without momentum and state_init='zero'."
+            "read it. Use fully_shard, or criteria without momentum and state_init='zero'."
         )
     has_momentum = "betas" in options or options.get("momentum") or momentum_of([optimizer], parameter) is not None
     if momentum and not has_momentum:
         raise SparsityError(
-            f"{name}: its optimizer ({kind}) keeps no momentum. Use SGD with momentum > 0 or an Adam, or rules "
+            f"{name}: its optimizer ({kind}) keeps no momentum. Use SGD with momentum > 0 or Adam, or criteria "
             "that need none."
         )
     if squares and not any(k in options for k in _SQUARING):
@@ -135,7 +136,7 @@ def second_moments(optimizers: Sequence[Optimizer], parameter: Tensor, name: str
     moments = [s[k] for s in states for k in SECOND_MOMENTS if isinstance(s.get(k), Tensor)]
     if not moments:
         raise SparsityError(
-            f"{name}: state_init='grad' sets second moments, and its optimizer keeps none "
+            f"{name}: state_init='grad' sets second moments, but its optimizer keeps none "
             f"({', '.join(SECOND_MOMENTS)}). Use state_init='zero'."
         )
     return moments

@@ -143,7 +143,7 @@ class ProximalSparsifier(BudgetSparsifier):
         needs_optimizer = self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
         if needs_optimizer and not self._counts.optimizers:
             raise SparsityError(
-                "step: the learning rate and the diagonal are the optimizer's; call sparsifier.attach(optimizer) first"
+                "step: no optimizer is attached to read the learning rate of; call sparsifier.attach(optimizer) first"
             )
         chosen_at, iteration = self._chosen_at, self.iteration
         super().step(use_path)
@@ -232,7 +232,9 @@ class ProximalSparsifier(BudgetSparsifier):
                 raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both say what is kept")
             return {**group, "sparsity_level": 0.0}
         if not (self._has_default or has_budget):
-            raise SparsityError(f"{place.where}give strength, sparsity_level or nnz, here or as a default")
+            raise SparsityError(
+                f"{place.where}how much to drop is missing; give strength, sparsity_level or nnz, here or as a default"
+            )
         return {k: v for k, v in group.items() if k != "strength"}
 
     def _check_fit(self, group: TensorGroup) -> None:
@@ -240,8 +242,8 @@ class ProximalSparsifier(BudgetSparsifier):
         fqn, module, name = group["tensor_fqn"], group["module"], group["tensor_name"]
         if parametrize.is_parametrized(module, name):
             raise SparsityError(
-                f"{fqn}: a parametrization computes this weight, so it cannot be changed in place. Remove that one "
-                "first (squash_mask for a mask), or leave the tensor out."
+                f"{fqn}: a parametrization computes this weight, so it cannot be changed in place. Remove the "
+                "parametrization first (squash_mask for a mask), or leave the tensor out (exclude=[...])."
             )
         if is_sharded(module._parameters[name]):
             raise SparsityError(

@@ -125,9 +125,9 @@ def merged(
     group = joined(without_pattern(defaults, place, known), entry, place.where)
     if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
         raise SparsityError(
-            f"{place.where}{pattern} keeps a number of every group of elements, but scope_coupling="
-            f"{group['scope_coupling']!r} would make groups of several tensors share it; leave out scope_coupling, "
-            "or give a sparsity_level without a pattern"
+            f"{place.where}{pattern} keeps a fixed number in every group of elements, so tensors cannot share a "
+            f"budget (scope_coupling={group['scope_coupling']!r}); leave out scope_coupling, or give a sparsity_level "
+            "without a pattern"
         )
     if budgets == ["sparsity_level"]:
         group.pop("nnz", None)

@@ -153,8 +153,8 @@ class SparseScope(Thresholded):
         """Return a threshold for each block with which `soft_threshold` leaves exactly nnz blocks in every scope.
 
         The threshold of a kept block is the mean of the norms of the last block kept and the first dropped, and always
-        below the block's own norm. That of a dropped block is inf, also if its norm ties with a kept one. The results
-        have the shape of each member's block grid.
+        below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one. The
+        results have the shape of each member's block grid.
         """
         rows = self._scores(values, None)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)

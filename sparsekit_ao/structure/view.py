@@ -339,7 +339,7 @@ def _check_window(
     """Check that a window contains only elements of the parameter, and none of them twice."""
     if len(shape) != len(stride):
         raise SparsityError(
-            f"{where}a view needs one stride a dimension, got shape {shape} ({len(shape)}) "
+            f"{where}a view needs one stride for each dimension, got shape {shape} ({len(shape)}) "
             f"and stride {stride} ({len(stride)})"
         )
     if 0 in shape:

@@ -318,7 +318,7 @@ def too_early_on_meta():
 
 def wrong_orders():
     order = r"call prepare, then fully_shard, then make the optimizer, then sparsifier.attach\(optimizer\)"
-    none = r"0.weight: one optimizer must train it, but 0 of the 1 given do.*"
+    none = r"0.weight: exactly one optimizer must train it, but 0 of the 1 given do.*"
     model = mlp()
     optimizer = ADAM(model.parameters())
     sparsifier = RIGL(optimizer=optimizer)

@@ -82,7 +82,7 @@ def test_resume_takes_the_zeros_of_the_weights():
 @pytest.mark.parametrize(
     ("saved", "structure", "message"),
     [
-        ({"9.weight": torch.ones(2)}, {}, "0.weight: the saved masks have no mask of it; they have ['9.weight']"),
+        ({"9.weight": torch.ones(2)}, {}, "0.weight: the saved masks have none for it, only for ['9.weight']"),
         ({"0.weight": torch.ones(2)}, {}, "0.weight: the saved mask is (2,), the weight (16, 12)"),
         ("half", {"block_shape": (2, 2)}, "0.weight: the saved mask keeps parts of blocks; give the block_shape"),
         ("half", {"scope_shape": (1, -1)}, "0.weight: scopes of the saved mask keep from 5 to 6 blocks, and every"),
@@ -104,7 +104,7 @@ def test_saved_masks_that_do_not_fit(saved, structure, message):
 def test_a_saved_mask_must_agree_with_an_entry_that_has_a_budget():
     config = [{"tensor_fqn": "0.weight", "nnz": 7}]
     sparsifier = DynamicSparsifier(init=inits.lottery_ticket({"0.weight": torch.ones(16, 12)}))
-    with pytest.raises(SparsityError, match="the saved mask keeps 192 .. 192 blocks a scope, but its config entry has"):
+    with pytest.raises(SparsityError, match="the saved mask keeps 192 .. 192 blocks in each scope, but its config"):
         sparsifier.prepare(mlp(), config)
 
 
@@ -237,7 +237,7 @@ def test_second_moments_of_grown_weights_are_squared_gradients():
     assert not optimizer.state[weight]["exp_avg"][grown].any()
 
 
-NO_SQUARES = "0.weight: state_init='grad' sets second moments, and its optimizer keeps none"
+NO_SQUARES = "0.weight: state_init='grad' sets second moments, but its optimizer keeps none"
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
@@ -444,7 +444,7 @@ def half(iteration):
     ("arguments", "message"),
     [
         ({"target": half, "update_every": None}, "target takes effect in updates, and update_every=None means that"),
-        ({"target": half, "grow": None, "update_fraction": 0.5}, "update_fraction is the fraction that grows again"),
+        ({"target": half, "grow": None, "update_fraction": 0.5}, "update_fraction has no effect, because nothing"),
         ({"update_every": 0}, "update_every must be an int >= 1, got 0"),
         ({"until": -1}, "until must be an int >= 0, got -1"),
         ({"seed": 0.5}, "seed must be an int >= 0, got 0.5"),
@@ -456,7 +456,7 @@ def half(iteration):
         ({"prune": None}, "prune must be a criterion; for masks that never change use update_every=None"),
         ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Criterion or a function"),
         ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Criterion or"),
-        ({"grow": None, "redistribute": "nonzero"}, "redistribute distributes what grows, and grow is None"),
+        ({"grow": None, "redistribute": "nonzero"}, "redistribute distributes what grows, but grow is None"),
         ({"init": "rigl"}, "init must be one of 'random', 'uniform', 'er', 'erk', 'resume', an Init or a function"),
         ({"target": 0.5}, "target must be a schedule (iteration -> sparsity) or None, got 0.5"),
         ({"state_init": "one"}, "state_init must be 'zero' or 'grad', got 'one'"),
@@ -469,7 +469,7 @@ def half(iteration):
         ),
         ({"target": lambda t: 2.0}, "target: an overall sparsity must be in [0, 1], got 2.0 at iteration 0"),
         ({"optimizer": 3}, "optimizer must be a torch optimizer or several, got int"),
-        ({"optimizer": []}, "attach: no optimizer given"),
+        ({"optimizer": []}, "attach: no optimizer was given"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, message):
@@ -527,12 +527,12 @@ TWO_SIZES = {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)}
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "config", "message"),
     [
-        (other_optimizer, {}, None, "0.weight: one optimizer must train it, but 0 of the 1 given do"),
+        (other_optimizer, {}, None, "0.weight: exactly one optimizer must train it, but 0 of the 1 given do"),
         (lambda m: [sgd(m), other_optimizer(m)], {}, None, "an optimizer was given that trains none of the sparsified"),
         (sgd, {"grow": "momentum"}, None, "0.weight: its optimizer (SGD) keeps no momentum. Use SGD with momentum > 0"),
         (sgd, {"nnz": 2, "redistribute": "nonzero"}, None, "redistribute moves budgets between tensors, but every"),
         (sgd, {"nnz": 2, "prune": "global"}, None, "prune='global' moves budgets between tensors, but every"),
-        (sgd, {"sparsity_level": 0.999}, None, "the overall budget leaves 1 blocks for the tensors that share it, and"),
+        (sgd, {"sparsity_level": 0.999}, None, "the overall budget leaves 1 blocks for the tensors that share it, but"),
         (sgd, {}, FIXED, "an overall density of 0.1 is not possible: with the fixed tensors it must be in [0.571429"),
         (sgd, {"scope_shape": (5,), "edge": "partial"}, None, "0.weight: its scopes differ in size, so they cannot"),
         (sgd, TWO_SIZES, None, "prune='global' with a target counts blocks of all tensors together, so they need one"),
@@ -559,7 +559,7 @@ def test_calls_out_of_place():
         sparsifier.take_gradients()
     model = mlp()
     sparsifier.prepare(model, None)
-    with pytest.raises(SparsityError, match=r"attach: no optimizer given"):
+    with pytest.raises(SparsityError, match=r"attach: no optimizer was given"):
         sparsifier.attach([])
     with pytest.raises(SparsityError, match="call sparsifier.attach"):
         sparsifier.step()

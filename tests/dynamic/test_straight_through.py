@@ -75,7 +75,7 @@ def test_sr_ste_needs_its_optimizer_and_lets_it_go():
     sparsifier.prepare(model, None)
     with pytest.raises(SparsityError, match="step: decay is added before an optimizer's step; call sparsifier.attach"):
         sparsifier.step()
-    with pytest.raises(SparsityError, match="attach: no optimizer given"):
+    with pytest.raises(SparsityError, match="attach: no optimizer was given"):
         sparsifier.attach([])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier.attach(optimizer)

@@ -234,7 +234,7 @@ def test_a_coupling_without_consumers():
     coupling = Coupling({"0.weight": "u i", "1.weight": "u i"}, member_scores="consumers")
     sparsifier = ScopeSparsifier(score="wanda")
     sparsifier.prepare(model, [*coupling.entries(model, nnz=3)])
-    with pytest.raises(CouplingError, match="'consumers', but no member's blocks are inputs of its layer"):
+    with pytest.raises(CouplingError, match="'consumers' needs a tensor whose blocks are inputs of its layer"):
         sparsifier.calibrate([torch.ones(1, 8)])
 
 

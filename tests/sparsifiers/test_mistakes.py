@@ -69,7 +69,7 @@ CONFIGS = [
     ([{"module": "Linear"}], "config[0]: 'module' must be a module class or a list of them, got 'Linear'"),
     ([{"tensor_fqn": "*", "module": []}], "'module' must be a module class or a list of them"),
     ([{"tensor_fqn": ["0.weight", "2.weight"], "module": nn.Conv2d}], "'0.weight' does not belong to a module of cl"),
-    ([{"module": nn.Conv2d}], "config[0]: 'module' Conv2d: no such module of the model has the tensor 'weight'"),
+    ([{"module": nn.Conv2d}], "config[0]: the model has no module of class Conv2d with a tensor 'weight'"),
 ]
 ENTRIES = [
     ({"sparsty_level": 0.3}, "unknown key 'sparsty_level'. Did you mean 'sparsity_level'?"),
@@ -116,10 +116,13 @@ ENTRIES = [
     ({"stages": [{"nnz": 1, "foo": 2}]}, "stages[0]: unknown key 'foo'"),
     ({"stages": [3]}, "stages[0] must be a dict, got 3"),
     ({"stages": [{"nnz": 1}], "sparsity_level": 0.9}, "sparsity_level has no effect, because every stage has a budget"),
-    ({"block_coupling": "mpl"}, "block coupling 'mpl': 0.weight is its only member; a coupling needs two"),
+    (
+        {"block_coupling": "mpl"},
+        "block coupling 'mpl': only 0.weight gives this name, but a coupling needs",
+    ),
     ({"coupling_order": (1, 0)}, "coupling_order needs a block_coupling"),
     ({"block_coupling": 3}, "block_coupling must be a name (a str) or None, got 3"),
-    ({**patterns.n_m(2, 4), "scope_coupling": "all"}, "n_m(2, 4) keeps a number of every group"),
+    ({**patterns.n_m(2, 4), "scope_coupling": "all"}, "n_m(2, 4) keeps a fixed number in every group"),
 ]
 BAD_CONFIGS = CONFIGS + [([{**LINEAR, **entry}], text) for entry, text in ENTRIES]
 
@@ -144,9 +147,9 @@ def test_a_bad_config_is_refused_and_the_model_is_unchanged(config, text):
         (
             None,
             [nn.Linear],
-            "config=None finds no tensor that is not left out: 0.weight is left out by exclude[0] (Lin",
+            "every tensor that config=None finds is left out: 0.weight is left out by exclude[0] (Lin",
         ),
-        ([LINEAR], ["0"], "config[0]: '0.weight' is named here and left out by exclude[0] ('0'"),
+        ([LINEAR], ["0"], "config[0]: '0.weight' is named here, but it is left out by exclude[0] ('0'"),
     ],
 )
 def test_an_exclude_that_cannot_be_meant(config, exclude, text):
@@ -220,7 +223,7 @@ MISTAKES = {
     "patterns.heads(2.0) needs whole numbers, got 2.0": lambda: patterns.heads(2.0),
     "patterns.rows(8): sparsity level must lie in [0, 1], got 8": lambda: patterns.rows(8),
     "unknown pattern 'row'; known: unstructured, n_m": lambda: patterns.Pattern("row"),
-    "n_m(2, 4) keeps a number of every group": lambda: prepared(pattern=patterns.n_m(2, 4), scope_coupling="all"),
+    "n_m(2, 4) keeps a fixed number in every group": lambda: prepared(pattern=patterns.n_m(2, 4), scope_coupling="all"),
     "prepare: model must be a torch.nn.Module, got SGD": lambda: ScopeSparsifier().prepare(
         torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     ),
@@ -246,7 +249,7 @@ MISTAKES = {
     "expected a dict with 'state' and 'groups'": lambda: prepared().load_state_dict({"state": {}}),
     "check: every mask keeps everything, because no masks were chosen yet": lambda: prepared().check(),
     "0.weight: model must be a torch.nn.Module, got str": lambda: prepared().check("model"),
-    "the model to squash is given by name, squash_mask(model=...)": lambda: prepared().squash_mask(nn.Linear(2, 2)),
+    "the model to squash must be given by name, as squash": lambda: prepared().squash_mask(nn.Linear(2, 2)),
     "0.weight has no 'sparse_block_shape'; it has": lambda: prepared().squash_mask(("sparse_block_shape",)),
     "'fc' is not a sparsified module; those are ['0', '2']": lambda: prepared().squash_mask(None, {"fc": ("nnz",)}),
     "params_to_keep must be a tuple of keys, got 'nnz'": lambda: prepared().squash_mask("nnz"),

@@ -467,7 +467,7 @@ MISTAKES = [
     (new(strength=float("nan")), "strength must be >= 0 and finite"),
     (new(strength=1.0, conditioner="adam"), "conditioner must be 'auto', None or a function"),
     (new(strength=1.0, optimizer=3), "optimizer must be a torch optimizer or several, got int"),
-    (entry({}), "config[0]: give strength, sparsity_level or nnz, here or as a default"),
+    (entry({}), "config[0]: how much to drop is missing; give strength, sparsity_level or nnz, here or as a default"),
     (entry({}, strength=1.0, nnz=2), f"config[0]: {BOTH}"),
     (entry({}, strength=1.0, pattern=patterns.n_m(2, 4)), f"config[0]: {BOTH}"),
     (entry({"strength": 1.0}, stages=[{"nnz": 2, "scope_shape": (1, 4)}]), BOTH),
@@ -476,14 +476,14 @@ MISTAKES = [
     (lambda: attached(torch.optim.NAdam), "0.weight: NAdam has no diagonal that is known here"),
     (
         lambda: attached(lambda p: torch.optim.SGD(linear().parameters(), 0.1)),
-        "0.weight: one optimizer must train it, but 0 of the 1 given do",
+        "0.weight: exactly one optimizer must train it, but 0 of the 1 given do",
     ),
     (coupled_strengths, "scope coupling 'all': members need the same strength, got [1.0, 2.0]"),
     (scheduled, "0.weight: sparsity_level was set to 0.5, but this tensor has a strength"),
     (of_weight_norm, "a parametrization computes this weight, so it cannot be changed in place"),
     (
         without_an_optimizer,
-        "step: the learning rate and the diagonal are the optimizer's; call sparsifier.attach(optim",
+        "step: no optimizer is attached to read the learning rate of; call sparsifier.attach(optim",
     ),
     (of_no_strength, "0.weight: strength must be >= 0 and finite, a schedule must return a number, got -1.0"),
 ]

@@ -161,10 +161,10 @@ def test_state_dicts_copies_and_pickles_have_both_names_of_one_tensor():
 
 def test_a_name_may_be_excluded_but_not_named_twice_or_parametrized_otherwise():
     with pytest.raises(
-        SparsityError, match=r"config\[1\]: 'lm_head.weight' is named here and tied to 'embed.weight', "
+        SparsityError, match=r"config\[1\]: 'lm_head.weight' is named here, but it is tied to 'embed.weight', "
     ):
         ScopeSparsifier().prepare(Language(), [{"tensor_fqn": EMBED}, {"tensor_fqn": HEAD}])
-    with refuses("'embed.weight' is named here and tied to 'lm_head.weight', left out by ex"):
+    with refuses("'embed.weight' is named here, but it is tied to 'lm_head.weight', left out by ex"):
         ScopeSparsifier().prepare(Language(), [{"tensor_fqn": EMBED}], exclude=["lm_head"])
     model = Language()
     sparsifier = prepared(model, [{"tensor_fqn": "*.weight"}], exclude=["lm_head"])
