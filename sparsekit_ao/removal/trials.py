@@ -78,9 +78,6 @@ def removable(
     {'heads': 'u'}
     """
     check_comparable("", model, tolerance)
-    numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
-    for number in numbers if multiple_of is not None else ():
-        check_multiple(number, "")  # else it would be the reason why each coupling is left out
     how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
     return find_removable(plain_copy(model), example_inputs, couplings, **how)
 
@@ -101,6 +98,9 @@ def find_removable(
     If the twin does not run, or its couplings cannot be removed from the whole model, that is tried itself. Without
     `is_verified`, the caller removes them from the whole model.
     """
+    numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
+    for number in numbers if multiple_of is not None else ():
+        check_multiple(number, "")  # else it would be the reason why each coupling is left out
     if couplings is None:
         discovery = discover(model, example_inputs)
     else:
