@@ -116,12 +116,14 @@ def numbers_by_coupling(
     model: nn.Module, couplings: Sequence[Coupling], numbers: Any, default: Any, what: str
 ) -> dict[str, Any]:
     """{coupling: its number}: one for all, or what numbers by name say; `what` is the argument, for errors."""
+    if not isinstance(numbers, Mapping):
+        return {c.name: numbers for c in couplings}
     by_layer = _numbers_of_layers(model, couplings, numbers, default, what)
     return {c.name: layers[0] for c, layers in zip(couplings, by_layer, strict=True)}
 
 
 def _numbers_of_layers(
-    model: nn.Module, couplings: Sequence[Coupling], numbers: Any, default: Any, what: str
+    model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any], default: Any, what: str
 ) -> list[list[Any]]:
     """For each coupling the numbers of its layers: by its name, else by a tensor or module of a layer, else by kind.
 
@@ -130,8 +132,8 @@ def _numbers_of_layers(
     reserved = {coupling.name for coupling in couplings}
 
     def number(coupling: Coupling, bound: BoundCoupling) -> Any:
-        if not isinstance(numbers, Mapping) or coupling.name in numbers:
-            return numbers[coupling.name] if isinstance(numbers, Mapping) else numbers
+        if coupling.name in numbers:
+            return numbers[coupling.name]
         names = names_of_outputs(model, bound) - reserved
         named = sorted((name for name in numbers if name in names), key=lambda name: -name.count("."))
         for rival in named:
@@ -167,7 +169,8 @@ def divided(model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[st
     Args:
         numbers: {argument: a number for all, or numbers by the name of a coupling, tensor or module, or by kind}.
     """
-    by_layer = [_numbers_of_layers(model, couplings, n, None, what) for what, n in numbers.items()]
+    by_name = {what: n for what, n in numbers.items() if isinstance(n, Mapping)}
+    by_layer = [_numbers_of_layers(model, couplings, n, None, what) for what, n in by_name.items()]
     parts: list[Coupling] = []
     for coupling, *layers in zip(couplings, *by_layer, strict=True):
         differ = any(number != row[0] for row in layers for number in row)

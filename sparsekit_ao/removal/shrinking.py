@@ -294,9 +294,11 @@ def _check_named(
     couplings = discovery.couplings
     known = {*(c.name for c in couplings), *(c.kind for c in couplings), *(name for name, _ in discovery.left_out)}
     check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
-    layers = set().union(*(names_of_outputs(model, bound) for c in couplings for bound in c.bind(model)))
+    given = [(what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by]
+    bounds = (bound for c in couplings for bound in c.bind(model)) if given else ()
+    layers = set().union(*(names_of_outputs(model, bound) for bound in bounds))
     tensors = dict(named_tensors(model))
-    for what, name in ((what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by):
+    for what, name in given:
         if name not in known | layers and any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
             raise SparsityError(
                 f"shrink: {what} names {name!r}, but no units that can be removed are outputs of it; the layer before "

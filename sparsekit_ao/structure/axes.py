@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import einops
 from einops.parsing import ParsedExpression
@@ -172,12 +172,15 @@ def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
         raise SparsityError(f"{where}axes must be a str such as 'o (s m)', got {axes!r}")
     text, _ = _parsed(axes, where)
     try:
-        parsed = ParsedExpression(text)
+        parsed = _expression(text)
     except einops.EinopsError as e:
         raise SparsityError(f"{where}axes {axes!r}: {e}") from None
     if parsed.has_ellipsis or parsed.has_non_unitary_anonymous_axes:
         raise SparsityError(f"{where}axes {axes!r}: give every axis a name (and its length in sizes)")
     return [list(dimension) for dimension in parsed.composition]
+
+
+_expression = lru_cache(maxsize=1024)(ParsedExpression)  # couplings of deep models parse few texts often
 
 
 def window_shape(axes: str, shape: Shape) -> Shape:

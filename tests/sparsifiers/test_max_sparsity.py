@@ -80,8 +80,8 @@ def test_a_budget_below_the_limit_is_refused_before_a_mask_changes():
     ("options", "entry", "text"),
     [
         ({"max_sparsity": 1.5}, {}, r"max_sparsity must be a number in \[0, 1\] or None, got 1.5"),
-        ({"max_sparsity": 0.9}, {"scope_coupling": None}, "it needs a scope_coupling, scopes that are whole tensors"),
-        ({"max_sparsity": 0.9}, {"scope_shape": (1, 4)}, "it needs a scope_coupling, scopes that are whole tensors"),
+        ({"max_sparsity": 0.9}, {"scope_coupling": None}, "give them a scope_coupling and no scope_shape"),
+        ({"max_sparsity": 0.9}, {"scope_shape": (1, 4)}, "give them a scope_coupling and no scope_shape"),
     ],
 )
 def test_what_it_does_not_fit(options, entry, text):

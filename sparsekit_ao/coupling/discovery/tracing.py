@@ -198,12 +198,7 @@ class Trace(TorchDispatchMode):
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        written = op.tensors[0] if before is not None else None
-        later = [
-            t for t in self._shared if written is not None and t is not written and self._reads.get(id(t), -1) > at
-        ]
-        memories = {t.untyped_storage()._cdata for t in later}
-        if before is not None and written is not None and written.untyped_storage()._cdata in memories:
+        if before is not None and self._is_read_later(op.tensors[0], at):
             # Other views of the memory are recorded as zero where this one no longer is.
             for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
                 zero = [part.factor for part in leaves(new) if part.zero]
@@ -211,6 +206,12 @@ class Trace(TorchDispatchMode):
                 op.freeze(lost, what="it writes into memory that other tensors share")
         if any(value.alias_info is not None and not value.alias_info.is_write for value in op.func._schema.returns):
             self._shared.update(dict.fromkeys((op.tensors[0], *op.outs), True))
+
+    def _is_read_later(self, written: Tensor, at: int) -> bool:
+        """Whether another tensor that shares the memory of a written one is read after this step."""
+        memory = written.untyped_storage()._cdata
+        later = (t for t in self._shared if t is not written and self._reads.get(id(t), -1) > at)
+        return any(t.untyped_storage()._cdata == memory for t in later)
 
     def _not_understood(self, op: Operation) -> list[Label]:
         if op.outs:  # an assertion, say, returns nothing
