@@ -25,6 +25,7 @@ from torch import nn
 
 from sparsekit_ao.removal import shrink
 
+LARGE = 100_000_000  # parameters from which on Torch-Pruning is not run, which takes many minutes
 Made = tuple[nn.Module, Any]
 
 
@@ -78,7 +79,7 @@ def measured(name: str, is_tiny: bool) -> dict[str, Any]:
     result, removed = ours(model, inputs)
     row |= {"seconds": f"{time.perf_counter() - start:.2f}", "result": result, "removed": f"{removed:.3f}"}
     row |= {"peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
-    if find_spec("torch_pruning") and not is_tiny:
+    if find_spec("torch_pruning") and not is_tiny and row["parameters"] < LARGE:
         from compare_torch_pruning import theirs
 
         try:
