@@ -81,6 +81,8 @@ class Coupling:
     name: str = field(default="", kw_only=True)
     attrs: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     lists: Sequence[str] = field(default=(), kw_only=True)
+    #: the name of the coupling that this one is a layer of, or ""
+    layer_of: str = field(default="", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Mapping) or not self.members:
@@ -188,7 +190,10 @@ class Coupling:
             pairs = [(match_names(member, names)[bound.captured], axes) for member, axes in self.members.items()]
             members = {fqn: axes for fqns, axes in pairs for fqn in fqns}
             attrs = {fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()}
-            layers.append(replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists))
+            whole = self.layer_of or self.name
+            layers.append(
+                replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists, layer_of=whole)
+            )
         return layers
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:

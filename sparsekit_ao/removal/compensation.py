@@ -1,6 +1,7 @@
 """Layers that read removed units make up for them: the best weights for the others, by least squares."""
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,20 +23,22 @@ def compensated(
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Return a copy whose weights that read removed units are the best ones without them, and their output errors.
 
-    Layers are visited in the order of the forward pass. For the inputs X that a layer has by then, with all units of
-    the layers before it, ||X V^T - X W^T||^2 is minimized over the weights V that are zero where they multiply a
-    removed unit. Weights whose inputs cannot be recorded stay as they are. All other parameters are shared with the
-    model.
+    Layers are visited in the order of the forward pass; those of one block are recorded together, before any of them
+    changes. For the inputs X that a layer has then, with all units of the layers before it, ||X V^T - X W^T||^2 is
+    minimized over the weights V that are zero where they multiply a removed unit. Weights stay as they are that several
+    modules share, or whose inputs cannot be recorded. All other parameters are shared with the model.
 
     Args:
         model: Without other parametrizations than masks; not changed.
         removals: What is to be removed.
         data: The calibration data; its model is not used.
     """
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     kept = dict[str, Tensor]()  # {tensor: which of its elements belong to kept units}
     for removal, member in ((r, m) for r in removals if not r.is_empty for m in r.coupling.members):
-        shape = tuple(plain_tensors(model, [member.fqn])[member.fqn].shape)
-        if member.is_parameter and len(shape) > 1:
+        tensor = plain_tensors(model, [member.fqn])[member.fqn]
+        shape = tuple(tensor.shape)
+        if len(shape) > 1 and names[id(tensor)] == 1:  # also weights that read and write one stream
             kept[member.fqn] = kept.get(member.fqn, True) & kept_elements(member, removal, shape)
     ids = {id(tensor) for tensor in plain_tensors(model, list(kept)).values()}
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in ids})

@@ -125,16 +125,14 @@ def numbers_by_coupling(
 def _numbers_of_layers(
     model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any], default: Any, what: str
 ) -> list[list[Any]]:
-    """For each coupling the numbers of its layers: by its name, else by a tensor or module of a layer, else by kind.
+    """For each coupling the numbers of its layers: by a tensor or module of a layer, the coupling's name, or its kind.
 
-    A name of a coupling is not taken for that of a tensor. Of the names of several modules the longest one counts.
+    A name of another coupling is not taken for a tensor's. Of the names of several modules the longest one counts.
     """
-    reserved = {coupling.name for coupling in couplings}
+    reserved = {name for coupling in couplings for name in (coupling.name, coupling.layer_of)}
 
     def number(coupling: Coupling, bound: BoundCoupling) -> Any:
-        if coupling.name in numbers:
-            return numbers[coupling.name]
-        names = names_of_outputs(model, bound) - reserved
+        names = names_of_outputs(model, bound) - (reserved - {coupling.name})
         named = sorted((name for name in numbers if name in names), key=lambda name: -name.count("."))
         for rival in named:
             if rival.count(".") == named[0].count(".") and numbers[rival] != numbers[named[0]]:
@@ -142,7 +140,8 @@ def _numbers_of_layers(
                     f"shrink: {what} has different numbers for {named[0]!r} and {rival!r}, whose units go together; "
                     "give one of them"
                 )
-        return numbers[named[0]] if named else numbers.get(coupling.kind, default)
+        wholes = [name for name in (coupling.name, coupling.layer_of, coupling.kind) if name in numbers]
+        return numbers[[*named, *wholes][0]] if named or wholes else default
 
     return [[number(coupling, bound) for bound in coupling.bind(model)] for coupling in couplings]
 

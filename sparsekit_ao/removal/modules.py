@@ -136,11 +136,10 @@ def width_of(module: nn.Module) -> int | None:
 
 
 def _show_width(module: Any, args: Any, kwargs: Any) -> Any:
-    whole = next((tensor.shape[-1:] for _, tensor in tensors_in("", [args, kwargs])), None)
+    first = next((tensor for _, tensor in tensors_in("", [args, kwargs]) if tensor.is_floating_point()), None)
 
     def shown(tensor: Tensor) -> Tensor:
-        is_alike = tensor.shape[-1:] == whole and tensor.is_floating_point()
-        return narrowed(tensor, module.width_of_input) if is_alike else tensor
+        return narrowed(tensor, module.width_of_input) if tensor is first else tensor
 
     return tree_map_only(Tensor, shown, (args, kwargs))
 

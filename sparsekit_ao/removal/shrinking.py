@@ -65,7 +65,7 @@ def shrink(
     kinds: Sequence[str] | None = None,
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
-    max_sparsity: float | Mapping[str, float] = 0.9,
+    max_sparsity: float | Mapping[str, float] | None = None,
     multiple_of: int | Mapping[str, int] | None = None,
     uniform: bool | None = None,
     tensor_parallel: int = 1,
@@ -115,8 +115,8 @@ def shrink(
         couplings: The couplings to be considered; None takes what `discover` finds.
         forward: `(model, batch) -> output`, called instead of the model; for scores that need gradients, it returns the
             loss.
-        max_sparsity: With one budget, the largest fraction of its units that a coupling or layer loses; or by name, as
-            `ratio`, with 0.9 for others.
+        max_sparsity: With one budget, the largest fraction of its units that a coupling or layer loses, 0.9 by default;
+            or by name, as `ratio`, with 0.9 for others.
         multiple_of: A number, or numbers by name, as `ratio`: the number of kept units is a multiple of it, or all. By
             default dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype, stay multiples
             of 16 bytes.
@@ -154,6 +154,11 @@ def shrink(
         raise SparsityError(f"shrink: scope must be 'coupling' or 'global', got {scope!r}")
     is_shared = cost_of is not None or scope == "global"  # one budget, of a cost or of units
     saved = _checked_ratio(model, ratio, is_shared, kinds, couplings, uniform, tensor_parallel)
+    if max_sparsity is not None and not is_shared:
+        raise SparsityError(
+            f"shrink: max_sparsity={max_sparsity!r} limits what layers lose of one budget, and here each has its own "
+            "ratio; give cost= or scope='global', or lower the ratio"
+        )
     level = max(saved, 0.5) if is_shared else saved  # couplings may lose more than the whole model
     plain = plain_copy(model)
     normed = undo_weight_norms(plain)
@@ -165,7 +170,8 @@ def shrink(
     discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, is_verified=False)
     if recover:
         discovery = _inside_blocks(plain, discovery, data)
-    numbers = {"ratio": ratio, "max_sparsity": max_sparsity, "multiple_of": multiple_of}
+    limits = 0.9 if max_sparsity is None else max_sparsity
+    numbers = {"ratio": ratio, "max_sparsity": limits, "multiple_of": multiple_of}
     discovery, multiples = _by_layer(plain, discovery, numbers, kinds, tensor_parallel)
     next(phase)
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
@@ -176,7 +182,7 @@ def shrink(
         if is_uniform := bool(uniform or described.couplings):
             discovery, multiples = described, widths
     # Which layers are pruned, and how many units each keeps
-    quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, max_sparsity, multiples)
+    quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
     chosen, left_out = _chosen(plain, discovery, quotas)
     has_one_number = hasattr(plain, "config") and (is_uniform or not (is_open or uniform is False))
     layers, quotas = _of_layers(plain, chosen, quotas, is_shared and not has_one_number)
@@ -292,7 +298,8 @@ def _check_named(
 ) -> None:
     """Raise where a number is given for a name by which no units are known."""
     couplings = discovery.couplings
-    known = {*(c.name for c in couplings), *(c.kind for c in couplings), *(name for name, _ in discovery.left_out)}
+    known = {name for c in couplings for name in (c.name, c.layer_of, c.kind)} - {""}
+    known |= {name for name, _ in discovery.left_out}
     check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
     given = [(what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by]
     bounds = (bound for c in couplings for bound in c.bind(model)) if given else ()
@@ -530,7 +537,7 @@ def _quotas(
     multiples: Mapping[str, int],
 ) -> dict[str, Quota]:
     """The quotas of couplings of these kinds, or names, by name."""
-    pruned = [c for c in discovery.couplings if kinds is None or {c.name, c.kind} & {*kinds}]
+    pruned = [c for c in discovery.couplings if kinds is None or {c.name, c.layer_of, c.kind} & {*kinds}]
     level = numbers_by_coupling(model, pruned, levels, 0.0, "ratio")
     limit = numbers_by_coupling(model, pruned, limits, 0.9, "max_sparsity")
     return {

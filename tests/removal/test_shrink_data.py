@@ -83,6 +83,58 @@ def test_one_call_from_a_model_to_a_recovered_smaller_one(name):
     assert inputs.keys() <= {"input_ids", "attention_mask"}
 
 
+class Stream(nn.Module):
+    """Blocks that read and write one stream, so each of their weights has its units in two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.last(x)
+
+
+def test_weights_that_read_and_write_one_stream_make_up_for_it():
+    torch.manual_seed(0)
+    model, batches = Stream().eval(), [torch.randn(60, 4) for _ in range(4)]
+    small, report = shrink(model, ratio=0.5, batches=batches)
+    plain, _ = shrink(model, ratio=0.5, batches=batches, compensate=None)
+    assert {row.tensor for row in report.compensation} == {"blocks.0.weight", "blocks.1.weight", "last.weight"}
+    assert small.blocks[0].weight.shape == (8, 8)
+    assert error(small, model, batches) < 0.8 * error(plain, model, batches)
+
+
+def test_weights_that_modules_share_stay_as_they_are():
+    torch.manual_seed(0)
+    model, batches = Stream().eval(), [torch.randn(60, 4) for _ in range(4)]
+    model.blocks[1].weight = model.blocks[0].weight
+    small, report = shrink(model, ratio=0.5, batches=batches)
+    assert [row.tensor for row in report.compensation] == ["last.weight"]
+    assert small.blocks[0].weight is small.blocks[1].weight
+
+
+def test_names_of_couplings_hold_when_their_layers_differ():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3))).eval()
+    units = Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"}, name="units *")
+    x = torch.randn(5, 8)
+
+    def kept(**keys):
+        small, _ = shrink(model, x, couplings=[units], **keys)
+        return [block[0].out_features for block in small]
+
+    assert kept(ratio={"units *": 0.5}, multiple_of={"1": 12}) == [16, 24, 16]
+    assert kept(ratio={"units *": 0.5, "1": 0.25}) == [16, 24, 16]
+    assert kept(kinds=["units *"], multiple_of={"1": 12}) == [16, 24, 16]
+    assert kept(ratio={"mlp": 0.5, "1.0.bias": 0.25}) == [16, 24, 16]
+    numbers = {"max_sparsity": {"units *": 0.25}, "multiple_of": {"1": 2}}
+    assert all(units >= 24 for units in kept(ratio=0.2, scope="global", **numbers))
+
+
 def test_numbers_for_the_tensors_and_modules_of_single_layers():
     model, x = mlp(4, 16, 16, 16, 2), torch.randn(5, 4)
     small, report = shrink(model, x, {"0": 0.25, "4.bias": 0.75})
@@ -149,6 +201,8 @@ def test_arguments_of_no_use_are_refused():
         "shrink: compensate must be 'least_squares' or None, got 'admm'": {"batches": batches, "compensate": "admm"},
         "shrink: recover must be True or False, got Sequential": {"batches": batches, "recover": model},
         "shrink: recover and token_mask need batches": {"example_inputs": batches[0], "recover": True},
+        "shrink: max_sparsity=0.5 limits what layers lose of one budget": {"batches": batches, "max_sparsity": 0.5},
+        "multiple_of must be a positive int, got 0": {"batches": batches, "multiple_of": {"0": 0}},
         "shrink: scope must be 'coupling' or 'global', got 'layer'": {"batches": batches, "scope": "layer"},
         "a ratio by names needs cost='units', scope='coupling'": {
             "batches": batches,
