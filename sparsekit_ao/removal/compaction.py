@@ -378,8 +378,10 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
     """Raise if one of the arguments is a mapping with the name of another coupling."""
     for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
         if name not in names:
-            known = ", ".join(map(repr, names)) or "none"
-            raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}")
+            known = ", ".join(repr(other) for other in names if other != "*") or "none"
+            alike = [repr(other) for other in names if other.endswith(str(name))]
+            hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
+            raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}{hint}")
 
 
 def without_units(

@@ -140,7 +140,7 @@ def _numbers_of_layers(
                     f"shrink: {what} has different numbers for {named[0]!r} and {rival!r}, whose units go together; "
                     "give one of them"
                 )
-        wholes = [name for name in (coupling.name, coupling.layer_of, coupling.kind) if name in numbers]
+        wholes = [name for name in (coupling.name, coupling.layer_of, coupling.kind, "*") if name in numbers]
         return numbers[[*named, *wholes][0]] if named or wholes else default
 
     return [[number(coupling, bound) for bound in coupling.bind(model)] for coupling in couplings]

@@ -96,7 +96,7 @@ def shrink(
         example_inputs, tolerance: As for `compact`. None is the first of the batches.
         ratio: Fraction of the units of every coupling that is dropped in each scope. Or {name: fraction}, and nothing
             of others; a name is a kind ("mlp"), a coupling, or a tensor or module whose outputs are the units of a
-            layer ("layer1.0.conv1"). Or the fraction of the cost that is saved.
+            layer ("layer1.0.conv1"), and "*" is all others. Or the fraction of the cost that is saved.
         score: One of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
             on the batches; where they are of layers' inputs, units are scored by the layers that read them.
         exclude: As for `removable`.
@@ -201,7 +201,7 @@ def shrink(
     if batches is not None and compensate is not None and removals:
         small, report = _with_compensation(plain, [removal for _, removal in removals], data, reference_of)
     next(phase, None)
-    left_out += [*failing, *_unreached(removals, quotas)]
+    left_out += [*failing, *_unreached(removals, quotas, is_shared)]
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
     if recover:
         recovery = recover_blocks(small, model, data.batches, forward, token_mask=token_mask)
@@ -298,7 +298,7 @@ def _check_named(
 ) -> None:
     """Raise where a number is given for a name by which no units are known."""
     couplings = discovery.couplings
-    known = {name for c in couplings for name in (c.name, c.layer_of, c.kind)} - {""}
+    known = {name for c in couplings for name in (c.name, c.layer_of, c.kind, "*")} - {""}
     known |= {name for name, _ in discovery.left_out}
     check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
     given = [(what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by]
@@ -329,7 +329,9 @@ def _checked_ratio(
         raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
     if isinstance(ratio, Mapping) and (is_shared or not ratio):
         raise SparsityError(
-            f"shrink: a ratio by names needs cost='units', scope='coupling' and at least one name, got {ratio!r}"
+            f"shrink: a ratio by names, {ratio!r}, gives each layer a number of its own, so it needs at least one name "
+            "and cannot be combined with one budget, cost= or scope='global'; call shrink twice, the second time with "
+            "exclude=[these names]"
         )
     if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
@@ -443,12 +445,16 @@ def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _unreached(removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota]) -> list[tuple[str, str]]:
+def _unreached(
+    removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota], is_shared: bool
+) -> list[tuple[str, str]]:
     """(name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
     reasons = {}
     for name, removal in removals:
         units, quota = removal.scope_units, quotas[name]
-        if removal.is_empty and quota.multiple > 1:
+        if removal.is_empty and is_shared:
+            reasons[name] = f"the budget is met with all of its {units} units, since others matter less"
+        elif removal.is_empty and quota.multiple > 1:
             reasons[name] = f"a multiple of {quota.multiple} keeps all of its {units} units"
         elif removal.kept == min(quota.multiple, units) and quota.level == 1:
             reasons[name] = f"a layer needs a unit, so {removal.kept} of {units} are kept in each scope"
@@ -553,8 +559,12 @@ def _chosen(
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
     pruned = [coupling for coupling in discovery.couplings if coupling.name in quotas and quotas[coupling.name].level]
-    why = "the ratio of it is 0, or does not name it"
-    left_out = [*discovery.left_out, *((c.name, why) for c in discovery.couplings if c not in pruned)]
+    others = [coupling.name for coupling in discovery.couplings if coupling not in pruned]
+    why = {
+        name: "the ratio of it is 0, or does not name it" if name in quotas else "kinds leaves it out"
+        for name in others
+    }
+    left_out = [*discovery.left_out, *why.items()]
     places = {coupling: _places(model, coupling) for coupling in pruned}
     dropped = {coupling: 1 - quotas[coupling.name].kept / quotas[coupling.name].units for coupling in places}
     chosen: list[Coupling] = []

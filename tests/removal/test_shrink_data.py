@@ -140,6 +140,8 @@ def test_numbers_for_the_tensors_and_modules_of_single_layers():
     small, report = shrink(model, x, {"0": 0.25, "4.bias": 0.75})
     assert [small[k].out_features for k in (0, 2, 4)] == [12, 16, 4]
     assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
+    small, _ = shrink(model, x, {"0": 0.25, "*": 0.5})
+    assert [small[k].out_features for k in (0, 2, 4)] == [12, 8, 8]
     small, _ = shrink(model, x, 0.5, multiple_of={"2.bias": 12})
     assert [small[k].out_features for k in (0, 2, 4)] == [8, 12, 8]
     for name in ("6", "6.weight"):
@@ -178,6 +180,21 @@ def test_single_layers_of_many_are_excluded():
     assert any("the config cannot hold it" in text for text in report.left_out)
 
 
+def test_reasons_and_hints():
+    llama, inputs = hf_models.make("Llama")
+    with pytest.raises(SparsityError, match="ratio names 'heads', but the couplings are .*; did you mean 'key heads'"):
+        shrink(llama, inputs, {"heads": 0.5})
+    _, report = shrink(llama, inputs, kinds=("mlp",))
+    assert any(text.endswith(": kinds leaves it out") for text in report.left_out)
+    model, x = mlp(4, 16, 16, 2), torch.randn(5, 4)
+    with torch.no_grad():
+        model[0].weight[4:] *= 1e-4
+        model[0].bias[4:] *= 1e-4
+        model[2].weight[:, 4:] *= 1e-4
+    _, report = shrink(model, x, 0.25, scope="global")
+    assert [text for text in report.left_out if "the budget is met with all of its 16 units" in text]
+
+
 def test_units_of_all_layers_compete_for_one_budget_with_caps():
     model, x = mlp(4, 32, 32, 32, 2), torch.randn(5, 4)
     with torch.no_grad():
@@ -204,7 +221,7 @@ def test_arguments_of_no_use_are_refused():
         "shrink: max_sparsity=0.5 limits what layers lose of one budget": {"batches": batches, "max_sparsity": 0.5},
         "multiple_of must be a positive int, got 0": {"batches": batches, "multiple_of": {"0": 0}},
         "shrink: scope must be 'coupling' or 'global', got 'layer'": {"batches": batches, "scope": "layer"},
-        "a ratio by names needs cost='units', scope='coupling'": {
+        "a ratio by names, .* cannot be combined with one budget, cost= or scope='global'; call shrink twice": {
             "batches": batches,
             "scope": "global",
             "ratio": {"0": 0.5},
