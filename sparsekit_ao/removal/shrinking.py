@@ -560,11 +560,8 @@ def _chosen(
     """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
     pruned = [coupling for coupling in discovery.couplings if coupling.name in quotas and quotas[coupling.name].level]
     others = [coupling.name for coupling in discovery.couplings if coupling not in pruned]
-    why = {
-        name: "the ratio of it is 0, or does not name it" if name in quotas else "kinds leaves it out"
-        for name in others
-    }
-    left_out = [*discovery.left_out, *why.items()]
+    no_level, not_asked = "the ratio of it is 0, or does not name it", "kinds leaves it out"
+    left_out = [*discovery.left_out, *((name, no_level if name in quotas else not_asked) for name in others)]
     places = {coupling: _places(model, coupling) for coupling in pruned}
     dropped = {coupling: 1 - quotas[coupling.name].kept / quotas[coupling.name].units for coupling in places}
     chosen: list[Coupling] = []
