@@ -325,12 +325,36 @@ def mixture_bytes() -> Table:
     return table
 
 
+def gathered() -> Table:
+    """How many times as fast as a dense Linear layers of groups of rows are."""
+    rows = read("benchmarks/results/gathered")
+    gain = {
+        (r["width"], r["sparsity"], r["rows of a group"], r["tokens"]): f"{float(r['gain, fastest']):.1f}" for r in rows
+    }
+    tokens = ("1", "16", "512")
+    table = [["width", "dropped", "rows of a group", *(f"{n} token{'s' * (n != '1')}" for n in tokens)]]
+    for width in ("2048", "4096"):
+        for sparsity in ("0.5", "0.75"):
+            for size in ("128", "1024"):
+                cells = [gain[width, sparsity, size, n] for n in tokens]
+                table.append([width, f"{100 * float(sparsity):.0f} %", size, *cells])
+    return table
+
+
+def shrink_time() -> Table:
+    """Seconds of `shrink`, as models grow."""
+    names = ["model", "threads", "parameters", "seconds", "peak MiB"]
+    rows = read("benchmarks/results/shrink_time")
+    return [names, *([f"{int(r[n]):,}" if n == "parameters" else r[n] for n in names] for r in rows)]
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
         *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
+        *(gathered, shrink_time),
     )
 }
 
@@ -376,6 +400,9 @@ def _of_pruning() -> dict[str, str]:
         "walk_many_blocks": walks[-1]["blocks"],
         "walk_model": walks[-1]["model MiB"],
     }
+    large = read("benchmarks/results/walk_memory_large")[0]
+    found |= {"large_model": f"{int(large['model MiB']) / 1024:.1f}", "large_seconds": f"{float(large['seconds']):.0f}"}
+    found["large_resident"] = f"{int(large['resident MiB in all']) / 1024:.1f}"
     found["walk_block"] = walks[0]["block MiB in float32"]
     found["crepe_dense"] = read("results/prune_crepe")[0]["before"]
     dense, rows = read("results/moe_language_model")[0], _of_structure("2:4")
