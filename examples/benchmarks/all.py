@@ -94,6 +94,7 @@ JOBS: dict[str, Job] = {
     "one_shot_layers": _own(3, "one_shot_layers"),
     "recover_rate": _own(10, "recover_rate"),
     "walk_memory": _own(14, "walk_memory"),
+    "walk_memory_large": _own(10, "walk_memory_large", script="walk_memory", run=("--large",)),
     "prune_ranks": _own(10, "prune_ranks"),
     "selection_bytes": _own(1, "selection_bytes"),
     "fsdp_masks": _own(1, "fsdp_masks"),

@@ -178,7 +178,7 @@ def test_scores_of_gradients_in_prune():
     assert all(torch.equal(p, one.model.get_parameter(name)) for name, p in two.named_parameters())
     for text, call in {
         r"score='taylor' needs gradients of a loss; give forward=": lambda: prune(model, **keys),
-        r"score='taylor' needs a forward that returns the loss, and recover": lambda: prune(
+        r"score='taylor' needs a forward that returns the loss, but recover": lambda: prune(
             model, **keys, forward=loss, recover=True
         ),
         r"score='wanda' reads what batches give \(input_square\); give batches=": lambda: prune(model, score="wanda"),
