@@ -8,13 +8,13 @@ from typing import Any
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path, about: Mapping[str, Any] = {}) -> None:
-    """Write rows as CSV, with columns `about` the machine and versions, and the commit."""
+    """Write rows as CSV with columns `about` the machine and versions, and the commit, where a row has not its own."""
     last = {**about, "commit": commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *last])), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, **last} for row in rows)
+        writer.writerows({**last, **row} for row in rows)
 
 
 def commit() -> str:
