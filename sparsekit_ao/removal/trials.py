@@ -25,7 +25,7 @@ from .compaction import Compaction, Known, check_comparable, compared, find_remo
 from .levels import multiple_for, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config, width_attrs
-from .twin import Twin, make_twin
+from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
 _NEAREST = 7  # so many candidates for attributes of a coupling are tried by themselves
@@ -96,23 +96,49 @@ def find_removable(
     """Find couplings as `removable`, by trials of a short twin where there is one.
 
     If the twin does not run, or its couplings cannot be removed from the whole model, that is tried itself. Without
-    `is_verified`, the caller removes them from the whole model.
+    `is_verified`, the caller removes them from the whole model, and they are discovered in a short model, too.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # else it would be the reason why each coupling is left out
-    if couplings is None:
-        discovery = discover(model, example_inputs)
-    else:
+    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "is_verified": is_verified}
+    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
+    if couplings is not None:
         tested = partial(removable, model, example_inputs, tolerance=tolerance)
         fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), tested])
-        discovery = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
+        given = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
+        return _found(model, given, reference_of, **how)
+    if not is_verified and (short := discover_in_twin(model, example_inputs)) is not None:
+        with contextlib.suppress(_TwinError):
+            return _found(model, short, reference_of, **how, in_whole=False)
+    return _found(model, discover(model, example_inputs), reference_of, **how)
+
+
+class _TwinError(Exception):
+    """What was found in a twin does not hold for the whole model."""
+
+
+def _found(
+    model: nn.Module,
+    discovery: Discovery,
+    reference_of: Callable[[nn.Module], Reference],
+    *,
+    ratio: float,
+    exclude: Sequence[str | type],
+    multiple_of: int | Mapping[str, int] | None,
+    is_verified: bool,
+    in_whole: bool = True,
+) -> Discovery:
+    """Find by trials which couplings of a discovery can be removed; arguments as of `find_removable`.
+
+    Raises:
+        _TwinError: The twin's couplings cannot be removed from the whole model, which with `in_whole` is tried itself.
+    """
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
     tried, left_out = _tried(model, discovery, excluded, ratio)
     if multiple_of is None:
         multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
     multiple_of = by_name(multiple_of, tried)
-    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
@@ -130,6 +156,8 @@ def find_removable(
 
         twin = make_twin(model, tried)
         found = twin and found_in(twin)
+        if not found and not in_whole:
+            raise _TwinError
         good, failing = found or _sorted(model, tried, partial(trials, model, Counter()))
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))

@@ -1,10 +1,11 @@
-"""make_twin: a model with two blocks of each kind in lists of repeated ones, for trials of what can be removed.
+"""A short model with two blocks of each kind in lists of repeated ones, for discovery and trials of removals.
 
 Blocks are of one kind where their modules have the same classes, shapes and attributes, and couplings the same tensors
 in them. What can be removed from two of them can be removed from all.
 """
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..coupling import BoundCoupling, Coupling
+from ..coupling import BoundCoupling, Coupling, Discovery, discover
 from ..coupling.bound import is_list
 from ..errors import SparsityError
 from ..masking.normalized import computed_tensors
@@ -82,6 +83,36 @@ def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
     wholes = {replace(coupling, attrs={}): whole for coupling, whole in shorts.items()}
     are_different = len(wholes) == len(couplings)
     return Twin(model=short, couplings=(*shorts,), wholes=wholes, kept=kept) if are_different else None
+
+
+def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
+    """Find couplings as `discover`, in a short model; None unless they are those of all blocks of each kind.
+
+    Counts, and the places of what is frozen, are those of the short model.
+    """
+    kept = _kept_blocks(model, {})
+    numbers = {path: {str(k): str(at) for k, at in enumerate(some)} for path, some in kept.items()}
+
+    def in_whole(text: str) -> str:
+        for path, new in numbers.items():
+            parts = re.split(rf"(?<![\w.])({re.escape(path)})(\d+)", text)
+            text = "".join(new[part] if at % 3 == 2 else part for at, part in enumerate(parts))
+        return text
+
+    try:
+        found = discover(_without_others(model, kept), example_inputs) if kept else None
+    except Exception:  # it does not run without the others, or cannot be copied
+        return None
+    if found is None or any(name.startswith((*kept,)) for name in found.uncalled):
+        return None
+    members = [{in_whole(name): axes for name, axes in c.members.items()} for c in found.couplings]
+    couplings = [replace(c, members=m, name="") for c, m in zip(found.couplings, members, strict=True)]
+    if (twin := make_twin(model, couplings)) is None or twin.kept != kept:
+        return None
+    places = [tuple((in_whole(name), d) for name, d in axis.places) for axis, _ in found.frozen]
+    axes = [replace(row[0], why=in_whole(row[0].why), places=p) for row, p in zip(found.frozen, places, strict=True)]
+    frozen = tuple((axis, count) for axis, (_, count) in zip(axes, found.frozen, strict=True))
+    return replace(found, couplings=tuple(couplings), frozen=frozen)
 
 
 def _renamed(name: str, numbers: Mapping[str, Mapping[str, str]]) -> str:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling
+from sparsekit_ao.coupling import discover
 from sparsekit_ao.removal import removable, shrink, trials
 from sparsekit_ao.removal.twin import make_twin
 
@@ -118,6 +119,8 @@ def shrunk(model, inputs, monkeypatch, *, whole, **keys):
 
     with monkeypatch.context() as patch:
         patch.setattr(trials, "make_twin", make)
+        if whole:
+            patch.setattr(trials, "discover_in_twin", lambda *_: None)
         return *shrink(model, inputs, 0.5, **keys), made
 
 
@@ -152,6 +155,20 @@ def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
     other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **how)
     check_equal(states(small), states(other))
     assert report.manifest == wanted.manifest and report.left_out == wanted.left_out
+
+
+@pytest.mark.parametrize("make", [llama, vit, slow(t5)])
+def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch):
+    model, inputs = make()
+    found = trials.discover_in_twin(model.eval(), inputs)
+    wanted = discover(model, inputs)
+    assert found.couplings == wanted.couplings
+    assert (found.values, found.uncalled) == (wanted.values, wanted.uncalled)
+
+
+def test_couplings_that_name_blocks_are_discovered_in_the_whole_model():
+    model, inputs = gemma()
+    assert trials.discover_in_twin(model.eval(), inputs) is None
 
 
 def test_most_forwards_run_two_blocks():
