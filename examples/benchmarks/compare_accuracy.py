@@ -304,7 +304,7 @@ def with_others(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[str, An
     """The rows of a file, the same methods' replaced; the others keep the commit that made them."""
     with path.open(newline="") as file:
         new = {row["method"]: row for row in rows if row["method"] != "dense"}
-        old = {row["method"]: {"commit": "", **row} for row in csv.DictReader(file)}
+        old = {row["method"]: {**row, "commit": row.get("commit", "")} for row in csv.DictReader(file)}
     return list({**old, **new}.values())
 
 
