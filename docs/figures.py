@@ -341,6 +341,13 @@ def gathered() -> Table:
     return table
 
 
+def gathered_minilm() -> Table:
+    """Quality and time of MiniLM with layers of groups of rows, and without units."""
+    rows = read("benchmarks/results/gathered_minilm")
+    names = ["model", "cosine", "ms of one sentence", "ms of 32 sentences"]
+    return [names, *([three(r[n]) if n == "cosine" else r[n] for n in names] for r in rows)]
+
+
 def shrink_time() -> Table:
     """Seconds of `shrink`, as models grow."""
     names = ["model", "threads", "parameters", "seconds", "peak MiB"]
@@ -354,7 +361,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
-        *(gathered, shrink_time),
+        *(gathered, gathered_minilm, shrink_time),
     )
 }
 

@@ -88,6 +88,7 @@ JOBS: dict[str, Job] = {
     "cpu_patterns": _own(10, "cpu_patterns", "cpu_growth"),
     "masked_linear": _own(10, "masked_linear"),
     "gathered": _own(5, "gathered"),
+    "gathered_minilm": _own(5, "gathered_minilm", script="gathered", run=("--minilm",)),
     "dst_overhead": _own(2, "dst_overhead"),
     "prepare": _own(1, "prepare"),
     "proximal_map": _own(1, "proximal_map"),
