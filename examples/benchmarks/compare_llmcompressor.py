@@ -2,11 +2,16 @@
 
     pip install llmcompressor
     python examples/benchmarks/compare_llmcompressor.py          # some five minutes on one core, most for training
+    python examples/benchmarks/compare_llmcompressor.py --offloaded  # time and memory on a Llama that lies on disk
     python examples/benchmarks/compare_llmcompressor.py --tiny   # every step, in seconds; writes no CSV
 
 The model, its text and the calibration batches are those of one_shot_language_model.py. LLM Compressor takes models of
 transformers, so the same model is wrapped as one. Its SparseGPT runs with its default settings, block after block. If
 the package is not installed, its rows are left out. Writes one row a structure and method.
+
+With `--offloaded`, the smallest Llama of walk_memory.py (bfloat16, its blocks offloaded to disk by accelerate) is
+pruned to 2:4, with 4,096 tokens and in a process of its own for each method. A row has the seconds of the call and its
+peak memory (VmHWM) over that before it.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import copy
 import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from machine import RESULTS, show, write_csv
+from machine import RESULTS, high_water, reset_high_water, resident, show, write_csv
 from torch import Tensor, nn
+
+from sparsekit_ao import prune
 
 sys.path.append(str(Path(__file__).parent.parent))
 import one_shot_language_model as ours
@@ -37,7 +45,20 @@ def main() -> None:
     """Train once, prune by every method, print and write the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a smoke test: 60 files, 20 small steps")
-    args = ours.parse(["--tiny"] if parser.parse_args().tiny else [])
+    parser.add_argument("--offloaded", action="store_true", help="time and memory on a model that lies on disk")
+    parser.add_argument("--measure", choices=(THEIRS, *METHODS), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.measure:
+        print(json.dumps(of_offloaded(chosen.measure)))
+        return
+    if chosen.offloaded:
+        calls = [[sys.executable, __file__, "--measure", method] for method in (THEIRS, *METHODS)]
+        printed = [subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True).stdout for call in calls]
+        lines = [show(json.loads(text.splitlines()[-1])) for text in printed]
+        version = importlib.metadata.version("llmcompressor")
+        write_csv([{**r, "llmcompressor": version} for r in lines], RESULTS / "compare_offloaded.csv")
+        return
+    args = ours.parse(["--tiny"] if chosen.tiny else [])
     torch.set_num_threads(args.threads)
     text, held = read_text(limit=60 if args.tiny else None)
     dense, _ = fit(None, 0.0, text, args)
@@ -63,11 +84,47 @@ def main() -> None:
             loss = round(held_out_loss(model, held, args.tiny), 4)
             rows.append(show({"structure": structure, "method": method, "loss": loss, "seconds": seconds}))
     if is_installed and not args.tiny:
-        from importlib.metadata import version
+        version = importlib.metadata.version("llmcompressor")
+        write_csv([{**r, "llmcompressor": version} for r in rows], RESULTS / "compare_llmcompressor.csv")
 
-        write_csv(
-            [{**r, "llmcompressor": version("llmcompressor")} for r in rows], RESULTS / "compare_llmcompressor.csv"
-        )
+
+def of_offloaded(method: str) -> dict[str, object]:
+    """Seconds and memory of one method that prunes a Llama on disk to 2:4."""
+    import walk_memory
+
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    blocks = 12
+    batches = list(torch.randint(walk_memory.SIZES["small"][3], (16, 2, 128)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        walk_memory.written(folder / "dense", "small", blocks)
+        model = walk_memory.loaded(folder / "dense", blocks, folder / "offloaded")
+        before = resident()
+        reset_high_water()
+        start = time.perf_counter()
+        if method == THEIRS:
+            from llmcompressor import oneshot
+            from llmcompressor.modifiers.pruning import SparseGPTModifier
+            from torch.utils.data import DataLoader
+            from transformers import ProcessorMixin
+
+            oneshot(
+                model=model,
+                processor=ProcessorMixin(),
+                dataset=DataLoader([{"input_ids": batch} for batch in batches], batch_size=None),
+                num_calibration_samples=len(batches),
+                recipe=SparseGPTModifier(sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["lm_head"]),
+                pipeline="sequential",
+            )
+        else:
+            options = {"compensate": "admm", "recover": True} if method == "recovered" else {"compensate": method}
+            prune(model, pattern="2:4", batches=batches, exclude=["lm_head"], inplace=True, **options)
+        seconds, peak = time.perf_counter() - start, high_water() - before
+        weight = [model.state_dict()[f"model.layers.{k}.mlp.up_proj.weight"] for k in (0, blocks - 1)]
+    if not all(w.is_meta or abs(float((w == 0).float().mean()) - 0.5) < 1e-3 for w in weight):
+        raise SystemExit(f"{method}: the weights are not 2:4")
+    return {"method": method, "seconds": f"{seconds:.1f}", "peak MiB": round(peak / 2**20)}
 
 
 def by_llmcompressor(dense: LanguageModel, structure: str, calibration: Sequence[Tensor]) -> nn.Module:
