@@ -431,6 +431,17 @@ def _of_smaller_models() -> dict[str, str]:
     found |= {"architectures": str(len(rows))}
     for name, library in (("ours", "sparsekit_ao"), ("theirs", "Torch-Pruning")):
         found[f"exact_{name}"] = str(sum(r[f"{library} result"] == "exact" for r in rows))
+    removed = {
+        r["network"]: tuple(float(r[f"{library} removed"]) for library in ("sparsekit_ao", "Torch-Pruning"))
+        for r in rows
+        if r["sparsekit_ao result"] == r["Torch-Pruning result"] == "exact"
+    }
+    found |= {"exact_both": str(len(removed))}
+    found |= {"removed_as_many": str(sum(ours >= theirs for ours, theirs in removed.values()))}
+    for name, network in (("inception", "Inception"), ("dla", "timm dla34")):
+        found[f"removed_{name}"] = " against ".join(map(three, removed[network]))
+    narrowed = best("text", "Torch-Pruning taylor, global, residual stream narrowed", "fine-tuned")
+    found |= {"narrowed_text": three(narrowed["fine-tuned"])}
     for name, (sign, places) in EQUAL_FLOPS.items():
         columns = {"recovered": COLUMNS[-1], "fine_tuned": COLUMNS[0]}
         for label, column in columns.items():
@@ -438,8 +449,10 @@ def _of_smaller_models() -> dict[str, str]:
                 float(best(name, m, c)[c]) for m, c in (("sparsekit_ao", column), ("Torch-Pruning", COLUMNS[0]))
             )
             found[f"ahead_{name.lower()}_{label}"] = f"{sign * (ours - theirs):.{places}f}"
-        dense_row = read(f"benchmarks/results/compare_accuracy_{name.lower()}")[0]
+        dense_row, *others = read(f"benchmarks/results/compare_accuracy_{name.lower()}")
         found[f"dense_{name.lower()}"] = f"{float(dense_row['pruned']):.{places}f}"
+        seconds = [float(r["seconds of recover"]) for r in others if r["seconds of recover"] != "-"]
+        found[f"recover_{name.lower()}"] = span(seconds)
     return found
 
 
@@ -478,6 +491,12 @@ def _of_speed() -> dict[str, str]:
         patterns = [r for r in read("benchmarks/results/cpu_patterns") if r["dtype"] == dtype]
         copies, pattern = max((float(r["times one copy"]), r["pattern"]) for r in patterns)
         found[f"slowest_{dtype}"] = f"{copies} copies ({pattern})"
+    proximal = {r["block"]: r for r in read("benchmarks/results/proximal_map")}
+    conditioned = {block: float(r["conditioned copies"]) for block, r in proximal.items()}
+    found |= {f"proximal_{block}": f"{conditioned[block]:.0f}" for block in ("1x16", "1x4", "1x1")}
+    found |= {"proximal_long": span(conditioned[block] for block in ("rows", "columns", "32x32", "the whole"))}
+    found |= {"proximal_plain": span(float(r["plain copies"]) for r in proximal.values())}
+    found |= {"proximal_copy": f"{statistics.median(float(r['copy ms']) for r in proximal.values()):.1f}"}
     growth = {(r["pattern"], r["size"]): float(r["ns an element"]) for r in read("benchmarks/results/cpu_growth")}
     found["growth"] = span((growth[p, "8192"] / ns for (p, size), ns in growth.items() if size == "1024"), 2)
     layers = read("benchmarks/results/masked_linear")

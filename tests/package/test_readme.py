@@ -37,10 +37,10 @@ def test_the_figures_of_the_readme_are_those_of_the_csvs():
     values = figures.values()
     sentences = (
         "needs {small_flops} % of the FLOPs and {small_time} % of the time, and its file is {small_file} % as large",
-        "the embeddings have a cosine of {small_cosine} to those of the dense model",
-        "1,024 sentences take {seconds_2_4_recovered} s on two CPU cores",
-        "keep a cosine of {cosine_2_4_recovered} to the dense model's",
-        "Dropping the smallest weights alone leaves {cosine_2_4_magnitude}.",
+        "the embeddings have a cosine similarity of {small_cosine} to those of the dense model",
+        "with 1,024 sentences takes {seconds_2_4_recovered} s on two CPU cores",
+        "have a cosine similarity of {cosine_2_4_recovered} to the dense model's",
+        "If you only drop the smallest weights, it is {cosine_2_4_magnitude}.",
         "from [{exact_ours} of {architectures} architectures]",
         "`WeightNormSparsifier` updates its masks {faster_drop_in} times as fast as torch.ao does",
         "`ScopeSparsifier` {faster_scope} times as fast",
