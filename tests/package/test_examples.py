@@ -178,12 +178,12 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
-    done = run(EXAMPLES / "one_shot_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+def test_the_trained_language_model_is_pruned_by_every_method():
+    done, folder = background.result("test_the_trained_language_model_is_pruned_by_every_method")
     assert done.returncode == 0, done.stderr
     methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm | recovered | and logits"
     assert f"| structure | {methods} |" in done.stdout
-    dense, *rows = read_csv(tmp_path / "one_shot_language_model.csv")
+    dense, *rows = read_csv(next(folder.rglob("one_shot_language_model.csv")))
     assert [sum(r["structure"] == s for r in rows) for s in dict.fromkeys(r["structure"] for r in rows)] == [8, 8, 7, 6]
     loss = {(r["structure"], r["method"]): float(r["loss"]) for r in rows}
     assert all(abs(x - float(dense["loss"])) < 0.2 for x in loss.values())
@@ -315,7 +315,6 @@ BENCHMARKS = {
     "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
     "compare_llmcompressor.py": "structure: 50 %  method: recovered",
     "walk_memory.py": "blocks: 3  how: admm, recovered",
-    "prune_ranks.py": "ranks: 2  same zeros: 1.00000  layers: 12  solved: 12",
     "recover_rate.py": "model: language model, loss",
     "prepare.py": "kind: ScopeSparsifier  layers: 20",
     "shrink_time.py": "model: Llama of 3 layers  threads: 1",
@@ -332,6 +331,13 @@ def test_every_benchmark_runs(script, line, run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert line in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_minilm_is_pruned_over_two_ranks():
+    done, folder = background.result("test_minilm_is_pruned_over_two_ranks")
+    assert done.returncode == 0, done.stderr
+    assert "ranks: 2  same zeros: 1.00000  layers: 6  solved: 6" in done.stdout
+    assert not list(folder.iterdir())
 
 
 @background.interprets_kernels
