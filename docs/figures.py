@@ -348,6 +348,19 @@ def gathered_minilm() -> Table:
     return [names, *([three(r[n]) if n == "cosine" else r[n] for n in names] for r in rows)]
 
 
+def prune_ranks() -> Table:
+    """Quality and time of pruning over ranks."""
+    names = ["ranks", "same zeros", "cosine", "cosine, recovered", "seconds, recovered"]
+    rows = read("benchmarks/results/prune_ranks")
+    return [names, *([r["ranks"], *(three(r[n]) for n in names[1:4]), r[names[4]]] for r in rows)]
+
+
+def offloaded() -> Table:
+    """Time and memory of one pass over a model on disk, beside LLM Compressor."""
+    rows = read("benchmarks/results/compare_offloaded")
+    return [["", "seconds", "peak MiB"], *([r["method"], r["seconds"], r["peak MiB"]] for r in rows)]
+
+
 def shrink_time() -> Table:
     """Seconds of `shrink`, as models grow."""
     names = ["model", "threads", "parameters", "seconds", "peak MiB"]
@@ -361,7 +374,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
-        *(gathered, gathered_minilm, shrink_time),
+        *(gathered, gathered_minilm, prune_ranks, offloaded, shrink_time),
     )
 }
 

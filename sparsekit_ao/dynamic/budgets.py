@@ -67,7 +67,7 @@ class Budgets:
         fixed = [any(self.groups[name]["fixed"] for name in c.specs) for c in self.pruning_groups]
         return [k for k, is_fixed in enumerate(fixed) if not is_fixed]
 
-    def rows(self, k: int) -> Tensor:
+    def of_scopes(self, k: int) -> Tensor:
         """Return the blocks that each scope of a pruning group is to keep, by its groups; int64 [scopes] on the CPU."""
         scope, budget = self.pruning_groups[k].scope, self.pruning_groups[k].budget(self.groups)
         budget = torch.as_tensor(budget, device="cpu").expand(scope.grid_shape)
@@ -105,7 +105,7 @@ class Budgets:
             if k in shared:
                 ideals[k] = density * numels[k]
             else:
-                sum_kept -= int(self.rows(k).sum()) * self.sizes[k]
+                sum_kept -= int(self.of_scopes(k).sum()) * self.sizes[k]
         return ideals, sum_kept
 
     def counts(

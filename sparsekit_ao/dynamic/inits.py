@@ -138,7 +138,7 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
         seed=seed,
     )
     if saved is None:
-        rows = keep_mask(slots.random("init"), budgets.rows(k), candidates=slots.real)
+        rows = keep_mask(slots.random("init"), budgets.of_scopes(k), candidates=slots.real)
     else:
         is_weight = {s: t.is_floating_point() and bool(((t != 0) & (t != 1)).any()) for s, t in saved.items()}
         rows = slots.active
@@ -199,7 +199,7 @@ def _take_budget(budgets: Budgets, k: int, count: Tensor) -> None:
     """Take the budget of a pruning group that shares one from its saved masks; a fixed budget must agree with them."""
     label = budgets.pruning_groups[k].label
     if k not in budgets.shared:
-        if not torch.equal(count, budgets.rows(k)):
+        if not torch.equal(count, budgets.of_scopes(k)):
             raise SparsityError(
                 f"{label}: the saved mask keeps {int(count.min())} .. {int(count.max())} blocks in each scope, but "
                 "its config entry has another budget; leave the budget out, or take another mask"

@@ -258,7 +258,7 @@ def run_update(
         }
         recorded = {spec: statistics(name) for spec, name in names.items()}
         slots.append(Slots(pruning=pruning, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
-    keep = [budgets.rows(k) for k in range(len(slots))]
+    keep = [budgets.of_scopes(k) for k in range(len(slots))]
     masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
     chosen = zip(budgets.pruning_groups, masks, strict=True)
     by_tensor = {name: new[spec] for pruning, new in chosen for name, spec in pruning.specs.items()}

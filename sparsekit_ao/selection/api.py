@@ -23,20 +23,20 @@ ORDER = {"cpu": ("cpu",), "cuda": ("triton",)}  # tried before the reference
 
 
 def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None = None, impl: str = "auto") -> Tensor:
-    """Choose exactly `keep` members of every scope: the one selection rule of the library.
+    """Choose exactly `keep` slots of every scope: the one selection rule of the library.
 
     The highest scores are kept; among equal scores the lower index wins; NaN ranks highest, so that pruning never
     hides a diverged weight; -0.0 equals 0.0. Every implementation returns the same bits.
 
     Args:
-        scores: [scopes, members], float16, bfloat16, float32 or float64.
-        keep: The number of members kept in each scope, in [0, members]: an int, or an integer tensor [scopes].
-        candidates: bool [scopes, members]. A False member is never kept. A scope with fewer candidates than `keep`
+        scores: [scopes, slots], float16, bfloat16, float32 or float64.
+        keep: The number of slots kept in each scope, in [0, slots]: an int, or an integer tensor [scopes].
+        candidates: bool [scopes, slots]. A False slot is never kept. A scope with fewer candidates than `keep`
             keeps them all.
         impl: `"auto"`, or the name of a backend: `"reference"`, `"cpu"`, `"triton"`.
 
     Returns:
-        bool [scopes, members], True = keep.
+        bool [scopes, slots], True = keep.
 
     Raises:
         SparsityError: A rank, dtype, budget or implementation does not fit.
@@ -71,7 +71,7 @@ def fill_masks(requests: Sequence[Request], *, impl: str = "auto") -> None:
     for name, chosen in shared.items():
         BACKENDS[name].run(chosen)
     for request in requests:
-        write_back(request.scopes, request.scope, request.masks)
+        write_back(request.scope_windows, request.scope, request.masks)
 
 
 def _backend(work: Request | Tensor, impl: str) -> Backend:

@@ -57,8 +57,8 @@ def run(requests: Sequence[Request]) -> None:
     for request in requests:
         scope = request.scope
         if isinstance(scope, ScopeSpec) and scope.has_single_elements and scope.numblk_per_scope() < LONG:
-            chunks += _element_chunks(request, scope)
-        elif all(s.is_plain for s in request.scopes) and request.windows[0].window.numel():
+            chunks += _filled_or_cut(request, scope)
+        elif all(s.is_plain for s in request.scope_windows) and request.windows[0].window.numel():
             _fill_plain(request)
         else:
             reference.fill(request, _block_scores, keep_rows)
@@ -109,11 +109,12 @@ def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: boo
     return to_aligned(grid, first.order, ndim)
 
 
-def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
+def _filled_or_cut(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
     """Yield the chunks of a request of short scopes of single elements; a request of one chunk is filled here."""
-    (m,) = request.scopes[0].windows
+    (m,) = request.scope_windows[0].windows
     assert m.values is not None
-    keep, options = request.budget, (request.norm is not None, request.within_mask, request.masked)
+    is_magnitude = request.norm is not None  # since any norm of a single element is its magnitude
+    keep, options = request.budget, (is_magnitude, request.within_mask, request.masked)
     chunk = CHUNK
     if scope.numblk_per_scope() <= PAIRS:  # whose keys have the size of the values
         chunk = 4 * CHUNK // m.values.element_size()
@@ -128,7 +129,7 @@ def _element_chunks(request: Request, scope: ScopeSpec) -> Iterator[Callable[[],
 
 def _fill_plain(request: Request) -> None:
     """Fill the masks of a request whose scopes each cut the grid of one window evenly."""
-    scopes, members = request.scopes, request.windows
+    scopes, members = request.scope_windows, request.windows
     is_joint = len(scopes) > 1
     if is_joint and (any(math.prod(s.scope_grid) != 1 for s in scopes) or len({m.window.dtype for m in members}) > 1):
         reference.fill(request, _block_scores, keep_rows)
@@ -204,7 +205,7 @@ def _fill_blocks(request: Request) -> None:
     """Select among the scores of whole blocks as among single elements, then fill the blocks."""
     as_mean = any(m.is_partial for m in request.windows)
     scopes, kept, values = [], {}, {}
-    for s, m in zip(request.scopes, request.windows, strict=True):
+    for s, m in zip(request.scope_windows, request.windows, strict=True):
         part = replace(m, under=m.mask) if request.masked else m
         scores = _block_scores((part,), request.norm, m.window.ndim, as_mean)
         spec = BlockSpec(scores)

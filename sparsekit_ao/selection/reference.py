@@ -33,7 +33,7 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
 
     `score` and `select` are called as `block_scores` and `keep_rows`.
     """
-    budget, scopes = request.budget, request.scopes
+    budget, scopes = request.budget, request.scope_windows
     as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
     scores = []
     for s in scopes:

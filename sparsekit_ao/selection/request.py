@@ -43,14 +43,14 @@ class Request:
         return param if self.values is None else self.values if isinstance(self.values, Tensor) else self.values[param]
 
     @cached_property
-    def scopes(self) -> tuple[ScopeWindows, ...]:
+    def scope_windows(self) -> tuple[ScopeWindows, ...]:
         """The windows of each member of the scope on the values and masks."""
         return tuple(scope_windows(self.scope, self.values, self.masks))
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
         """The windows of all members."""
-        return tuple(m for s in self.scopes for m in s.windows)
+        return tuple(m for s in self.scope_windows for m in s.windows)
 
     @property
     def device(self) -> torch.device:

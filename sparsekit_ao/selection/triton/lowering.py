@@ -83,7 +83,7 @@ class Selection:
 def lower(request: Request) -> Selection:
     """Return a request as plain numbers."""
     parts, refusals = [], set()
-    for scopes in request.scopes:
+    for scopes in request.scope_windows:
         coupled = []
         for m in scopes.windows:
             assert m.values is not None and m.mask is not None
