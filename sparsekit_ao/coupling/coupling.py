@@ -127,7 +127,7 @@ class Coupling:
 
     @property
     def kind(self) -> str:
-        """What the units are, by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
+        """The kind of the units by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
 
         "width" means the hidden size, which many layers write. Other units are named by their module: "conv2 channels",
         "gate units".
@@ -288,7 +288,7 @@ class Coupling:
 
 
 def check_attrs(where: str, attrs: object) -> None:
-    """Raise unless attributes are a dict {name: axes}; the error begins with `where`."""
+    """Raise an error that begins with `where` unless attributes are a dict {name: axes}."""
     if not isinstance(attrs, Mapping) or not all(isinstance(text, str) for pair in attrs.items() for text in pair):
         raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 

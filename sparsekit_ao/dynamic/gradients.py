@@ -378,7 +378,7 @@ def _snapshot(grad: Tensor | None) -> Snapshot:
 
 
 def _is_unchanged(grad: Tensor | None, snapshot: Snapshot) -> bool:
-    """Whether a gradient exists and is the one of the snapshot, with the same values."""
+    """Return whether a gradient exists and is the one of the snapshot, with the same values."""
     if grad is None or snapshot is None or snapshot[0]() is not grad:
         return False
     return snapshot[1:] == (grad._version, local(grad)._version)

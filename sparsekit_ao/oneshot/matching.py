@@ -230,7 +230,7 @@ def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
 
 
 def check_ranks(data: CalibrationData) -> None:
-    """Raise unless every rank has the same number of batches."""
+    """Raise an error unless every rank has the same number of batches."""
     if has_process_group():
         counts: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(counts, len(data.batches))

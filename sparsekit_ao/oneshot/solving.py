@@ -55,7 +55,7 @@ class LayerRow:
 
 
 def check_method(method: object) -> None:
-    """Raise unless `compensate` is a method."""
+    """Raise an error unless `compensate` is a known method."""
     if method not in METHODS:
         raise SparsityError(f"one_shot: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
 

@@ -464,7 +464,7 @@ class Checkpoint:
         self._count: int = found[1]
 
     def has(self, number: int) -> bool:
-        """Whether a unit was finished before."""
+        """Return whether a unit was finished before."""
         return number < self._count
 
     def read(self, number: int, unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:

@@ -141,7 +141,7 @@ class Compaction(Table[KeptUnits]):
         return self.couplings
 
     def metrics(self) -> dict[str, float]:
-        """{"kept/<coupling>": ..., "of/<coupling>": ..., "parameters", "bytes", "flops": of the smaller model}."""
+        """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
         return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
@@ -252,7 +252,7 @@ def compact(
 
 
 def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
-    """Raise unless the tolerance is a number, and parameters have values."""
+    """Raise an error unless the tolerance is a number and parameters have values."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
     name = next((name for name, p in model.named_parameters() if p.is_meta), None)

@@ -95,7 +95,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
 
 
 def check_multiple(multiple_of: object, where: str) -> None:
-    """Raise unless `multiple_of` is a positive int."""
+    """Raise an error unless `multiple_of` is a positive int."""
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise SparsityError(f"{where}multiple_of must be a positive int, got {multiple_of!r}")
 

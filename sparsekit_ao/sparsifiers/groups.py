@@ -191,7 +191,7 @@ def is_same(value: Any, other: Any) -> bool:
         return value is other or (isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other))
     try:
         return value is other or bool(value == other)
-    except RuntimeError:  # "Boolean value of Tensor ...": the containers are alike but for tensors inside
+    except RuntimeError:  # "Boolean value of Tensor ...": the containers differ at most in tensors
         if isinstance(value, Mapping):
             return all(is_same(v, other[k]) for k, v in value.items())
         return all(map(is_same, value, other))
@@ -237,7 +237,7 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def groups_by_name(groups: Iterable[TensorGroup]) -> dict[str, TensorGroup]:
-    """{tensor_fqn: group}."""
+    """Return {tensor_fqn: group}."""
     return {group["tensor_fqn"]: group for group in groups}
 
 
