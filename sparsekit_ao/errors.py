@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -55,6 +55,19 @@ class CouplingError(SparsityError):
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, and no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (names, reason) for each reason of {name: reason}; names after the first five are only counted.
+
+    >>> by_reason({**dict.fromkeys("abcdefg", "too wide"), "h": "tied"})
+    [('a, b, c, d, e and 2 more', 'too wide'), ('h', 'tied')]
+    """
+    alike: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        alike.setdefault(why, []).append(name)
+    more = {why: f" and {len(names) - 5} more" if len(names) > 5 else "" for why, names in alike.items()}
+    return [(", ".join(names[:5]) + more[why], why) for why, names in alike.items()]
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:

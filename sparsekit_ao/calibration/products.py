@@ -31,16 +31,16 @@ class Product:
     """A product of the model: a tensor that is multiplied by a weight.
 
     Attributes:
-        read: The tensor, as the model passes it.
-        weight: What multiplies it, as the model passes it.
+        read: The tensor that is multiplied, as the model passes it.
+        weight: The tensor that multiplies it, as the model passes it.
         kind: "matrix", "convolution", "transposed convolution" or "embedding".
-        inputs: Gives what is read in the form [..., inputs], or [batch, tokens, inputs] with `batch`.
-        contracted: Those dimensions of the weight that are summed over, in the order of the inputs.
-        batch: The dimension of the weight whose every index has inputs of its own (such as that of experts), if any.
+        inputs: A function that returns `read` as [..., inputs], or with `batch` as [batch, tokens, inputs].
+        contracted: The dimensions of the weight that are summed over, in the order of the inputs.
+        batch: The dimension of the weight, such as experts, with separate inputs for each index, if any.
         ends: Where the inputs [tokens, inputs] of each index of `batch` end, for sorted tokens.
         settings: What a convolution is called with: stride, padding, dilation and so on.
         is_computed: Whether the inputs are computed from `read`, rather than a view of it.
-        counts: Which inputs count, bool, where that is known by following gathered tokens.
+        counts: Bool tensor of the inputs that count, if it is known from following gathered tokens.
     """
 
     read: Tensor
@@ -61,7 +61,7 @@ class Place(NamedTuple):
     Attributes:
         name: The name of the weight.
         fixed: {dimension of the weight: index} of the dimensions that the tensor does not have.
-        dims: For each dimension of the tensor that of the weight and the indices in it; None where it has one index.
+        dims: For each dimension of the tensor, the weight's dimension and the indices in it; None for one index.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A tensor whose place is known, and its views by it."""
+    """A tensor whose place is known, which gives the places of its views."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -78,7 +78,7 @@ class _Known(NamedTuple):
     place: Place
 
     def place_of(self, view: Tensor) -> Place | None:
-        """The place of a view, or None where its dimensions are no slices of those of the tensor."""
+        """Return the place of a view, or None if its dimensions are not slices of the tensor's dimensions."""
         shape, stride, rest = view.shape, view.stride(), int(view.storage_offset()) - self.offset
         if rest == 0 and shape == self.shape and stride == self.stride:
             return self.place
@@ -109,14 +109,14 @@ class _Known(NamedTuple):
 
 
 class Products(TorchFunctionMode):
-    """A context in which `take` is called with each product of the model that reads one of some weights, and its place.
+    """A context that calls `take(product, place)` for each product of the model that reads one of the weights.
 
     Products inside of compiled functions, `torch.func` transforms and kernels of other libraries are not seen.
 
     Args:
         tensors: {name: (module, name of the tensor in it)} of the weights.
-        take: Called before the product is computed.
-        token_mask: Gives the mask of the tokens that count, or None.
+        take: A function that is called before a product is computed.
+        token_mask: A function that returns the mask of the tokens that count, or None.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Products(TorchFunctionMode):
         super().__init__()
         self._tensors, self._take, self._token_mask = tensors, take, token_mask
         self._known: dict[StorageWeakRef, list[_Known]] = {}  # storages may be shared, as those of flat parameters are
-        self._counts = WeakTensorKeyDictionary()  # of gathered tokens
+        self._counts = WeakTensorKeyDictionary()  # {gathered tokens: which count}
 
     def tie(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor for the whole weight of this name."""
+        """Register a tensor as the whole weight of this name."""
         self._add(tensor, Place(name, {}, tuple((d, range(n)) for d, n in enumerate(tensor.shape))))
 
     def _add(self, tensor: Tensor, place: Place) -> None:
@@ -145,7 +145,7 @@ class Products(TorchFunctionMode):
         del known[len(self._tensors) + 1 :]
 
     def _place(self, tensor: Tensor, *, looks: bool) -> Place | None:
-        """The place of a tensor; with `looks` also where parameters were replaced since, by FSDP or accelerate."""
+        """Return the place of a tensor; `looks` also finds parameters that FSDP or accelerate has replaced."""
         key = _key(tensor)
         if key is None:
             return None
@@ -161,7 +161,7 @@ class Products(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # of vmap or grad, whose values cannot be read
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap or grad, where values cannot be read
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in READERS:
@@ -177,7 +177,7 @@ class Products(TorchFunctionMode):
         return output
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Learn the place of what was computed of a weight, and which rows of gathered tokens count."""
+        """Store the place of a tensor computed from a weight, and which rows of gathered tokens count."""
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
             first, ids = tensors[0], tensors[-1]
@@ -206,7 +206,7 @@ class Products(TorchFunctionMode):
         output: Any,
         mask: Tensor,
     ) -> None:
-        """Rows gathered from flattened tokens count as those do, and what is computed of rows as the rows do."""
+        """Store which rows count: gathered rows if their tokens count, and computed rows if their sources do."""
         counts = next((self._counts[t] for t in tensors if t in self._counts), None)
         first, is_repeated = tensors[0], name == "repeat_interleave" and (*args[2:], kwargs.get("dim"))[0] == 0
         if is_repeated or (name in _GATHERS and _is_index(args, kwargs, tensors[-1])):
@@ -221,11 +221,10 @@ class Products(TorchFunctionMode):
 
 
 def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], object]) -> dict[str, bool]:
-    """Find parameters that products of a running model read, beside known names.
+    """Find parameters with other names than the known ones that products of a running model read.
 
     Returns:
-        {name: whether it is stored as (inputs, outputs)}, in the order of the model; of packed ones the last two
-        dimensions.
+        {name: whether its last two dimensions are (inputs, outputs)}, in the order of the model.
     """
     found: dict[str, bool] = {}
     tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name not in known}
@@ -233,7 +232,7 @@ def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], o
     def take(product: Product, place: Place) -> None:
         inputs = [place.dims[d] for d in product.contracted]
         whole = getattr(*tensors[place.name])
-        is_itself = _key(product.weight) == _key(whole)  # not what was computed of it, a position that is added, say
+        is_itself = _key(product.weight) == _key(whole)  # and not computed from it, as an added position is
         if is_itself and product.kind == "matrix" and len(inputs) == 1 and inputs[0] is not None and whole.ndim < 4:
             found.setdefault(place.name, inputs[0][0] == whole.ndim - 2)
 
@@ -244,7 +243,7 @@ def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], o
 
 
 def _key(tensor: Tensor) -> StorageWeakRef | None:
-    """What tells storages apart, also freed ones; None of tensors without one (sparse ones, those inside of vmap)."""
+    """Return a key that differs for all storages, also freed ones, or None without a storage (sparse, inside vmap)."""
     try:
         return StorageWeakRef(local(tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
@@ -252,7 +251,7 @@ def _key(tensor: Tensor) -> StorageWeakRef | None:
 
 
 def _is_index(args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: Tensor) -> bool:
-    """Whether rows are gathered by their numbers along dimension 0."""
+    """Return whether rows are gathered by their numbers along dimension 0."""
     others = [a for a in (*args[1:], *kwargs.values()) if a is not ids]
     return ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64) and others in ([], [0]) and ids is not args[0]
 
@@ -266,7 +265,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read
 
 
 def _matmul(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Either factor may be the weight."""
+    """Yield a product for each factor that may be the weight."""
     a, b = _tensors(args, kwargs)[-2:]
     if func is Tensor.__rmatmul__:
         a, b = b, a
@@ -279,7 +278,7 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read
 
 
 def _batched(x: Tensor, count: int) -> Tensor:
-    """[..., tokens, inputs] as [batch, tokens, inputs]."""
+    """Return [..., tokens, inputs] as [batch, tokens, inputs]."""
     x = x.expand(*torch.broadcast_shapes(x.shape[:-2], (count,)), *x.shape[-2:])
     return x.movedim(-3, 0).flatten(1, -2)
 
@@ -293,7 +292,7 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rea
 
 
 def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Read an einsum of two factors, each of whose letters is in the other one or in the result."""
+    """Read an einsum of two factors if each of their letters is in the other factor or in the result."""
     equation, *factors = args
     factors = [*factors[0]] if factors and isinstance(factors[0], (tuple, list)) else factors
     if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:
@@ -345,13 +344,13 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
     ids, weight = _tensors(args, kwargs)[:2]
-    if ids.is_floating_point():  # torch.embedding and that of torch.nn.functional have them in another order
+    if ids.is_floating_point():  # torch.embedding takes the weight first
         ids, weight = weight, ids
     yield Product(read=ids, weight=weight, inputs=partial(full_tensor, ids), kind="embedding")
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """`nn.MultiheadAttention`; what its output projection reads is its output with an identity in that place."""
+    """Read `nn.MultiheadAttention`; with an identity as output projection, it returns what the projection reads."""
     named = inspect.signature(func).bind(*args, **kwargs).arguments
     reads = [named[name] for name in ("query", "key", "value")]
     is_separate = named.get("use_separate_proj_weight")
@@ -368,14 +367,14 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R
 
 
 def _batch_first(x: Tensor) -> Tensor:
-    """[tokens, batch, inputs] as [batch, tokens, inputs], the dimensions that token masks have."""
+    """Return [tokens, batch, inputs] as [batch, tokens, inputs], the order of token masks."""
     return x.transpose(0, 1) if x.ndim == 3 else x
 
 
 def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """`nn.RNN`, `nn.LSTM` and `nn.GRU`, layer by layer: the outputs of a layer are its hidden states.
+    """Read `nn.RNN`, `nn.LSTM` and `nn.GRU` layer by layer: the outputs of a layer are its hidden states.
 
-    What the projection of an LSTM with `proj_size` reads is not among them.
+    The input of the projection of an LSTM with `proj_size` is not read.
     """
     x, *others = args
     sizes = others.pop(0) if isinstance(others[0], Tensor) and not others[0].is_floating_point() else None
@@ -403,12 +402,12 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R
 
 
 def _before(hidden: Tensor, start: Tensor, sizes: Tensor | None, time: int, is_reversed: bool) -> Tensor:
-    """The hidden state that each step reads: that of the step before, and at first the initial one [batch, hidden]."""
+    """Return the hidden state that each step reads: the state before it, at first the initial one [batch, hidden]."""
     if sizes is None:
         length, initial = hidden.shape[time], start.unsqueeze(time)
         steps = hidden.narrow(time, int(is_reversed), length - 1)
         return torch.cat([steps, initial] if is_reversed else [initial, steps], time)
-    counts = sizes.tolist()  # sequences that have each step; those of a packed sequence are sorted by length
+    counts = sizes.tolist()  # how many sequences have each step; packed ones are sorted by length
     offsets = [sum(counts[:t]) for t in range(len(counts))]
     ranges = [range(len(hidden), len(hidden) + counts[0])]
     ranges += [range(offset, offset + n) for offset, n in zip(offsets, counts[1:], strict=False)]

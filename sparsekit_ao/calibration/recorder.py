@@ -1,4 +1,4 @@
-"""Records statistics of weights while a model runs; whatever observes the model is removed even after an error."""
+"""Records statistics of weights while a model runs. All hooks are removed in the end, even after an error."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,12 +30,12 @@ class Recording:
     Args:
         targets: The weights, and which statistics are recorded for each.
         on_success: Called with the statistics when the context ends without an error.
-        keep_rows: Keep the inputs X instead of X^T X while there are fewer tokens than inputs; not over several ranks.
+        keep_rows: Whether to keep inputs X instead of X^T X while tokens are fewer than inputs; only on one rank.
 
     Attributes:
         token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, or None for all. Set it before
-            each forward pass. A layer whose input has another leading shape counts all of it, except that tokens which
-            the model gathers by index, as for experts, are followed.
+            each forward pass. A layer whose input has another leading shape counts all of it. Only tokens that the
+            model gathers by index, as for experts, are followed.
         statistics: {tensor_fqn: Statistics}, of the layers that were reached.
     """
 
@@ -102,10 +102,10 @@ class Recording:
 
     @torch.no_grad()
     def _take_product(self, target: Target, product: Product, place: Place) -> None:
-        """Add what a product reads to the sums of a weight, or of those of its groups that it multiplies."""
+        """Add the inputs of a product to the sums of a weight, or of the groups of the weight that it multiplies."""
         if product.read.is_nested:
             raise SparsityError(
-                f"{target.name}: inputs of this layer are a nested tensor, of which nothing can be recorded; build "
+                f"{target.name}: inputs of this layer are a nested tensor, which cannot be recorded; build "
                 "nn.TransformerEncoder with enable_nested_tensor=False"
             )
         adapter = target.adapter
@@ -130,7 +130,7 @@ class Recording:
             statistics.add_to_group(need, group, total, int(rows.any(1).sum()))
 
     def _take_inputs(self, target: Target, adapter: LayerAdapter, product: Product, read: Read) -> None:
-        """Add sums of a layer's input; layers that read one tensor, one after the other, share them."""
+        """Add sums of a layer's input; consecutive layers that read the same tensor share the sums."""
         x, need, mask = product.read, _need(target), self.token_mask
         version = -1 if x.is_inference() else x._version  # inference tensors have none
         last = self._last_read
@@ -200,7 +200,7 @@ def _check_finite(target: Target, total: Tensor) -> None:
 
 
 def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-    """A hook of parametrizations: what they compute is the weight."""
+    """Forward hook of parametrizations: register their output as the weight."""
     products.tie(name, output)
 
 
@@ -238,23 +238,23 @@ class Recorder:
         self._adapters = {name: adapter_of(*tensor, callers) for name, tensor in self.tensors.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The statistics alone; the sparsifier makes a recorder of its model again."""
+        """Return only the statistics; the sparsifier makes a new recorder for its model."""
         return {"model": None, "tensors": {}, "collected": self.collected, "_adapters": {}}
 
     def adapter(self, name: str) -> LayerAdapter | None:
-        """Return how a tensor is a matrix that multiplies inputs, or None if its inputs cannot be recorded."""
+        """Return the adapter that sees a tensor as a matrix, or None if its inputs cannot be recorded."""
         return self._adapters[name]
 
     def of(self, name: str) -> Statistics:
         """Return what was recorded for a tensor, or statistics without sums."""
         statistics = self.collected.get(name) or self.target(name, ()).blank()
-        adapter = statistics.adapter = self._adapters[name]  # which a copy does not have
+        adapter = statistics.adapter = self._adapters[name]  # a copy of statistics has none
         if adapter is not None and not adapter.is_known and statistics.dims is not None:
             (adapter.input_dims, adapter.group_dims), adapter.is_known = statistics.dims, True
         return statistics
 
     def target(self, name: str, needs: Iterable[str]) -> Target:
-        """A tensor, and what is to be recorded for it."""
+        """Return a tensor with the statistics to record for it."""
         module, tensor_name = self.tensors[name]
         return Target(
             name=name,
@@ -313,7 +313,7 @@ class Recorder:
 
 
 def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:
-    """Compute gradients, which reach the hooks; `.grad` stays as it is."""
+    """Compute gradients for the hooks, without changing `.grad`."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise SparsityError(

@@ -30,7 +30,7 @@ from .bound import (
 
 _ENTRY_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
 _LIST_KEYS = ("block_shape", "scope_coupling")
-_Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the keys that say what is a block of each
+_Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the config keys of their blocks
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Coupling:
             entries. If a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask is on the
             first one, and `compact` removes both.
         unit: The name of the axis that is kept or dropped; "u" by default.
-        scope: Axes (a str) at each of whose indices the same number of units is kept: key heads for units of query
-            heads.
+        scope: Axes (a str). The same number of units is kept at each index of these axes, such as in each key head if
+            units are query heads.
         sizes: {axis: length}, for axes whose length the shapes do not determine.
         member_scores: How the scores of the members are combined: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
@@ -127,7 +127,7 @@ class Coupling:
 
     @property
     def kind(self) -> str:
-        """What the units are, by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
+        """The kind of the units by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
 
         "width" means the hidden size, which many layers write. Other units are named by their module: "conv2 channels",
         "gate units".
@@ -154,7 +154,7 @@ class Coupling:
         return "mlp" if is_mlp or not path else f"{path[-1]} units"
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
-        """Match the coupling against a model: return a bound one for each value of the `*`s, in the model's order.
+        """Match the coupling against a model: return a bound coupling for each value of the `*`s, in order.
 
         Raises:
             SparsityError: A name matches nothing, a member is missing for some value, or a pattern does not fit.
@@ -178,7 +178,7 @@ class Coupling:
         return [with_lists(bound, lists, model, parameters) for bound in bounds] if lists else bounds
 
     def of_layers(self, model: nn.Module) -> list["Coupling"]:
-        """Return a coupling without stars for each that `bind` returns, so that each may keep another number of units.
+        """Return a coupling without stars for each bound coupling, so that each may keep its own number of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
         >>> [c.members for c in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
@@ -288,13 +288,13 @@ class Coupling:
 
 
 def check_attrs(where: str, attrs: object) -> None:
-    """Raise unless attributes are a dict {name: axes}; the error begins with `where`."""
+    """Raise an error that begins with `where` unless attributes are a dict {name: axes}."""
     if not isinstance(attrs, Mapping) or not all(isinstance(text, str) for pair in attrs.items() for text in pair):
         raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 
 
 def _member_rows(bound: BoundCoupling) -> _Rows:
-    """Return the parameters of a coupling: a unit is one block of them all."""
+    """Return the parameters of a coupling with the keys of their blocks; a unit is one block over all of them."""
     rows = []
     for member in bound.members:
         if member.is_parameter and not member.tied_to:
@@ -373,7 +373,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
             for fqn, entry in zip(fqns, entries, strict=True):
                 stages.setdefault(fqn, {})[free] = entry
     joint = []
-    for fqn, of_tensor in stages.items():  # in a stage of none of its couplings, all of it is one block, which is kept
+    for fqn, of_tensor in stages.items():  # in stages of other couplings, a tensor is one kept block
         shape = (-1,) * parameter_of(*owner_of(model, fqn)).ndim
         kept = {"block_shape": shape, "nnz": 1, "norm": 2, "member_scores": "sum", "scope_coupling": None}
         joined = {"stages": [of_tensor.get(stage, kept) for stage in range(max(of_tensor) + 1)]}
@@ -382,7 +382,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
 
 
 def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Coupling | None:
-    """Merge two couplings: a unit of the result is one unit of the coarser one with the finer units that belong to it.
+    """Merge two couplings: a unit of the result is one unit of the coarser coupling with its units of the finer one.
 
     In a rotary attention, for example, a pair of numbers of the queries and keys belongs with two numbers of the
     values.
@@ -430,7 +430,7 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
 
 
 def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
-    """Return the first coupling with the members of the second, of which `each` units make one."""
+    """Return the first coupling with the members of the second; `each` units of the second make one unit."""
     used = {axis for c in (first, second) for text in c.members.values() for d in dimensions_of(text) for axis in d}
     fresh = (letter for letter in ascii_letters if letter not in used)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))

@@ -1,7 +1,7 @@
 """Hooks on the steps of optimizers: capture dense gradients before a step, or add decay to gradients.
 
-While masks are open `.grad` is dense. Before the optimizer reads it, `GradientCapture` copies the dense gradient and
-masks `.grad`, so the step is that of closed masks. `DecayHooks` adds the decay of SR-STE.
+While masks are open, backward computes dense gradients. Before an optimizer reads `.grad`, `GradientCapture` copies
+the dense gradient and masks `.grad`, so dropped weights do not move. `DecayHooks` adds the decay of SR-STE.
 """
 
 import math
@@ -60,8 +60,8 @@ class StepHooks(ABC):
     def gradients_of(self, optimizer: Optimizer | None) -> list[tuple[TensorGroup, Tensor]]:
         """Return the groups that an optimizer trains (None: all) and that have gradients, with their parameters.
 
-        Parameters, masks and gradients are sharded as they are now. A trainer may shard a model and put new parameters
-        into the old optimizer without calling `attach`; tensor parallel layers may leave partial sums.
+        Masks and gradients are first sharded like the parameters, because a trainer may shard a model and put new
+        parameters into the old optimizer without calling `attach`, and tensor parallel layers may leave partial sums.
         """
         pairs = [(group, original(group)) for group in self._trained(optimizer)]
         pairs = [(group, parameter) for group, parameter in pairs if parameter.grad is not None]
@@ -81,7 +81,7 @@ class StepHooks(ABC):
         self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Act on the gradients before a step now, or after every call of the closure, which computes them."""
+        """Act on the gradients before a step or, if a closure computes them, after every call of the closure."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._on_gradients(optimizer, getattr(optimizer, "grad_scale", None))
@@ -97,17 +97,17 @@ class StepHooks(ABC):
         return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
 
     def _on_closure(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """Note what is there before a step's closure is called; nothing by default."""
+        """Hook that runs before the closure of a step is called; it does nothing by default."""
 
     @abstractmethod
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Change the gradients before a step; `scale` is what gradient scaling has multiplied them by."""
+        """Change the gradients before a step; `scale` is the factor of gradient scaling, or None."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_handles"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Continue as a copy, with hooks of its own on the copied optimizers."""
+        """Restore the state of a copy, and register hooks on its own optimizers."""
         self.__dict__.update(state)
         self._register()
 
@@ -115,7 +115,7 @@ class StepHooks(ABC):
 class DecayHooks(StepHooks):
     """Adds `decay * weight` to the gradients of dropped weights inside the backward mask (arXiv 2102.04010).
 
-    That is done before the step: so once for several micro-batches, and apart from gradient scaling.
+    This happens right before the step, so once for several micro-batches, and independently of gradient scaling.
     """
 
     def __init__(self, decay: float) -> None:
@@ -134,11 +134,11 @@ class DecayHooks(StepHooks):
 
 
 class GradientState(Enum):
-    """How far the gradient of one tensor has come in this iteration; README.md says who moves it."""
+    """The state of a tensor's gradient in this iteration; README.md says what changes it."""
 
     CLOSED = "closed"  # the mask is closed, so `.grad` is the gradient of kept weights, which no update reads
     OPEN = "open"  # `.grad` is dense, and not captured yet
-    TAKEN = "taken"  # it was captured and `.grad` was masked; what backward still adds is added to the captured one
+    TAKEN = "taken"  # it was captured and `.grad` was masked; a later backward adds to the captured gradient
     STEPPED = "stepped"  # the optimizer has stepped with it; another gradient in this iteration replaces it
 
 
@@ -147,8 +147,8 @@ class GradientCapture(StepHooks):
 
     Attributes:
         gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
-        keep: The coming step feeds an update: keep the captured gradients.
-        masked: Mask `.grad` before the step; False leaves it dense, so that momentum includes inactive weights.
+        keep: Whether captured gradients are kept, because the coming step precedes an update.
+        masked: Whether `.grad` is masked before the step; if not, momentum includes inactive weights.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class GradientCapture(StepHooks):
         self._warned_of_steps = False
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Register the hooks; none of the optimizers has stepped."""
+        """Register the hooks, and count every optimizer as not yet stepped."""
         super().attach(optimizers)
         self._stepped = [False] * len(self.optimizers)
 
@@ -173,7 +173,7 @@ class GradientCapture(StepHooks):
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
 
     def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
-        """Work on groups whose masks are new, or taken over from a copy of the model; closes them."""
+        """Work on groups whose masks are new or from a copy of the model, and close these masks."""
         super().watch(groups, model)
         for group in groups:
             mask_of(group).set_open(False)
@@ -186,7 +186,7 @@ class GradientCapture(StepHooks):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether every optimizer has stepped since the last `clear`; a step that gradient scaling skipped is none."""
+        """Whether every optimizer has stepped since the last `clear`; skipped steps (gradient scaling) do not count."""
         return self._restored or (bool(self._stepped) and all(self._stepped))
 
     def restore(self, gradients: Mapping[str, Tensor], has_stepped: bool) -> None:
@@ -201,7 +201,7 @@ class GradientCapture(StepHooks):
         self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}
 
     def set_open(self, is_open: bool, *, keep: bool, masked: bool) -> None:
-        """Open or close every mask for the coming iteration; masks are written only if that changes."""
+        """Open or close every mask for the coming iteration. Masks are written only if this changes them."""
         self.keep, self.masked = keep, masked
         self._clipping.sample(self.groups if is_open and keep else ())
         if is_open == self.is_open:
@@ -217,7 +217,7 @@ class GradientCapture(StepHooks):
         self.restore({}, has_stepped=False)
 
     def _begin_states(self, is_open: bool) -> None:
-        """Begin with masks that are open or closed, and with what `restore` has brought."""
+        """Set the state of every gradient from whether masks are open and the gradient is captured."""
         opened = {True: GradientState.TAKEN, False: GradientState.OPEN}
         self._states = {
             name: opened[name in self.gradients] if is_open else GradientState.CLOSED
@@ -226,7 +226,7 @@ class GradientCapture(StepHooks):
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:
-        """Capture dense gradients and mask `.grad`, of one optimizer's parameters or all; before clipping.
+        """Capture dense gradients and mask `.grad` before clipping, for one optimizer's parameters or all.
 
         Calling it again adds what was accumulated in between.
         """
@@ -256,15 +256,15 @@ class GradientCapture(StepHooks):
                 grad.copy_(torch.where(kept != 0, grad, hidden if scale is None else hidden * scale))
 
     def _on_closure(self, optimizer: Optimizer) -> None:
-        """Note the present gradients: what was captured of them stays valid unless the closure makes new ones."""
+        """Take snapshots of the gradients: captured ones stay valid unless the closure makes new ones."""
         for group in self._trained(optimizer) if self.is_open else ():
             self._before_closure[group["tensor_fqn"]] = _snapshot(original(group).grad)
 
     def _open_gradients(self, optimizer: Optimizer | None) -> Iterator[tuple[str, Any, Tensor, Tensor | None]]:
         """Yield (name, parameter, mask, gradient captured before) of gradients while masks are open.
 
-        Mask and captured gradient are those of this rank; None if the gradient that is there now is a new one. One
-        from before masks were opened is refused: it is zero for dropped weights, so growth must not use it.
+        Mask and captured gradient are this rank's; the latter is None if `.grad` is a new gradient. A gradient from
+        before masks were opened raises an error: it is zero for dropped weights, so growth must not use it.
         """
         for group in self._trained(optimizer) if self.is_open else ():
             name, grad = group["tensor_fqn"], original(group).grad
@@ -280,11 +280,11 @@ class GradientCapture(StepHooks):
             yield name, parameter, local(mask_of(group).mask), None if before is None else local(before)
 
     def momenta(self) -> dict[str, Tensor | None]:
-        """Return {tensor_fqn: what its optimizer keeps as momentum, None before its first step}."""
+        """Return {tensor_fqn: the momentum of its optimizer, or None before the first step}."""
         return {g["tensor_fqn"]: momentum_of(self.optimizers, original(g)) for g in self.groups}
 
     def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool:
-        """Return whether every optimizer has stepped and what an update reads exists and is finite, on every rank."""
+        """Return whether, on every rank, all optimizers have stepped and all that updates read exists and is finite."""
         values = [*self.gradients.values(), *momenta.values()]
         is_ready = self.has_stepped and all(t is not None for t in values)
         is_ready = is_ready and (not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups))
@@ -314,12 +314,12 @@ class GradientCapture(StepHooks):
 
 
 class ClippingWarning:
-    """Warns once if dense gradients are clipped by their norm, which then counts dropped weights too.
+    """Warns once if dense gradients are clipped by a norm that counts dropped weights too.
 
     Each gradient is sampled when backward has accumulated it, and compared with what the optimizer's step finds.
 
     Args:
-        is_over: The warning has been issued, so nothing is sampled any more.
+        is_over: Whether the warning was issued before; then nothing is sampled.
     """
 
     def __init__(self, is_over: bool = False) -> None:
@@ -341,7 +341,7 @@ class ClippingWarning:
     def check(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn if these gradients were multiplied by one factor since backward.
 
-        The inverses of whole numbers and powers of two are no such factors: averages and gradient scaling use them.
+        Inverses of whole numbers and powers of two do not count, because averages and gradient scaling use them.
         """
         names = [name for name in gradients if name in self._samples]
         if not names or self.is_over:
@@ -373,12 +373,12 @@ def _sample(grad: Any) -> Tensor:
 
 
 def _snapshot(grad: Tensor | None) -> Snapshot:
-    """Return a gradient with numbers that change when it is changed in place, also through this rank's part of it."""
+    """Return a weak reference to a gradient and version numbers that any change in place increases."""
     return None if grad is None else (weakref.ref(grad), grad._version, local(grad)._version)
 
 
 def _is_unchanged(grad: Tensor | None, snapshot: Snapshot) -> bool:
-    """Whether a gradient exists and is the one of the snapshot, with the same values."""
+    """Return whether a gradient exists and is the one of the snapshot, with the same values."""
     if grad is None or snapshot is None or snapshot[0]() is not grad:
         return False
     return snapshot[1:] == (grad._version, local(grad)._version)

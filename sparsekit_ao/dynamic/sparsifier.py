@@ -36,7 +36,7 @@ from .gradients import GradientCapture
 from .inits import Init, initial_masks, initialize_masks, parse_init, refuse_meta
 from .update import NewValues, Settings, UpdateStatistics, make_settings, run_update, zero_dropped, zero_dropped_state
 
-#: what a checkpoint keeps besides masks and groups, and its kinds
+#: the values that a checkpoint holds besides masks and groups, and their types
 _PROGRESS = {"iteration": int, "pending": bool, "stepped": bool, "gradients": Mapping}
 
 
@@ -56,8 +56,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         init: How masks start: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
         update_every: The number of iterations from one update to the next. With None, masks never change.
         update_fraction: The fraction of the active blocks that an update replaces, in [0, 1): a number (0.3 by
-            default), or a function of the iteration. It is not used if `target` determines how many are pruned and
-            `grow` is None.
+            default), or a function of the iteration. With a `target` and `grow=None`, the target alone determines
+            how many are pruned.
         until: The last iteration that may update masks; None (default) sets no end.
         prune: Which active blocks are dropped: "magnitude", "global", "random", or a criterion of `criteria`.
         grow: Which dropped blocks become active: "gradient", "momentum", "random", None (no blocks), or a criterion of
@@ -180,7 +180,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             )
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Check what only `prepare` must know, spread the overall budget, and draw the masks to start with."""
+        """Check settings against the groups, distribute the overall budget, and choose the initial masks."""
         if self._capture.optimizers:
             self.settings.check_optimizers(self._capture.optimizers, groups)
         if self._resumes:
@@ -197,7 +197,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             return {}
         sizes = {g["tensor_fqn"]: original(g).numel() for g in groups}
         dropped = sum(level * sizes[name] for name, level in super()._levels(groups).items())
-        return {"the whole": round(dropped / max(sum(sizes.values()), 1), 3)}  # redistribution moves single levels
+        return {"the whole": round(dropped / max(sum(sizes.values()), 1), 3)}  # redistribution changes single levels
 
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
         return Budgets(
@@ -206,7 +206,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
-        # in eager mode on CPU a float mask costs what a product does at every size; elsewhere a bool one saves memory
+        # in eager mode on a CPU, a float mask costs one product at every size; elsewhere a bool mask saves memory
         is_float = weight.device.type == "cpu" and not is_sharded(weight)
         mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
         if kept is not None:
@@ -229,7 +229,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers, and finish what `prepare` could not do while weights were on the meta device.
 
-        Weights may have been sharded since. If it raises, nothing is changed.
+        Weights may have been sharded after `prepare`. If there is an error, nothing is changed.
         """
         for group in self.groups:
             self.live_mask(group)
@@ -294,7 +294,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         zero_dropped_state(groups, self._capture.optimizers)
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Squash so that the next step of an optimizer keeps the zeros; `attach` it again before another `prepare`."""
+        """Squash such that the next optimizer step keeps the zeros, and detach the optimizers."""
         masked = [(original(g), self.live_mask(g)) for g in self.groups]
         super()._squash(model, kept)
         if model is not self.model:
@@ -329,7 +329,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         return {**super()._extra_state(), "dynamic": {**progress, "taken": list(captured), "gradients": captured}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Continue exactly where `state_dict` was saved, even while an update was pending."""
+        """Load a state, and continue exactly where it was saved, also if an update was pending."""
         self.require_prepared("load_state_dict")
         progress = _checked_progress(state_dict, self.groups)
         super().load_state_dict(state_dict, strict)
@@ -350,7 +350,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 def _overall_level(
     level: float | None, nnz: int | None, structure: Mapping[str, Any], init: Init, settings: Settings
 ) -> tuple[float | None, dict[str, Any]]:
-    """The overall level, and the structure without it; raises where several arguments say what is kept."""
+    """Return the overall level, and the structure without it. Raise an error if several arguments set a budget."""
     pattern = checked_pattern(structure.get("pattern"), "")
     if pattern is not None and pattern.sparsity_level is not None and level is None:
         level, structure = pattern.sparsity_level, {**structure, "pattern": replace(pattern, sparsity_level=None)}
@@ -365,9 +365,9 @@ def _overall_level(
 
 
 def _checked_progress(state_dict: object, groups: Sequence[TensorGroup]) -> dict[str, Any]:
-    """The saved progress, checked to fit, with gradients copied to the devices and ranks of their weights."""
+    """Check and return the saved progress, with gradients copied to the devices and ranks of their weights."""
     if not isinstance(state_dict, Mapping) or "dynamic" not in state_dict:
-        raise SparsityError("load_state_dict: this state is not a dynamic sparsifier's; it has no 'dynamic' entry")
+        raise SparsityError("load_state_dict: the state has no 'dynamic' entry; give one of a DynamicSparsifier")
     saved = state_dict["dynamic"]
     for key, kind in _PROGRESS.items():
         value = saved.get(key) if isinstance(saved, Mapping) else None
@@ -384,7 +384,7 @@ def _checked_progress(state_dict: object, groups: Sequence[TensorGroup]) -> dict
         gradient = saved["gradients"][name]
         if not isinstance(gradient, Tensor) or gradient.shape != weight.shape:
             shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-            text = f"the saved gradient is {shape}, the weight {tuple(weight.shape)}"
+            text = f"the saved gradient is {shape}, but the weight is {tuple(weight.shape)}"
             raise SparsityError(f"load_state_dict: {name}: {text}")
         gradients[name] = placed_like(gradient.detach().clone().to(weight.device), weight)
     return {**saved, "gradients": gradients}

@@ -1,7 +1,7 @@
 """One update of masks: prune the lowest scores, redistribute budgets, grow the highest scores, write the result.
 
 `Settings` says when updates happen and by which criteria. `run_update` computes all that may raise before it writes
-anything. Pruning groups are read one after the other, so that of sharded weights only one group is whole at a time.
+anything. Pruning groups are read one after the other, so that only one group of sharded weights is gathered at a time.
 Tensors that compete with each other (prune="global") are read together.
 """
 
@@ -71,7 +71,7 @@ class UpdateStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The checked arguments of `DynamicSparsifier` that say when updates happen and what they do; see there."""
+    """The checked arguments of `DynamicSparsifier` that say when updates happen and what they do."""
 
     update_every: int | None
     update_fraction: Schedule
@@ -114,7 +114,7 @@ class Settings:
         return iteration % (self.update_every or 1) == 0 and self.may_update(iteration)
 
     def due(self) -> range:
-        """Return the iterations with a scheduled update; the first 1000 where there is no end."""
+        """Return the iterations with scheduled updates, or the first 1000 of them if `until` is None."""
         every = self.update_every or 1
         return range(every, (every * 1000 if self.until is None else self.until) + 1, every)
 
@@ -123,9 +123,9 @@ class Settings:
         return self.updates and (self.until is None or iteration <= self.until)
 
     def opening(self, iteration: int, is_pending: bool) -> dict[str, bool]:
-        """Return the arguments of `GradientCapture.set_open` for an iteration, with an update pending from earlier.
+        """Return the arguments of `GradientCapture.set_open` for an iteration; `is_pending` if an update is late.
 
-        Masks are open if the iteration feeds an update that reads gradients, or momentum that one will read.
+        Masks are open if an update reads the gradients of this iteration, or if a later one reads momentum.
         """
         feeds = self.is_due(iteration) or (is_pending and self.may_update(iteration))
         always = self.needs_momentum and self.may_update(iteration)
@@ -151,7 +151,7 @@ class Settings:
         return level
 
     def extreme_targets(self) -> tuple[float, ...]:
-        """Return the lowest and highest overall sparsity of a target, where the end is known."""
+        """Return the lowest and highest overall sparsity of a target, if `until` is given."""
         if self.target is None:
             return ()
         levels = [self.target_at(t) for t in (0, *self.due())]
@@ -164,7 +164,7 @@ class Settings:
         return () if self.until is None else (min(levels), max(levels))
 
     def check_budgets(self, budgets: Budgets) -> None:
-        """Raise where a setting that moves budgets between tensors cannot."""
+        """Raise an error if a setting moves budgets between tensors that cannot be moved."""
         moving = [name for name in ("redistribute", "target") if getattr(self, name) is not None]
         moving += ["prune='global'"] if self.prune.is_global else []
         if moving and not budgets.shared:
@@ -174,15 +174,15 @@ class Settings:
             )
         if self.prune.is_global and self.target and len({budgets.sizes[k] for k in budgets.shared}) > 1:
             raise SparsityError(
-                "prune='global' with a target counts blocks of all tensors together, so they need one size; use "
-                "prune='magnitude'"
+                "prune='global' with a target counts blocks of all tensors together, so all must have one size; "
+                "use prune='magnitude'"
             )
         if self.redistribute is not None:
             budgets.refuse_uneven_scopes()
             budgets.refuse_without_exchange()
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
-        """Raise unless one of these trains each parameter and stores what updates read, and all train some."""
+        """Raise an error unless optimizers train each parameter and store what updates read, and each trains some."""
         momentum, squares = self.needs_momentum, self.needs_squares
         used = set()
         for group in groups:
@@ -198,7 +198,7 @@ class Settings:
 
 
 def make_settings(**arguments: Any) -> Settings:
-    """Return `DynamicSparsifier`'s arguments as Settings, once each is known to be valid alone and with the others."""
+    """Check the arguments of `DynamicSparsifier`, each alone and together, and return them as Settings."""
     criteria = {purpose: parse_criterion(purpose, arguments[purpose]) for purpose in ("prune", "grow", "redistribute")}
     target, fraction = arguments["target"], arguments["update_fraction"]
     if arguments["state_init"] not in ("zero", "grad"):
@@ -243,8 +243,8 @@ def run_update(
 ) -> UpdateStatistics:
     """Choose new masks of all pruning groups and write them; if a criterion raises, nothing has changed.
 
-    Shared budgets are set to their new values. `momenta` are by tensor_fqn, where a criterion needs them;
-    `statistics` are called with a name.
+    Shared budgets are set to their new values. `momenta` is {tensor_fqn: momentum}, if a criterion needs it;
+    `statistics(name)` returns the statistics of a tensor.
     """
     fraction, slots = settings.fraction_at(iteration), []
     for pruning in budgets.pruning_groups:
@@ -327,10 +327,10 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
 
 
 def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
-    """Keep all but exactly floor(fraction * active) slots of a pruning group, and in no scope more than its budget.
+    """Prune floor(fraction * active) slots of a pruning group, and more if a scope would exceed its budget.
 
-    Every scope loses the smallest floor(fraction * active) of its own. Where that falls short of the pruning group's
-    number (2 of 4 loses none at 0.3) and scopes regrow to their budgets, the smallest of all scopes' weakest go too.
+    Every scope loses its lowest floor(fraction * active) slots. If these are too few for the pruning group (2 of 4 lose
+    none at 0.3) and scopes regrow to their budgets, the lowest among the weakest slots of all scopes are pruned too.
     """
     active, scores = slots.active, _scores(criterion, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
@@ -388,11 +388,10 @@ def _prune_together(
 def _redistribute(
     slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, criterion: Criterion
 ) -> list[Tensor]:
-    """Return budgets after the pruned blocks are shared out anew over the groups that share the budget.
+    """Return the budgets after the pruned blocks are distributed among the groups that share a budget.
 
-    Growth is in proportion to the criterion's share; `counts` are what pruning left in each scope. The largest
-    remainders are rounded up where one more block in every scope costs the same in all groups; else whole exchanges are
-    made.
+    Groups grow in proportion to their shares by the criterion; `counts` are the slots left in each scope. If one more
+    block per scope costs the same in all groups, the largest remainders are rounded up, else groups exchange units.
     """
     shared = budgets.shared
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
@@ -413,14 +412,14 @@ def _redistribute(
 
 
 def _grow(slots: Slots, kept: Tensors, keep: Tensor, criterion: Criterion) -> Tensors:
-    """Return masks of what a pruning group kept, and its highest inactive slots up to its budget."""
+    """Return masks of the kept slots of a pruning group and its highest inactive slots, up to its budget."""
     rows = slots.rows_of(kept)
     grown = keep_mask(_scores(criterion, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
 
 def _scores(criterion: Criterion, slots: Slots) -> Tensor:
-    """Return a criterion's scores of every slot, checked, since the criterion may be a user's."""
+    """Return the scores that a criterion gives every slot, checked because a user may have written it."""
     scores = criterion.score(slots)
     if not isinstance(scores, Tensor) or tuple(scores.shape) != slots.shape or not scores.is_floating_point():
         kind = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -495,6 +494,6 @@ def zero_dropped(groups: Sequence[TensorGroup]) -> None:
 
 
 def zero_dropped_state(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:
-    """Zero the optimizer state of dropped weights, which would change them for many more steps."""
+    """Zero the optimizer state of dropped weights, because it would change them for many more steps."""
     for group in groups:
         reset_state(optimizers, original(group), mask_of(group).mask == 0)

@@ -38,7 +38,7 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     compacted model, the dense model's config and `manifest.json` are written, which `load_pretrained` reads.
 
     Args:
-        model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`. Not changed.
+        model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `shrink` or `compact` returned.
         path: The folder to write.
@@ -49,8 +49,8 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         bytes of the dense model and of the files, and the line of code that loads it.
 
     Raises:
-        SparsityError: The model has no such method, or adapters that are not merged; or no tensor with the name and
-            shape of a mask, or one that is not zero where its mask drops; or a written file has other values.
+        SparsityError: The model has no such method; it has adapters that are not merged; it has no tensor with the name
+            and shape of a mask, or one that is not zero where its mask drops; or a written file has other values.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -118,7 +118,7 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
 class _Masked(Tensor):
     """A masked weight, which is computed when its values are read, and takes no memory of its own until then.
 
-    transformers reads a shard after the other, and does no more with whole state dicts than to take views of tensors.
+    transformers reads one shard after the other, and only takes views of the tensors in whole state dicts.
     """
 
     mask: Tensor
@@ -149,7 +149,7 @@ class _Masked(Tensor):
 
 
 def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors that were saved, one at a time; as `from_pretrained` loads them if some were renamed or split."""
+    """Yield the saved tensors one by one: from the files, or by `from_pretrained` if some were renamed or split."""
     from safetensors import safe_open
 
     written = []
@@ -169,7 +169,7 @@ def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str,
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer; read from disk if accelerate has offloaded it there."""
+    """Return a parameter or buffer, and read it from disk if accelerate has offloaded it there."""
     module, key = owner_of(model, name)
     if not hasattr(module, "_hf_hook"):
         return getattr(module, key).detach()
@@ -180,7 +180,7 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
-    """Save an ordinary checkpoint where the config describes the model, else the dense config and the manifest.
+    """Save an ordinary checkpoint if the config describes the model, else the dense config and the manifest.
 
     It is written beside the folder and loaded for a check first, so that an error leaves the folder as it is.
     """
@@ -201,8 +201,8 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
             loaded = load_pretrained(new, type(model)).state_dict()
         except SparsityError as e:
             raise SparsityError(
-                f"save_pretrained: this cannot be loaded again, so {folder} is left as it was: {e}. A model that was "
-                "made smaller twice can be saved if its config describes it after the first time."
+                f"save_pretrained: the saved model cannot be loaded, so {folder} is left as it was: {e}. A model that "
+                "was made smaller twice can be saved if its config describes it after the first time."
             ) from e
         for key in model.state_dict():
             tensor = _tensor(model, key).cpu()
@@ -244,7 +244,7 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 
 
 def _write_per_layer_config(model: Any, path: Path) -> str:
-    """Write the sizes of layers that differ from the config's into it, for a Llama-shaped decoder; return what to note.
+    """Write sizes of layers that differ from the config into the config, for decoders like Llama's; return a note.
 
     This is `per_layer_config` of transformers 5. It stays here although no model reads it yet, because configs do,
     and tests load it with `AutoConfig`.
@@ -252,10 +252,10 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
     data, sizes = json.loads(path.read_text()), layer_sizes(model)
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
     if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
-        data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # which a layer with fewer heads keeps
+        data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # it stays with fewer heads
     differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
     if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
-        differing = []  # these are not of one layer, or rotate other positions than a smaller head would
+        differing = []  # hidden_size is not of one layer; a cut head rotates other positions than a small one
     try:
         type(model.config).from_dict(
             data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}
@@ -268,11 +268,11 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
     if not entries:
         return ""
     path.write_text(json.dumps(data | {"per_layer_config": entries}, indent=2, sort_keys=True) + "\n")
-    return "; per_layer_config in it does, for code that reads that (no model of transformers 5.23 does)"
+    return "; its per_layer_config does, for code that reads this key (no model of transformers 5.23 does)"
 
 
 def layer_sizes(model: nn.Module) -> list[dict[str, int]]:
-    """The sizes of each layer of a decoder whose modules are named and shaped as Llama's, as its config calls them."""
+    """Return the sizes of each layer of a decoder with the modules of Llama, under the names of its config."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
         layer_sizes = dict[str, int]()
@@ -298,7 +298,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
         kwargs: Arguments of `from_pretrained` if the config describes the model, else of the constructor.
 
     Raises:
-        SparsityError: A file is missing or damaged, the manifest or the weights are of another model, or the weights
+        SparsityError: A file is missing or damaged, the manifest or the weights belong to another model, or the weights
             are neither in `model.safetensors` nor in files that an index lists.
 
     >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
@@ -320,11 +320,11 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     model = cut_to(make(config, **kwargs), manifest)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    values = {name: value for name, value in values.items() if value.numel() or name in tensors}  # not of removed parts
+    values = {name: value for name, value in values.items() if value.numel() or name in tensors}  # drops removed parts
     for name, value in values.items():
         if name not in tensors or tensors[name].shape != value.shape:
-            shape = tuple(tensors[name].shape) if name in tensors else "no tensor of the model"
-            raise SparsityError(f"load_pretrained: {folder} holds {name} {tuple(value.shape)}, which is {shape}")
+            shape = tuple(tensors[name].shape) if name in tensors else "no such tensor"
+            raise SparsityError(f"load_pretrained: {folder} holds {name} {tuple(value.shape)}; the model has {shape}")
     loaded = {id(tensors[name]) for name in values}
     missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in loaded]
     if missing:
@@ -340,7 +340,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     single, index, where = folder / WEIGHTS, folder / INDEX, "load_pretrained: "
     if single.exists() == index.exists():
         both = "both" if single.exists() else "neither"
-        raise SparsityError(f"{where}{folder} must hold {WEIGHTS} or {INDEX}, and holds {both}")
+        raise SparsityError(f"{where}{folder} must hold either {WEIGHTS} or {INDEX}, but holds {both}")
     files, listed = {WEIGHTS}, WEIGHTS
     if index.exists():
         file_of = json.loads(index.read_text()).get("weight_map")
@@ -349,7 +349,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         files, listed = {*file_of.values()}, f"those of {INDEX}"
     if unlisted := {file.name for file in folder.glob("model*.safetensors")} - files:
         raise SparsityError(
-            f"{where}{folder} holds {min(unlisted)} beside {listed}: move out of the folder what is not of this model"
+            f"{where}{folder} holds {min(unlisted)} beside {listed}; move away files that belong to another model"
         )
     if single.exists():
         return load_file(single)
@@ -357,15 +357,15 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     for file in sorted(files):
         for name, tensor in load_file(folder / file).items():
             if file_of.get(name) != file:
-                raise SparsityError(f"{where}{file} holds {name}, for which {INDEX} names {file_of.get(name)}")
+                raise SparsityError(f"{where}{file} holds {name}, but {INDEX} names {file_of.get(name)} for it")
             tensors[name] = tensor
     if absent := file_of.keys() - tensors.keys():
-        raise SparsityError(f"{where}{file_of[min(absent)]} does not hold {min(absent)}, as {INDEX} says")
+        raise SparsityError(f"{where}{file_of[min(absent)]} does not hold {min(absent)}, although {INDEX} says so")
     return tensors
 
 
 def load_masks(path: str | Path) -> dict[str, Tensor]:
-    """Return the masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True for kept ones}.
+    """Return the masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True where kept}.
 
     Raises:
         SparsityError: The file was not written by `save_pretrained`, or it is damaged.

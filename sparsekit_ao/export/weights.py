@@ -1,7 +1,4 @@
-"""Reports which patterns the zeros of a model's weights satisfy, and which functions of `export` take them.
-
-Models may be masked or squashed; nothing is changed.
-"""
+"""Reports which patterns the zeros of a model's weights satisfy, and which functions of `export` take them."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -20,13 +17,13 @@ from ..tables import Table
 from ..torch_ao import FakeSparsity
 
 DENSE = 0.99  # a weight of a larger density is called dense
-ZEROS = 0.1  # a weight without a mask counts as pruned from this fraction of zeros on
-MULTIPLES = {torch.float16: (32, 64), torch.bfloat16: (32, 64), torch.int8: (16, 128)}  # of torch's CUTLASS kernels
+ZEROS = 0.1  # a weight without a mask counts as pruned if at least this fraction is zero
+MULTIPLES = {torch.float16: (32, 64), torch.bfloat16: (32, 64), torch.int8: (16, 128)}  # (rows, columns), for CUTLASS
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _N_M = ((1, 8), (1, 4), (2, 4), (4, 8), (8, 16))  # the first that fits implies those after it
 _BLOCKS = ((32, 32), (16, 16), (8, 8), (4, 4), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1))  # the largest first
-_SAMPLE = 64  # parts of each dimension that are looked at first, since most weights break a structure there
+_SAMPLE = 64  # parts of each dimension that are checked first, because most misfits show there
 _SHOWN = 10  # lines of an error
 
 
@@ -38,8 +35,7 @@ class WeightToExport:
         path, module: The name of the module that holds the weight, in `model.named_modules()`, and the module.
         tensor_name: The name of the weight in the module.
         masked: Whether it has a mask, a `WeightMask` or another `FakeSparsity`.
-        names: Every name of the weight in the model's state dict after `squash_mask`; several if it is tied, or its
-            module is used in several places.
+        names: All names of the weight in the state dict after `squash_mask`; several if it or its module is shared.
     """
 
     path: str
@@ -60,7 +56,7 @@ class WeightToExport:
 
     @property
     def kept(self) -> Tensor:
-        """Which values are not zero, as bool of the weight's shape; nan is not zero, -0.0 is."""
+        """A bool tensor of the values that are not zero; nan counts as not zero, -0.0 as zero."""
         weight = self.weight
         has_no_comparison = weight.is_floating_point() and weight.itemsize == 1  # float8 on the CPU
         return (weight.float() if has_no_comparison else weight) != 0
@@ -139,7 +135,7 @@ class Conversion:
         target: The name of the function that converted.
         converted: The names of the tensors that are now stored or run sparse.
         left: {tensor: why it was not converted} for all other weights.
-        before, after: The bytes of what was converted, before and after; those of the whole files if files are written.
+        before, after: The bytes of what was converted, before and after, or of whole files if files are written.
         difference: The largest difference of an output, relative to the largest value that differs; None if values are
             equal bit for bit.
         notes: What else you should know, as texts.
@@ -158,7 +154,7 @@ class Conversion:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        weights = len(self.converted) + len(self.left)  # none of a compacted model
+        weights = len(self.converted) + len(self.left)  # a compacted model has none
         lines = [f"{self.target}: {len(self.converted)} of {weights} weights" if weights else self.target]
         lines += [f"bytes: {self.before:,} -> {self.after:,} ({self.after / max(self.before, 1):.3f})"]
         lines += [] if self.difference is None else [f"largest relative difference of outputs: {self.difference:.1e}"]
@@ -290,7 +286,7 @@ def checked_layers(
         chosen = [layer for layer in layers if layer in chosen]
     if not chosen:
         empty = "tensors is empty; name weights, or leave it out to take the pruned ones"
-        unpruned = "no weight is masked, and in none a tenth is zero. Prune the model first, or pass tensors=[...]"
+        unpruned = "no weight is masked, and none has a tenth of zeros. Prune the model first, or pass tensors=[...]"
         raise SparsityError(f"{target}: {unpruned if tensors is None else empty}")
     refused = [f"{layer.fqn}: {text}" for layer in chosen for text in refusals(layer)]
     if refused:
@@ -305,7 +301,7 @@ def _parametrizations(module: nn.Module, name: str) -> list[nn.Module]:
 
 
 def linear_refusals(layer: WeightToExport, dtypes: Iterable[torch.dtype] = FLOATS) -> list[str]:
-    """Return why a layer is not the Linear of finite weights of its own that can be replaced by another tensor."""
+    """Return why a layer is not a Linear whose weight is finite and not shared, so that it can be replaced."""
     module, weight, kind = layer.module, layer.weight, _kind(layer.module)
     if not isinstance(module, nn.Linear) or layer.tensor_name != "weight":
         hint = "; Conv1D stores its weight transposed" if is_of_transformers(module, "Conv1D") else ""
@@ -351,9 +347,9 @@ def pack_refusals(layer: WeightToExport) -> list[str]:
 
 
 def groups_of_rows(layer: WeightToExport) -> Tensor:
-    """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest groups that keep the same.
+    """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest groups with equal inputs.
 
-    Without a mask, a few kept weights may be zero: of 2^24 random numbers in float32 one is.
+    Without a mask, a few kept weights may be zero, as about one in 2^24 random float32 numbers is.
     """
     masks = [p.mask != 0 for p in _parametrizations(layer.module, "weight") if isinstance(p, FakeSparsity)]
     kept, groups = masks[0] if masks else layer.kept, list[Tensor]()
@@ -382,7 +378,7 @@ def gathered_refusals(layer: WeightToExport) -> list[str]:
     if at := _first_index(counts != counts[:1]):
         first, size = at[0], rows // len(reads)
         place = f"{counts[0]} in rows 0:{size}, {counts[first]} in rows {first * size}:{first * size + size}"
-        return [f"needs as many inputs in each group of rows, got {place}"]
+        return [f"needs the same number of inputs in each group of rows, got {place}"]
     return [f"needs some of {inputs} inputs to be kept, got {n}" for n in counts[:1].tolist() if n in (0, inputs)]
 
 
@@ -394,7 +390,7 @@ REFUSALS: Mapping[str, Callable[[WeightToExport], list[str]]] = {
 
 
 def _first_index(wrong: Tensor) -> tuple[int, ...] | None:
-    """The index of the first True, or None."""
+    """Return the index of the first True, or None."""
     return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else None
 
 
@@ -411,8 +407,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _patterns_of(layer: WeightToExport, kept: Tensor) -> list[str]:
-    """Rows, columns and the strictest n:m (along the inputs) that a weight satisfies; else the largest blocks."""
-    if _density(kept) >= DENSE:  # an empty one, too
+    """Return rows, columns and the strictest n:m (along inputs) that a weight satisfies, else the largest blocks."""
+    if _density(kept) >= DENSE:  # also an empty weight
         return []
     names = [p.kind for p in (patterns.rows(), patterns.columns()) if _satisfies(layer, kept, p)]
     names += [f"{n}:{m}" for n, m in _N_M if _satisfies(layer, kept, patterns.n_m(n, m), most=n)][:1]
@@ -421,7 +417,7 @@ def _patterns_of(layer: WeightToExport, kept: Tensor) -> list[str]:
 
 
 def _satisfies(layer: WeightToExport, kept: Tensor, pattern: patterns.Pattern, most: int | None = None) -> bool:
-    """Whether the scopes of a pattern keep at most so many values; without a number, its blocks all values or none."""
+    """Return whether scopes keep at most `most` values, or without `most` whether blocks keep all values or none."""
     try:
         shapes = pattern.resolve(layer.module, layer.tensor_name, kept)
     except SparsityError:  # the pattern does not fit the weight

@@ -29,8 +29,8 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
 
     Elements are selected, not multiplied: a dropped one is exactly 0 in forward and backward, even where the weight is
     NaN or infinite. In eager mode the mask may be written before the backward pass, since autograd saves a copy of it.
-    The copy lives as long as the graph: one byte an element, on CPU the weight's own size. Compiled code saves the mask
-    itself; torch raises if it was written before the backward pass.
+    The copy lives as long as the graph; it takes one byte per element, or on a CPU as much as the weight. Compiled code
+    saves the mask itself, and torch raises an error if it was written before the backward pass.
 
     >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor([1., 0.])
@@ -39,20 +39,20 @@ def select(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def _selected(weight: Tensor, mask: Tensor) -> Tensor:
-    """`select` by a mask that nobody writes before the backward pass; in the weight's dtype if `_takes_floats`."""
+    """Do as `select`, with a mask that is not written before backward, in the weight's dtype if `_takes_floats`."""
     if _takes_floats(weight):
         return torch.ops.aten.threshold_backward(weight, mask, 0)
     return torch.where(mask != 0, weight, 0)
 
 
 def _takes_floats(weight: Tensor) -> bool:
-    """Whether a weight is selected by a mask of its own dtype, as on a CPU in eager mode."""
+    """Return whether a weight is selected by a mask of its own dtype, as on a CPU in eager mode."""
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     return not is_traced and weight.device.type == "cpu" and weight.dtype in FLOATS and not is_sharded(weight)
 
 
 def _converted(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in a dtype, in fresh memory where autograd may save it."""
+    """Return the mask in a dtype, in fresh memory if autograd may save it."""
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)  # three times as fast to convert
     return mask.to(dtype, copy=torch.is_grad_enabled())
@@ -65,7 +65,7 @@ class _Kept(NamedTuple):
     converted: Tensor
 
     def is_of(self, mask: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the mask still has these values: torch counts not every write (through `.data`, say)."""
+        """Return whether the mask still has these values. Its version misses some writes (through `.data`, say)."""
         if self.converted.dtype != dtype or self.mask.dtype != mask.dtype:
             return False
         pair = [mask, self.mask]
@@ -76,7 +76,7 @@ class _Kept(NamedTuple):
 
 
 def marked(weight: Tensor) -> Tensor:
-    """A masked weight; marked where it looks like a parameter, so that `structure` does not take it for one."""
+    """Return a masked weight, marked if it looks like a parameter so that `structure` does not take it for one."""
     if not torch.compiler.is_compiling() and weight.is_leaf:
         weight.is_masked_weight = True  # type: ignore[attr-defined]
     return weight
@@ -133,11 +133,11 @@ class WeightMask(FakeSparsity):
         return kept.converted
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is kept for forward passes."""
+        """Return everything except the copy that is kept for forward passes."""
         return {k: v for k, v in self.__dict__.items() if k != "_kept"}
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """As any module's; a mask that is moved from the meta device keeps everything, since it had no values there."""
+        """Apply as in any module. A mask from the meta device then keeps everything, since it had no values there."""
         was_meta, self._kept = self.mask.is_meta, None
         super()._apply(*args, **kwargs)
         if was_meta and not self.mask.is_meta:
@@ -145,7 +145,7 @@ class WeightMask(FakeSparsity):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        """As any module's; a whole mask can be loaded into a sharded one, and the reverse."""
+        """Load as in any module. A whole mask can be loaded into a sharded one, and the reverse."""
         for name, own in self.named_buffers():
             saved = state_dict.get(f"{prefix}{name}")
             if isinstance(saved, Tensor) and saved.shape == own.shape:
@@ -166,7 +166,7 @@ class WeightMask(FakeSparsity):
 
 
 def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
-    """The mask on a tensor, or None."""
+    """Return the mask on a tensor, or None."""
     if not parametrize.is_parametrized(module, tensor_name):
         return None
     for layer in module.parametrizations[tensor_name]:  # type: ignore[index]
@@ -176,8 +176,8 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
 
 
 def parametrized_names(module: nn.Module) -> list[str]:
-    """The tensors of a module that have parametrizations; none of a wrapper that passes on those of what it wraps."""
-    if isinstance(module, torch.jit.ScriptModule):  # whose dicts are others
+    """Return the parametrized tensors of a module; a wrapper that passes on attributes of its module has none."""
+    if isinstance(module, torch.jit.ScriptModule):  # it has other dicts
         return []
     found = module._modules.get("parametrizations")
     return list(found) if isinstance(found, nn.ModuleDict) else []
@@ -186,7 +186,7 @@ def parametrized_names(module: nn.Module) -> list[str]:
 def under_all_names(
     model: nn.Module, masks: Sequence[tuple[nn.Module, str, WeightMask]]
 ) -> list[tuple[nn.Module, str, WeightMask]]:
-    """Masks, (module, tensor name, mask) each, with those under the other names of tied parameters added."""
+    """Return the masks, (module, tensor name, mask) each, and entries for the other names of tied parameters."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -199,7 +199,7 @@ def under_all_names(
 
 
 def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
-    """Where the masks of these tensors are registered besides: (module, tensor name) of tied parameters."""
+    """Return the other places of the masks of these tensors: (module, tensor name) of tied parameters."""
     own = {(id(module), name) for module, name in tensors}
     masks = {id(find_mask(*tensor)) for tensor in tensors}
     return [
@@ -212,7 +212,7 @@ def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> l
 
 @contextmanager
 def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
-    """Register masks, (module, tensor name, mask) each, on top of what parametrizes the tensors already.
+    """Register masks, (module, tensor name, mask) each, on top of other parametrizations of the tensors.
 
     If anything fails inside, none of them is registered.
     """
@@ -232,7 +232,7 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
 
 
 def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1) -> None:
-    """Register a mask on top of what parametrizes the tensor already, or after the first `at` of these."""
+    """Register a mask on top of all other parametrizations of the tensor, or after the first `at` of them."""
     if at >= 0 and parametrize.is_parametrized(module, tensor_name):
         _chain(module, tensor_name).insert(at, mask)
     else:
@@ -243,7 +243,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
 
 
 def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
-    """The mask on a tensor, or None, to be read or written; first sharded as the tensor, if that was sharded since."""
+    """Return the mask on a tensor, or None, to be read or written; it is first sharded like the tensor."""
     found = find_mask(module, tensor_name)
     if found is None:
         return None
@@ -267,7 +267,7 @@ def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMas
 
 
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
-    """What the mask is applied to: the parameter itself, or what parametrizations below the mask make of it."""
+    """Return the weight below the mask: the parameter itself, or the result of parametrizations below the mask."""
     chain = _chain(module, tensor_name)
     if isinstance(chain[0], WeightMask):
         return chain.original.detach()
@@ -275,42 +275,42 @@ def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
 
 
 def parameters_under(module: nn.Module, tensor_name: str) -> list[Tensor]:
-    """The parameters of a parametrized tensor; several only where parametrizations below the mask have them."""
+    """Return the parameters of a parametrized tensor; several only if parametrizations below the mask have them."""
     chain = _chain(module, tensor_name)
     return [chain.original] if chain.is_tensor else [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
 
 
 def used_weight(module: nn.Module, tensor_name: str) -> Tensor:
-    """The values that the forward pass uses: masked, and through all other parametrizations; without gradient."""
+    """Return the values that the forward pass uses, after the mask and all parametrizations, without gradient."""
     if not parametrize.is_parametrized(module, tensor_name):
         return getattr(module, tensor_name).detach()
     return through(list(_chain(module, tensor_name)), parameters_under(module, tensor_name)).detach()
 
 
 def shape_of(module: nn.Module, tensor_name: str) -> tuple[int, ...]:
-    """The shape of a tensor, masked or not, which is not computed for it."""
+    """Return the shape of a tensor, masked or not, without computing the tensor."""
     weight_mask = find_mask(module, tensor_name)
     return tuple((getattr(module, tensor_name) if weight_mask is None else weight_mask.mask).shape)
 
 
 def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
-    """The (first) parameter of a masked tensor."""
+    """Return the (first) parameter of a masked tensor."""
     return parameters_under(module, tensor_name)[0]
 
 
 def below(module: nn.Module, tensor_name: str) -> list[nn.Module]:
-    """The parametrizations below the mask of a tensor, the lowest first."""
+    """Return the parametrizations below the mask of a tensor, the lowest first."""
     layers = list(_chain(module, tensor_name))
     return layers[: next(i for i, p in enumerate(layers) if isinstance(p, WeightMask))]
 
 
 def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
-    """Whether the mask is on the parameter itself, with no other parametrization below it."""
+    """Return whether the mask is on the parameter itself, with no other parametrization below it."""
     return not below(module, tensor_name)
 
 
 def is_parameter(module: nn.Module, tensor_name: str) -> bool:
-    """Whether a tensor is a parameter, with nothing but a mask on it."""
+    """Return whether a tensor is a parameter with at most a mask on it."""
     if not parametrize.is_parametrized(module, tensor_name):
         return True
     return find_mask(module, tensor_name) is not None and is_on_parameter(module, tensor_name)
@@ -355,7 +355,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def dense_state_dict_of(model: nn.Module, masked_weight: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-    """As `dense_state_dict`, with the values that a function makes of a weight and its mask."""
+    """Return the `dense_state_dict` with values that a function computes from a weight and its mask."""
     masked: dict[int, Tensor] = {}
 
     def put(module: nn.Module, found: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -371,7 +371,7 @@ def dense_state_dict_of(model: nn.Module, masked_weight: Callable[[Tensor, Tenso
             original = found.pop(f"{prefix}parametrizations.{name}.original")
             for key in [k for k in found if k.startswith(f"{prefix}parametrizations.{name}.")]:
                 del found[key]
-            if id(mask) not in masked:  # that of a tied parameter is registered under each of its names
+            if id(mask) not in masked:  # a tied parameter has it under each of its names
                 masked[id(mask)] = masked_weight(original, placed_like(mask.mask, original)).detach()
             found[f"{prefix}{name}"] = masked[id(mask)]
 
@@ -397,7 +397,7 @@ def _take_dense(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
 
 
 def _dense_hooks(module: nn.Module) -> list[int]:
-    """The ids of this file's hooks among those that run before a state dict is loaded."""
+    """Return the ids of this file's hooks among those that run before a state dict is loaded."""
     return [k for k, h in module._load_state_dict_pre_hooks.items() if getattr(h, "hook", h) is _take_dense]
 
 
@@ -408,7 +408,7 @@ def _chain(module: nn.Module, tensor_name: str) -> parametrize.ParametrizationLi
 
 
 def through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
-    """What parametrizations, in eval mode, make of parameters."""
+    """Return the result of parametrizations for parameters, in eval mode."""
     if not layers:
         return originals[0]
     training = [layer.training for layer in layers]
@@ -424,19 +424,19 @@ def through(layers: list[nn.Module], originals: list[Tensor]) -> Tensor:
 
 
 def _keep_list_outside(module: nn.Module) -> None:
-    """Keep the list of weights of a parametrized recurrent module outside of it; does nothing to others.
+    """Keep the list of weights of a parametrized recurrent module outside of it; other modules stay as they are.
 
     `nn.RNN`, `nn.LSTM` and `nn.GRU` fill it with the computed weights at each forward pass, and `copy.deepcopy` of a
     module that holds such tensors fails.
     """
     if isinstance(module, nn.RNNBase) and "_flat_weights" in vars(module):
         _LISTS[module] = vars(module).pop("_flat_weights")
-        # that of a copy is filled at its first forward pass; the class is the module's own by now
+        # a copy fills its own list at its first forward pass; this class belongs to the module alone
         type(module)._flat_weights = property(lambda m: _LISTS.get(m, []), _LISTS.__setitem__)  # type: ignore
 
 
 def _put_list_back(module: nn.Module) -> None:
-    """Give a recurrent module that is no longer parametrized the list of its parameters; does nothing to others."""
+    """Give a recurrent module that is no longer parametrized its list of parameters; others stay as they are."""
     if isinstance(module, nn.RNNBase) and not hasattr(module, "_flat_weights"):
         _LISTS.pop(module, None)
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

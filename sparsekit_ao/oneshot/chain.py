@@ -1,4 +1,4 @@
-"""The chain of a model's repeated blocks: which blocks they are, what a batch gives them, and how it moves on.
+"""The chain of a model's repeated blocks: how it is found, and how the inputs of a batch move through it.
 
 The blocks of a model (a ModuleList, or a Sequential of equal modules) form a chain where each reads the first output
 of the one before, and all other arguments are the same. The inputs of each block then follow from the outputs of the
@@ -43,8 +43,8 @@ class CalibrationData:
     """A model with its calibration data, and how it runs on them.
 
     Attributes:
-        model: To be pruned.
-        batches: Kept in a list, because the model runs on them several times.
+        model: The model to prune.
+        batches: The batches, in a list because the model runs on them several times.
         forward: `(model, batch) -> anything`, or None; see `models.running.call`.
         token_masks: The tokens that count in each batch, or None for all.
     """
@@ -58,20 +58,20 @@ class CalibrationData:
     def checked(
         cls, model: nn.Module, batches: Any, forward: Forward | None, token_mask: TokenMask, caller: str
     ) -> "CalibrationData":
-        """Check what a user gave, and keep the batches in a list."""
+        """Check the arguments of a user, and keep the batches in a list."""
         check_batches(batches, token_mask, forward, caller)
         kept = checked_list(batches, forward, caller)
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 
     def counted(self) -> str:
-        """Say how many tokens count, where some do not."""
+        """Return a text that says how many tokens count, or "" if all do."""
         masks = [mask for mask in self.token_masks if mask is not None]
         kept, total = sum(int(mask.bool().sum()) for mask in masks), sum(mask.numel() for mask in masks)
         return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
 
     def fingerprint(self) -> str:
-        """A hash of the batches, of the tokens that count, and of how the model runs."""
+        """Return a hash of the batches, of the tokens that count, and of how the model runs."""
         leaves = _pytree.tree_leaves(
             [[dict(b) if isinstance(b, Mapping) else b for b in self.batches], self.token_masks]
         )
@@ -86,7 +86,7 @@ class CalibrationData:
         return f"{fingerprint(tensors, whole=True)} {others} {how}"
 
     def output(self, index: int) -> Any:
-        """Run the model on a copy of one batch, which it may change in place."""
+        """Run the model on a copy of one batch, as it may change its inputs in place."""
         return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
 
     def run(self, index: int) -> None:
@@ -104,10 +104,10 @@ def stop(*args: Any) -> None:
 
 @contextmanager
 def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Call functions `(module, args, kwargs)` before their modules."""
+    """Return a context in which each function `(module, args, kwargs)` is called before its module."""
     with ExitStack() as stack:
         for module, hook in hooks:
-            # before hooks of FSDP2, which would leave weights gathered where this one stops the forward pass
+            # runs before hooks of FSDP2, which would leave weights gathered if this hook stops the forward pass
             stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         yield
 
@@ -116,13 +116,13 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
     """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
 
     Returns:
-        The reached targets in that order, each with a number for the tensor that it reads. The targets that no batch
-        reaches. The names of those whose module a forward pass calls more than once.
+        A tuple of the reached targets in that order, each with a number for the tensor that it reads; the targets that
+        no batch reaches; and the names of targets whose module a forward pass calls more than once.
     """
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
     repeated: set[str] = set()
-    last: tuple[Tensor, int] | None = None  # what the layer before has read
+    last: tuple[Tensor, int] | None = None  # the tensor that the layer before has read, and its version
     reads = 0
 
     def hook(target: Target) -> Callable[..., None]:
@@ -150,7 +150,7 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
 
 
 def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
-    """Return the repeated blocks of a model if their inputs can be computed from each other, else none of them."""
+    """Return the repeated blocks of a model if they form a chain, else an empty list."""
     blocks = _largest_list(data.model, layers, name)
     uses = Counter(id(m) for block in blocks for m in block.modules())
     uses.update(id(p) for block in blocks for p in block.parameters() if p.ndim > 1)  # may be tied between blocks
@@ -166,7 +166,7 @@ def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | 
 
 
 def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
-    """Return the blocks of the list that holds most of the layers, or of the one that is named.
+    """Return the blocks of the list that holds most of the layers, or of the list called `name`.
 
     A list is a ModuleList, or a Sequential of modules of one class that has more than half of the layers.
     """
@@ -180,7 +180,7 @@ def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | Non
             raise SparsityError(f"blocks={name!r} is a {kind}, not a ModuleList or Sequential")
         return list(module)
     ids = {id(layer) for layer in layers}
-    lists: dict[int, list[nn.Module]] = {}  # the first of those with so many layers
+    lists: dict[int, list[nn.Module]] = {}  # {number of layers: the first list that holds so many}
     for m in model.modules():
         count = sum(id(x) in ids for x in m.modules())
         is_list = isinstance(m, nn.Sequential) and len({type(x) for x in m}) == 1 and 2 * count > len(ids)
@@ -190,10 +190,10 @@ def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | Non
 
 
 def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
-    """Whether each batch calls each block once, in order, and the first batch each with the output of the one before.
+    """Return whether each batch calls each block once, in order, and each reads the output of the one before.
 
-    All other arguments must be the same. Other batches run with blocks that return their input, where such a run calls
-    the blocks in order: a model that is larger than memory is then read once.
+    All other arguments must be the same. What blocks read is compared for the first batch only. Other batches run with
+    blocks that return their input, if that calls them in order, so that a model larger than memory is read once.
     """
     in_order, others = list(range(len(blocks))), _others_of_first_batch(data, blocks)
     if len(others) < len(blocks):
@@ -230,7 +230,7 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
 
 
 def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
-    """What each block of a chain returns after its first output, None where that is all; shorter if it is no chain.
+    """Return each block's outputs after the first, or None without any; a shorter list means that it is no chain.
 
     Each block runs twice: in the model, and on copies of what the one before gave, as it will in the walk.
     """
@@ -273,7 +273,7 @@ def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -
 
 @contextmanager
 def replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of block k is `forward(k, *args, **kwargs)`."""
+    """Return a context in which a call of block k is `forward(k, *args, **kwargs)`."""
     before = [vars(block).get("forward") for block in blocks]
     try:
         for k, block in enumerate(blocks):
@@ -301,7 +301,7 @@ def captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
 
 @contextmanager
 def calls_of(modules: Iterable[nn.Module], calls: list[Arguments]) -> Iterator[None]:
-    """Inside, append copies of what modules are called with."""
+    """Return a context in which copies of the arguments of each module call are appended to `calls`."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(copied_tensors((args, kwargs), objects=False))
@@ -317,7 +317,7 @@ def output_of(block: nn.Module, arguments: Arguments) -> Any:
 
 
 def copied_tensors(value: Any, device: Device = None, *, copies: bool = True, objects: bool = True) -> Any:
-    """Nested arguments with their tensors on a device; copies of them, and of other objects, if wanted."""
+    """Return nested arguments with tensors on a device; `copies` copies tensors, and `objects` other objects too."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -328,18 +328,18 @@ def copied_tensors(value: Any, device: Device = None, *, copies: bool = True, ob
 
 
 def first_output(output: Any) -> Any:
-    """What the next block reads of a block's output: the output itself, or the first of several."""
+    """Return what the next block reads of a block's output: the output itself, or the first of several."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def _hidden_of(arguments: Arguments) -> Any:
-    """What a block reads of the output of the one before: its first argument."""
+    """Return the first argument of a block, which is the output of the block before."""
     args, kwargs = arguments
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def next_arguments(arguments: Arguments, hidden: Any) -> Arguments:
-    """The arguments of the next block: the first one is replaced by what the block before gave."""
+    """Return the arguments of the next block: the first one is replaced by `hidden`."""
     args, kwargs = arguments
     if args:
         return (hidden, *args[1:]), kwargs
@@ -348,7 +348,7 @@ def next_arguments(arguments: Arguments, hidden: Any) -> Arguments:
 
 
 class Kept:
-    """Nested values by key, in memory or, where they would take more than `limit` bytes, in temporary files.
+    """Nested values by key, in memory or, beyond `limit` bytes, in temporary files.
 
     Args:
         device: Where tensors are kept; None leaves them where they are.
@@ -382,7 +382,7 @@ class Kept:
 
 
 class Stream:
-    """The inputs of a block for every batch; `advance` makes them those of the next block.
+    """The inputs of a block for every batch; `advance` replaces them by the inputs of the next block.
 
     Args:
         calls: What the first block is called with for each batch.
@@ -410,11 +410,11 @@ class Stream:
         self._kept.put((id(self), "hidden", index), hidden)
 
     def hidden(self, index: int) -> Any:
-        """The input that is the output of the block before, on the device where blocks run."""
+        """Return the output of the block before for a batch, on the device where blocks run."""
         return copied_tensors(self._kept.get((id(self), "hidden", index)), self._device, copies=False)
 
     def output(self, block: nn.Module, index: int) -> Any:
-        """What a block gives for a batch. It runs on copies of its inputs, which it may change in place (a cache)."""
+        """Return the output of a block for a batch. It runs on copies, as it may change inputs in place (a cache)."""
         others = self._kept.get(self._others[index])
         args, kwargs = copied_tensors(next_arguments(others, self.hidden(index)), self._device)
         return block(*args, **kwargs)
@@ -431,12 +431,12 @@ class Stream:
                 self._kept.put((id(self), "outputs", index), output)
 
     def outputs(self, index: int) -> Any:
-        """All that the last block gave for a batch."""
+        """Return all outputs of the last block for a batch."""
         return copied_tensors(self._kept.get((id(self), "outputs", index)))
 
 
 def are_same(a: Any, b: Any) -> bool:
-    """Whether nested arguments are equal; tensors and arrays by value, objects by attributes, or by identity or ==."""
+    """Return whether nested arguments are equal: tensors and arrays by value, dataclasses by field, others by ==."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if any(isinstance(t, Tensor) and t.is_nested for t in (a, b)):
             return False

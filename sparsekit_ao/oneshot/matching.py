@@ -27,14 +27,14 @@ from .chain import CalibrationData, Stream
 from .walk import Checkpoint, Walk, agreed, call_of, check_options, without_autocast_cache
 
 PASSES = 4
-WHOLE = 0.5  # the share of the learning rate that a whole model is trained with
+WHOLE = 0.5  # factor of the learning rate if the whole model is trained
 RATE = 0.02  # learning rate as a fraction of the root mean square of a block's kept weights
 WARM = 0.1  # the share of steps in which the learning rate rises
-LAST = 0.2  # the share of the learning rate that is left at the end, by a cosine
+LAST = 0.2  # the share of the learning rate at the end, after a cosine
 MEASURED = 8  # batches on which passes are compared
-HELD_OUT = 8  # one of so many of their rows is held out, where all of them are
-ENOUGH = 2048  # or more; fewer rows would compare by noise, so all are trained on and compared
-EVERY = 2  # passes after which errors are compared, counted from the last one
+HELD_OUT = 8  # one of so many rows of these batches is held out, if there are ENOUGH
+ENOUGH = 2048  # fewer rows would be too noisy, so none of them is held out
+EVERY = 2  # errors are measured once in so many passes, always after the last one
 PATIENCE = 4  # passes without a smaller error, after which a block is finished
 
 
@@ -79,7 +79,7 @@ class RecoveryReport(Table[BlockRow]):
     bars = ("before", "after")
 
     def below(self) -> list[str]:
-        """The number of tokens that counted, where not all did."""
+        """Return the number of tokens that counted, if not all did."""
         return [self.tokens] if self.tokens else []
 
     def metrics(self) -> dict[str, float]:
@@ -117,10 +117,10 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
-    In distributed training all ranks have the same models and equally many own batches; gradients are averaged.
+    In distributed training all ranks pass the same models and the same number of batches; gradients are averaged.
 
     Args:
-        model: The pruned model, which is changed in place. It is masked, squashed, or made smaller by `shrink` or
+        model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
             `shrink_layers`. A block that remains after `shrink_layers` also learns what the removed blocks after it
             did.
         dense: The dense model that it was made from, with blocks of the same names and outputs of the same shapes.
@@ -169,19 +169,19 @@ def recover(
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
     teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
     call = agreed(call_of(model, "recover", teacher.described(), blocks, device), "recover")
-    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call} {data.fingerprint()}", "recover")
+    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call}\n{data.fingerprint()}", "recover")
     layers = _changed_layers(model, dense)
     walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
     return teacher.report(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
 
 
 def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
-    """Raise unless a pruned model can be trained to give what a dense one gives; None is the model itself as it is."""
+    """Raise an error unless a model can be trained to match the dense one; None is the model itself as it is now."""
     if checked_model(model, "recover") is dense:
         raise SparsityError("recover: model and dense are the same object; keep a deep copy before pruning")
     if torch.is_inference_mode_enabled():
         raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
-    stored: set[int] = set()  # where the values of the dense model's parameters are
+    stored: set[int] = set()  # addresses of the dense model's values
     models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, "recover"), "": model}
     for what, one in models.items():
         refuse_unloadable(one, "recover")
@@ -205,12 +205,12 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
     for name, module in model.named_modules():
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
         if name not in modules and not is_of_mask:
-            raise SparsityError(f"recover: the dense model has no module {name!r}; give the model before pruning")
+            raise SparsityError(f"recover: the dense model has no module {name!r}; give the model that was pruned")
     _refuse_exchanged(model, dense)
 
 
 def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
-    """Raise where every zero of the model is one of the dense model too, which has more of them."""
+    """Raise an error if the dense model has all zeros of the model and more, so the arguments were exchanged."""
     if is_elsewhere(model) or is_elsewhere(dense):
         return  # values are not at hand
     zeros, tensors = [0, 0], dict(named_tensors(dense))
@@ -230,7 +230,7 @@ def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
 
 
 def check_ranks(data: CalibrationData) -> None:
-    """Raise unless every rank has the same number of batches."""
+    """Raise an error unless every rank has the same number of batches."""
     if has_process_group():
         counts: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(counts, len(data.batches))
@@ -240,9 +240,9 @@ def check_ranks(data: CalibrationData) -> None:
 
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
-    """Return the modules with a matrix that has another shape or other values in the dense model; else all with one."""
+    """Return the modules whose matrices differ in the dense model; if none do, return all modules with matrices."""
     changed, layers, values = [], [], dict(named_tensors(dense))
-    is_known = not is_elsewhere(model) and not is_elsewhere(dense)  # what the values are
+    is_known = not is_elsewhere(model) and not is_elsewhere(dense)  # whether values can be compared
     for name, p in named_tensors(model):
         module, tensor = owner_of(model, name)
         if p.ndim < 2:
@@ -258,7 +258,7 @@ def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
 
 
 class Teacher:
-    """The dense model in a walk: what its blocks give, and how blocks of the pruned model learn that (`walk.Matching`).
+    """The dense model in a walk; it trains blocks of the pruned model to match its own (`walk.Matching`).
 
     Args:
         dense: The dense model; None is the model itself, whose blocks are dense until the walk reaches them.
@@ -289,7 +289,7 @@ class Teacher:
         self._next = 0  # the dense block whose inputs the stream has
 
     def described(self) -> tuple[object, ...]:
-        """What tells it from others, as text that is the same in every process."""
+        """Return what identifies this teacher, with the same text in every process."""
         dense = (
             ""
             if self.dense is None
@@ -298,7 +298,7 @@ class Teacher:
         return dense, self.passes, self.rate, self.seed, self.outputs
 
     def start(self, walk: Walk) -> None:
-        """Begin the dense stream, or without blocks keep what the model gives; nothing was changed by then."""
+        """Begin the dense stream or, without blocks, keep the model's outputs, before anything changes."""
         self._walk, dense = walk, walk.data.model if self.dense is None else self.dense
         if is_elsewhere(walk.data.model) and (self.outputs is not None or not walk.blocks):
             raise SparsityError(
@@ -315,7 +315,7 @@ class Teacher:
                     walk.kept.put(("outputs", k), _output_tensor(data.output(k)))
 
     def advance(self, at: int, block: nn.Module) -> None:
-        """Move the dense stream on by the dense block, or by several where the model lost some."""
+        """Move the dense stream on by the dense block, or by several if the model has lost some."""
         assert self.stream is not None
         if self.dense is None:
             self.stream.advance(block)
@@ -403,14 +403,14 @@ class Teacher:
                     student.save()
                 elif number - best_pass >= PATIENCE:
                     break
-        finally:  # also after an error: the best weights so far, at first those that it had
+        finally:  # also after an error: write the best weights so far
             student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
 
 
 def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
-    """Adam, and its schedule: a linear rise, and a cosine to `LAST`."""
+    """Return Adam and its schedule: a linear rise, then a cosine to `LAST`."""
     optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -420,15 +420,15 @@ def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.opti
 
 
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:
-    """Return the blocks of the dense model, and the index of the one whose output each block of the model is to give.
+    """Return the dense model's blocks and, for each block of the model, the index of the dense block that it matches.
 
-    Where `shrink_layers` removed blocks, a block that remains also takes the place of the removed ones that follow it.
+    A block that remains after `shrink_layers` also replaces the removed blocks that follow it.
     """
     if not names:
         return [], []
     path = names[0].rpartition(".")[0]
     dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
-    own = [*getattr(dense.get_submodule(path), "_dense_indices", range(len(dense_blocks)))]  # it may have lost some too
+    own = [*getattr(dense.get_submodule(path), "_dense_indices", range(len(dense_blocks)))]  # some may be removed too
     indices = [own.index(at) for at in getattr(model.get_submodule(path), "_dense_indices", own) if at in own]
     if len(indices) != len(names):
         raise SparsityError(
@@ -440,16 +440,16 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
 
 
 class _Student(nn.Module):
-    """A module whose weights are trained: themselves, or in 16 bits copies in float32.
+    """A module whose weights are trained; weights in 16 bits are trained as float32 copies.
 
     Args:
         module: A block, or the whole model.
         run: `(module, index of a batch) -> output`.
 
     Attributes:
-        weights: {name: what is trained} of all floating-point parameters but embeddings.
-        kept: {name: its elements that are neither masked nor zero}, of those with two or more dimensions.
-        saved: Copies of `weights` of the best pass, or of the start until there is one.
+        weights: {name: trained tensor} of all floating-point parameters except embeddings.
+        kept: {name: mask of nonzero, unmasked elements} of the parameters with two or more dimensions.
+        saved: Copies of `weights` after the best pass so far, at first of the initial ones.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
@@ -474,18 +474,18 @@ class _Student(nn.Module):
         return _output_tensor(self.run(self.module, k))
 
     def output(self, k: int) -> Tensor:
-        """The output for a batch, computed with the trained weights in the parameters' own dtypes."""
+        """Return the output for a batch, computed with the trained weights in the dtypes of the parameters."""
         weights = {name: weight.to(self.originals[name].dtype) for name, weight in self.weights.items()}
         return functional_call(self, weights, (k,))
 
     def size(self) -> float:
-        """The root mean square of the kept elements of weights of two or more dimensions; 1 if there are none."""
+        """Return the root mean square of the kept elements of weights with two or more dimensions, or 1 without any."""
         count = sum(int(kept.count_nonzero()) for kept in self.kept.values())
         squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
         return math.sqrt(squares / max(count, 1)) or 1.0
 
     def set_gradients(self, lost: Tensor) -> None:
-        """Compute the gradients of a loss, summed over ranks, and zero where weights were dropped."""
+        """Compute the gradients of a loss, summed over ranks; those of dropped weights are zero."""
         if not lost.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
         gradients = list(torch.autograd.grad(lost, list(self.weights.values()), allow_unused=True))
@@ -511,22 +511,22 @@ def _output_tensor(output: Any) -> Tensor:
 
 
 def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
-    """Raise unless an output can be matched to that of the dense model."""
+    """Raise an error unless an output can be matched to the dense model's output."""
     if not actual.is_floating_point() or actual.ndim == 0:
         raise SparsityError(
-            f"recover: {name} returns {actual.dtype} of shape {tuple(actual.shape)} first; give forward=lambda model, "
-            "batch: ... that returns what is to be matched, such as logits"
+            f"recover: the first output of {name} is {actual.dtype} of shape {tuple(actual.shape)}, which has no rows "
+            "to match; give forward=lambda model, batch: ... that returns floating-point outputs, such as logits"
         )
     if actual.shape != expected.shape:
         raise SparsityError(
-            f"recover: {name} returns {tuple(actual.shape)}, but {tuple(expected.shape)} in the dense model; "
+            f"recover: {name} returns {tuple(actual.shape)}, but the dense model returns {tuple(expected.shape)}; "
             "only outputs of the same shape can be matched. shrink keeps the width of "
             "blocks with exclude=[the layer before them]"
         )
 
 
 def _error(actual: Tensor, expected: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-    """Return the loss of rows and what it is relative to: squares, or nats and the number of rows."""
+    """Return the loss of rows and its divisor: sums of squares, or nats and the number of rows."""
     actual, expected = actual.float(), expected.float()
     if loss == "mse":
         return (actual - expected).square().sum(), expected.square().sum()

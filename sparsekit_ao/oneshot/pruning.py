@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..calibration import GRADIENTS, Recorder, other_matrices
-from ..errors import SparsityError, checked_model, with_hints
+from ..errors import SparsityError, by_reason, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..models.loading import Device, fingerprint, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
@@ -83,7 +83,7 @@ class OneShotReport(Table[LayerRow]):
         }
 
     def below(self) -> list[str]:
-        """The time, what was recovered, and what was left out."""
+        """Return the lines below the table: the time, what was recovered, and what was left out."""
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
         how = "without batches" if self.blocks is None else how
         notes = [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
@@ -94,7 +94,7 @@ class OneShotReport(Table[LayerRow]):
             notes.append(f"covers {self.coverage:.1%} of the weights{left}")
         notes += [self.tokens] if self.tokens and self.recovery is None else []
         notes += [] if self.recovery is None else [str(self.recovery)]
-        return [*notes, *(f"left out: {name}: {why}" for name, why in self.left_out.items())]
+        return [*notes, *(f"left out: {names}: {why}" for names, why in by_reason(self.left_out))]
 
 
 @with_hints
@@ -114,8 +114,8 @@ def one_shot(
 ) -> OneShotReport:
     """Prune a trained model in one pass over calibration data, and adjust kept weights to make up for dropped ones.
 
-    Layer after layer, its mask and weights are computed for the inputs that it gets from the layers already pruned. The
-    model keeps its masks, with zeros for dropped weights; call `squash_mask()` to remove them. A later `step()` chooses
+    Layer by layer, masks and weights are computed for the inputs that come from the layers already pruned. The model
+    keeps its masks, with zeros for dropped weights; call `squash_mask()` to remove them. A later `step()` chooses
     masks by the score again. With the default score, the magnitude of the weights, they are the same masks.
 
     A model may be sharded by `fully_shard` after `prepare`. In distributed training every rank passes its own batches,
@@ -126,10 +126,10 @@ def one_shot(
         sparsifier: A `ScopeSparsifier` that was prepared on the model, with any config.
         batches: The calibration data, as for `sparsifier.calibrate`. All batches are kept in a list.
         forward: A function `(model, batch)` that is called instead of the model; what it returns does not matter.
-        compensate: The method. `"admm"` (default) is ALPS (arXiv 2406.07831) with this library's exact selection, for
-            any structure. `"obs"` is structured optimal brain surgeon (S3, arXiv 2604.11315), scope after scope.
-            `"sparsegpt"` is that baseline (arXiv 2301.00774), for N:M along the inputs and single elements of a whole
-            tensor. These three choose the masks themselves; the report notes a score that they do not use.
+        compensate: How kept weights are adjusted. `"admm"` (default) is ALPS (arXiv 2406.07831) with exact selection by
+            this library, for any structure. `"obs"` is structured optimal brain surgeon (S3, arXiv 2604.11315), scope
+            after scope. `"sparsegpt"` is SparseGPT (arXiv 2301.00774), for N:M along the inputs and single elements of
+            a whole tensor. These three choose the masks themselves; the report notes a score that they do not use.
             `"least_squares"` takes the sparsifier's masks and computes the best weights for them, and None leaves the
             kept weights as they are.
         blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds it.
@@ -140,7 +140,7 @@ def one_shot(
         recover: If True, each block is trained to give the dense block's outputs before the next one is pruned; see
             `recover`. The dense model is this model as it is now, unless another one is given here. False by default.
         device: Where blocks run and are solved, such as "cuda" for a model on the CPU. Each block is moved there and
-            back. None (default) is where the model is.
+            back. None (default) takes the model's device.
         stream_memory: How many bytes of the inputs of a block, for all batches, are kept in memory; the rest is kept in
             temporary files. None (default) sets no limit.
         checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
@@ -221,7 +221,7 @@ def prune(
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
-    Weights of recurrent layers, packed experts and, with batches, all parameters that a product reads are pruned too.
+    Recurrent layers, packed experts and, with batches, all other parameters that products read are pruned too.
 
     Without batches, weights are dropped by their magnitude (or a `score` that needs no data), and the others stay as
     they are. With batches, kept weights are adjusted to make up for the dropped ones; see `one_shot`. For other
@@ -231,8 +231,8 @@ def prune(
     accelerate offloads it to the CPU or to disk, or `fully_shard` shards it. It is then pruned in place.
 
     Args:
-        model: A model on any device, in any dtype. Unless `inplace`, a copy is pruned, in which weights of weight_norm
-            are pruned too.
+        model: A model on any device, in any dtype. Unless `inplace`, a copy is pruned. In a copy, weights under
+            weight_norm are pruned too.
         sparsity_level: The fraction of each weight that is dropped, in [0, 1]; 0.5 by default.
         pattern: One of `patterns`, or its text ("2:4"). None (default) drops single elements.
         batches, forward, token_mask, compensate: As for `one_shot`. Batches are inputs without labels, unless the score
@@ -311,8 +311,8 @@ def _pruned(
     progress: bool,
     start: float,
 ) -> OneShotReport:
-    """Prune layers in one walk, which `options` are about; the report counts seconds from `start`."""
-    place = {name: value for name, value in options.items() if name != "stream_memory"}  # which changes no result
+    """Prune layers in one walk with these `options`; the report counts seconds from `start`."""
+    place = {name: value for name, value in options.items() if name != "stream_memory"}  # it changes no result
     gradients = {
         f"{name} {need}": layers.recorder.of(name).sums[need]
         for name, needs in layers.gradients().items()
@@ -321,7 +321,7 @@ def _pruned(
     about = (*layers.described(), None if teacher is None else teacher.described(), place, fingerprint(gradients))
     caller = layers.caller
     call = agreed(call_of(data.model, caller, *about), caller)
-    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call} {data.fingerprint()}", caller)
+    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call}\n{data.fingerprint()}", caller)
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
     warn_of_unreached(walk.unreached)
@@ -346,7 +346,7 @@ def _pruned(
 
 
 def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[TensorGroup]:
-    """Config entries of the weights that products of the first batch read and no class of a module tells."""
+    """Return config entries for weights that products of the first batch read, but no module class reveals."""
     known = {entry["tensor_fqn"] for entry in make_config(data.model)}
     entries = list[TensorGroup]()
     for name, is_transposed in other_matrices(data.model, known, lambda: data.output(0)).items():
@@ -356,7 +356,7 @@ def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[Tenso
 
 
 def _warn_of_dense(report: OneShotReport) -> None:
-    """Warn where less than half of the weights that nobody excluded were pruned."""
+    """Warn if less than half of the weights that were not excluded have been pruned."""
     asked = {name: n for name, n in report.weights.items() if "exclude[" not in report.left_out.get(name, "")}
     dense = [name for name in report.dense if name in asked]
     if 2 * sum(asked[name] for name in dense) > sum(asked.values()):
@@ -369,15 +369,15 @@ def _warn_of_dense(report: OneShotReport) -> None:
 
 
 def _needs_gradients(score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> bool:
-    """Whether a score of `prune` reads gradients; raises where the arguments do not give what it reads."""
+    """Return whether the score reads gradients. Raise an error if the arguments do not provide what it reads."""
     needs = needs_of(parse_score(score, "prune: "))
     if needs and not has_batches:
-        raise SparsityError(f"prune: score={score!r} reads what batches give ({', '.join(needs)}); give batches=")
+        raise SparsityError(f"prune: score={score!r} needs batches to record {', '.join(needs)}; give batches=")
     has_gradients = any(need in GRADIENTS for need in needs)
     if has_gradients and recover:
         raise SparsityError(
-            f"prune: score={score!r} needs a forward that returns the loss, but recover one that returns outputs; "
-            "call prune first, and then recover(pruned, model, batches)"
+            f"prune: score={score!r} needs a forward that returns the loss, but recover needs one that returns "
+            "outputs; call prune first, and then recover(pruned, model, batches)"
         )
     if has_gradients and not has_forward:
         raise SparsityError(

@@ -1,4 +1,4 @@
-"""The layers of a walk: which tensors share a choice, how each one's mask and kept weights are computed and written."""
+"""The layers of a walk: which tensors are chosen together, and how masks and kept weights are computed and written."""
 
 import math
 import time
@@ -55,23 +55,22 @@ class LayerRow:
 
 
 def check_method(method: object) -> None:
-    """Raise unless `compensate` is a method."""
+    """Raise an error unless `compensate` is a known method."""
     if method not in METHODS:
         raise SparsityError(f"one_shot: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
 
 
 @dataclass(kw_only=True, eq=False)
 class Layer:
-    """One tensor on its way through the pass.
+    """One tensor while a walk prunes it.
 
     Attributes:
         target: Its name, module and parameter.
-        statistics: Recorded in this pass, and gradients that the user collected before; None if no batch reached it.
+        statistics: Those of this pass, with gradients that the user collected before; None if no batch reached it.
         weight: The dense weight in float32 (float64 if it is float64).
-        pruning_groups: The pruning groups that have this tensor alone, stage by stage; empty where its mask is
-            chosen before.
+        pruning_groups: The pruning groups of this tensor alone, stage by stage; empty if its mask was chosen before.
         mask, compensated, seconds: Its mask and new weight, once they are computed, and the time that both took.
-        unused_score: What the report says if the method chose the mask though there is a score.
+        unused_score: The note of the report if the method chose the mask and ignored a score.
     """
 
     target: Target
@@ -85,24 +84,24 @@ class Layer:
 
     @property
     def gram(self) -> Tensor | RowGram | None:
-        """G of its inputs, or None where there is none."""
+        """The Gram matrix G of its inputs, or None if it was not recorded."""
         return None if self.statistics is None else self.statistics.gram
 
 
 class Layers:
-    """The layers that a walk prunes: which tensors share a choice, how each is solved, and its mask (`walk.Solving`).
+    """The layers that a walk prunes: which are chosen together, how each is solved, and its mask (`walk.Solving`).
 
     Args:
         groups: The group dicts of the tensors.
         pruning_groups: The pruning groups of the tensors, stage by stage.
-        recorder: Knows how each tensor is a matrix, and what was recorded for it before.
+        recorder: Gives the matrix form of each tensor, and statistics that were recorded before.
         method: How kept weights make up for dropped ones.
-        live_mask: The mask of a group, to be written; None where the model has no masks.
+        live_mask: A function that returns the mask of a group; None if the model has no masks.
         caller: The name of the user's call, for errors.
 
     Attributes:
         shared: The pruning groups of tensors that are coupled or share a budget.
-        shared_masks: {name: mask} of those, once they are chosen.
+        shared_masks: {name: mask} of their tensors, once they are chosen.
         notes: {name: why a tensor is not compensated}.
     """
 
@@ -131,9 +130,9 @@ class Layers:
                 self._single[next(iter(coupled[0].specs))] = coupled
 
     def check(self, has_data: bool) -> None:
-        """Raise where a tensor cannot be solved: it has no finite values, too many inputs, or no gradients.
+        """Raise an error if a tensor cannot be solved: values are not finite, inputs too many, or gradients missing.
 
-        Without data, where nothing is compensated, zeros are written through other parametrizations.
+        Other parametrizations are refused only with data; without data, zeros are written through them.
         """
         for name, group in self.groups.items():
             module, tensor_name = group["module"], group["tensor_name"]
@@ -143,7 +142,7 @@ class Layers:
                     "(torch.nn.utils.parametrize.remove_parametrizations)"
                 )
             weight = self._dense(name)
-            if not weight.is_meta and not is_sharded(weight):  # else when it is loaded
+            if not weight.is_meta and not is_sharded(weight):  # others are checked once loaded
                 _refuse_infinite(weight, name, self.caller)
             adapter = self.recorder.adapter(name) if self.method in ("obs", "sparsegpt") else None
             inputs = 0 if adapter is None else adapter.matrix(torch.empty(weight.shape, device="meta")).shape[2]
@@ -162,7 +161,7 @@ class Layers:
                 )
 
     def gradients(self) -> dict[str, list[str]]:
-        """{name: the statistics of gradients that scores read of it}."""
+        """Return {name: the statistics of gradients that its scores read}."""
         needs: dict[str, list[str]] = {}
         for pruning in self.pruning_groups:
             of_score = [need for need in needs_of(pruning.score) if need in GRADIENTS]
@@ -171,7 +170,7 @@ class Layers:
         return needs
 
     def described(self) -> Iterator[object]:
-        """What tells this choice of masks from others, with the same text in every process."""
+        """Yield what identifies this choice of masks, with the same text in every process."""
         yield self.method
         for pruning in self.pruning_groups:
             keep = pruning.budget(self.groups)
@@ -180,7 +179,7 @@ class Layers:
             yield [(name, pruning.pattern(name)) for name in pruning.specs]
 
     def target(self, name: str) -> Target:
-        """A tensor, with G for compensation and what its scores need; squares only show which layers run."""
+        """Return a target that records G (or squares, only to see which layers run) and what its scores need."""
         adapter = self.recorder.adapter(name)
         needs = [n for pruning in self._single[name] for n in needs_of(pruning.score) if n not in GRADIENTS]
         if adapter is not None and adapter.has_gram:
@@ -189,7 +188,7 @@ class Layers:
 
     @contextmanager
     def masks(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, the masks of these tensors keep everything; at the end each is the chosen one, or as before."""
+        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored."""
         live = {} if self._live_mask is None else {name: self._live_mask(self.groups[name]) for name in names}
         before = {name: mask.clone() for name, mask in live.items()}
         for mask in live.values():
@@ -210,7 +209,7 @@ class Layers:
         owners = _shared_out({name: self._cost(target) for name, target in targets.items()})
         with _alike():
             for name, target in targets.items():
-                recorded = statistics.pop(name, None)  # whose memory is freed then
+                recorded = statistics.pop(name, None)  # popped to free its memory
                 if owners[name] == rank():
                     weight = self._dense(name)
                     _refuse_infinite(weight, name, self.caller)
@@ -240,14 +239,14 @@ class Layers:
         return rows
 
     def _cost(self, target: Target) -> int:
-        """What solving takes, up to a factor: the cube of the inputs."""
+        """Return the relative cost of solving a tensor: the cube of its number of inputs."""
         if target.adapter is None:
             return math.prod(target.shape)
         groups, _, inputs = target.adapter.matrix(torch.empty(target.shape, device="meta")).shape
         return int(groups * inputs**3)
 
     def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:
-        """What the walk recorded, with the gradients that the user collected before."""
+        """Return what the walk recorded, with the gradients that the user collected before."""
         before = self.recorder.of(name)
         gradients = {need: total for need, total in before.sums.items() if need in GRADIENTS}
         if gradients:
@@ -263,29 +262,29 @@ class Layers:
 
 
 class Scoring:
-    """A walk that changes nothing: what tensors are scored by that are coupled or share a budget."""
+    """Scores the tensors that are coupled or share a budget, in a walk that changes nothing."""
 
     row = LayerRow
 
     def __init__(self, layers: Layers, shared: Sequence[PruningGroup], copies: bool) -> None:
         self._layers, self._shared = layers, shared
-        self._copies = copies  # of weights, which are at hand only while their unit is visited
+        self._copies = copies  # whether weights are copied, if they are loaded only for a while
         self.chosen: dict[str, Tensor] = {}
         self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in shared}
         self._weights: dict[str, Tensor] = {}
 
     def target(self, name: str) -> Target:
-        """A tensor, with the statistics of inputs that the scores of its groups need."""
+        """Return a target that records the statistics of inputs that its scores need."""
         recorder = self._layers.recorder
         scores = [p.score for p in self._shared if name in p.specs and name in p.scored(recorder.of)]
         return recorder.target(name, [n for score in scores for n in needs_of(score) if n not in GRADIENTS])
 
     def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Scores are those of the dense model; masks are as before at the end."""
+        """Return a context in which masks keep everything, so that scores are the dense model's; it restores them."""
         return self._layers.masks(names)
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
-        """Score tensors; their statistics are freed unit by unit, and saliencies kept."""
+        """Score tensors. Their saliencies are kept; statistics are freed after each unit."""
         for pruning in self._shared:
             for name in pruning.specs.keys() & {*names}:
                 weight = self._layers._dense(name)
@@ -302,7 +301,7 @@ class Scoring:
         return []
 
     def masks_of_all(self) -> dict[str, Tensor]:
-        """Choose the masks, of the dense model, earlier stages first."""
+        """Return masks of all tensors by the scores of the dense model, choosing earlier stages first."""
         layers = self._layers
 
         def dense(name: str) -> Tensor:
@@ -325,7 +324,7 @@ def _refuse_infinite(weight: Tensor, name: str, caller: str) -> None:
 
 
 def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
-    """{name: the rank that solves it}: the costliest first, each to the rank that has the least to do by then."""
+    """Return {name: the rank that solves it}: from the costliest on, each goes to the rank with the least work."""
     loads = [0] * (torch.distributed.get_world_size() if has_process_group() else 1)
     owners = {}
     for name in sorted(costs, key=lambda name: -costs[name]):
@@ -336,7 +335,7 @@ def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
 
 @contextmanager
 def _alike() -> Iterator[None]:
-    """An error inside on one rank is an error on all of them, which would wait for that rank otherwise."""
+    """Return a context that raises an error of one rank on all ranks, because the others would wait for it."""
     error: Exception | None = None
     try:
         yield
@@ -368,7 +367,7 @@ def _exchange(solved: dict[str, tuple[Tensor, Tensor, LayerRow]], owners: Mappin
 
 
 def warn_of_unreached(targets: Sequence[Target]) -> None:
-    """Warn of tensors whose inputs no batch shows."""
+    """Warn about tensors whose inputs no batch provides."""
     how = "pruned without statistics (by magnitude where the score needs inputs)"
     if without_adapter := [t for t in targets if t.adapter is None]:
         kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
@@ -389,7 +388,7 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(layer, groups, statistics))
             layer.mask = statistics.from_matrix(mask)
             if any(c.score is not None for c in layer.pruning_groups):
-                layer.unused_score = f"{method} chose the mask, without the score; compensate='least_squares' takes it"
+                layer.unused_score = f"{method} chose the mask without the score; compensate='least_squares' uses it"
         else:
             layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
             solution = least_squares(weight, gram, statistics.matrix(layer.mask))
@@ -403,7 +402,7 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
 def _choose_by_stage(
     pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup], values: Values, masks: Masks
 ) -> None:
-    """Choose the masks of pruning groups, {name: mask}, by values, earlier stages first."""
+    """Fill `masks`, {name: mask}, by the values of each pruning group, earlier stages first."""
     for pruning in sorted(pruning_groups, key=lambda pruning: pruning.stage):
         scored, norm = values(pruning)
         choose_masks({pruning: pruning.request(masks, pruning.budget(groups), scored, norm)})
@@ -462,7 +461,7 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: S
 
 
 def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor, LayerRow]:
-    """The new weight of a layer in its own dtype, its mask, and a row of the report."""
+    """Return the new weight of a layer in its own dtype, its mask, and a row of the report."""
     mask, weight = layer.mask, layer.compensated
     assert mask is not None and weight is not None
     before = after = float("nan")

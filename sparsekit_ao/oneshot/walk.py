@@ -2,16 +2,15 @@
 
     for block in blocks, in the order of the forward pass:
         load        its weights, on the device that computes
-        advance x   the stream of the dense model, which the dense block moves on; its new x is what to match
+        advance x   the stream of the dense model: the dense block's outputs are the new x, which is to be matched
         record      statistics of its layers, for the inputs x~ that it has in the pruned model
         solve       masks and kept weights of its layers
         match       train the kept weights so that the block gives x for x~
         advance x~  the stream of the pruned model
         store       the weights where they came from, and in the folder of a checkpoint
 
-`prune`, `one_shot` and `recover` are calls of it. Beside the model, one block's weights and statistics and the two
-streams are in memory. A resumed walk runs finished blocks again to move the streams on,
-which gives the same bits as reading them from a file would, without writing them after each block.
+`prune`, `one_shot` and `recover` run this walk. Besides the model, memory holds the weights and statistics of one block
+and the two streams. A resumed walk runs finished blocks again to move the streams on, with the same bits.
 """
 
 import copy
@@ -21,6 +20,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,13 +35,15 @@ from ..models.progress import steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
 
+_PARTS = ("another model", "other arguments", "other batches, forward or token_mask")  # the lines of `call.txt`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What is finished before anything else is touched: a block, or layers outside of blocks that read one tensor.
+    """A part of the model that is finished before the next: a block, or layers outside of blocks that read one tensor.
 
     Attributes:
-        name: The block's, or the first tensor's.
+        name: The name of the block, or of the first tensor.
         block: The number of the block; None outside of blocks.
         tensors: The names of the tensors that are pruned.
         is_recorded: Whether inputs of the tensors are recorded.
@@ -67,13 +69,13 @@ class Solving(Protocol):
     chosen: dict[str, Tensor]
 
     def target(self, name: str) -> Target:
-        """A tensor as it is in the model now, and which statistics to record for it."""
+        """Return a tensor as it is in the model now, with the statistics to record for it."""
 
     def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Inside, the masks of these tensors keep everything; at the end each is the chosen one, or as before."""
+        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored."""
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
-        """Prune tensors, all or none of them; return a row of the report for each."""
+        """Prune all of these tensors, or none after an error, and return a row of the report for each."""
 
 
 class Matching(Protocol):
@@ -81,35 +83,35 @@ class Matching(Protocol):
 
     Attributes:
         row: The class of the rows that `match` returns.
-        stream: The dense stream; None before `start`, and where there are no blocks.
+        stream: The dense stream; None before `start`, and if there are no blocks.
     """
 
     row: Any
     stream: Stream | None
 
     def start(self, walk: "Walk") -> None:
-        """Begin the dense stream; nothing was changed by then."""
+        """Begin the dense stream; this is called before anything changes."""
 
     def advance(self, at: int, block: nn.Module) -> None:
-        """Move the dense stream on; a block that is to be pruned is still the dense one."""
+        """Move the dense stream on; this is called before the block is pruned."""
 
     def match(self, at: int, block: nn.Module, stream: Stream) -> Any:
         """Train a block for its inputs in the pruned model; return a row of the report, or None."""
 
 
 class Walk:
-    """One walk.
+    """A walk over the blocks of a model, and over the layers outside of them.
 
     Args:
         data: The model and its batches.
         targets: The tensors whose inputs are recorded.
         blocks: The name of the list of repeated blocks; None finds the one with most of the layers.
-        layers: The layers by which it is found; None takes those of the targets.
+        layers: The layers of which this list holds most; None takes the layers of the targets.
         device: Where blocks run; None is where their weights are.
-        stream_memory: Bytes of the streams that are kept in memory; what exceeds them is in temporary files.
+        stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files.
 
     Attributes:
-        blocks: The repeated blocks; none where the model runs once for each layer.
+        blocks: The repeated blocks; empty if the model runs once for each layer.
         names: Their names.
         reached: Targets in the order of the forward pass, each with a number for the tensor that it reads.
         unreached: Targets that no batch reaches.
@@ -140,7 +142,7 @@ class Walk:
         self.stream: Stream | None = None
 
     def _agree(self, targets: Sequence[Target]) -> None:
-        """Visit on each rank what the batches of any rank reach, in one order, and blocks only if all have a chain."""
+        """Make all ranks visit the same targets in one order, and blocks only if every rank has found a chain."""
         own = [(target.name, read) for target, read in self.reached], [*self._repeated], bool(self.blocks)
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, own)
@@ -155,7 +157,7 @@ class Walk:
         self.blocks = self.blocks if all(has_blocks for _, _, has_blocks in ranks) else []
 
     def captured(self, data: CalibrationData, block: nn.Module, like: Stream | None = None) -> Stream:
-        """The stream of a model, at its first block."""
+        """Return the stream of a model at its first block."""
         calls = (captured(data, block, index) for index in range(len(data.batches)))
         return Stream(calls, self.kept, self.device, like)
 
@@ -170,15 +172,15 @@ class Walk:
         progress: bool = True,
         writes: bool = True,
     ) -> tuple[list[Any], list[Any]]:
-        """Visit all units; return the rows of pruned tensors and those of matched blocks.
+        """Visit all units, and return the rows of pruned tensors and the rows of matched blocks.
 
         Args:
             caller: The name of the user's call, for progress and errors.
-            solving, matching: How layers are pruned, and blocks matched; None where they are not.
+            solving, matching: How layers are pruned and how blocks are matched; None skips this.
             rest: Tensors that are pruned without statistics.
-            checkpoint: Where finished units are saved, and read from.
-            progress: Whether signs of life are shown.
-            writes: Whether anything changes.
+            checkpoint: Saves finished units, and restores them in a resumed walk.
+            progress: Whether progress is shown.
+            writes: Whether weights are changed.
         """
         self.stream, self.kept = None, Kept(*self._keeping)
         units = units_of(self, rest, matching is not None)
@@ -210,7 +212,7 @@ class Walk:
                     error.add_note(f"{caller}: {finished} of {len(units)} steps are finished. {text}.")
                 raise
             finally:
-                abandon_forward(self.data.model)  # where an error ended one
+                abandon_forward(self.data.model)  # if an error interrupted one
         return solved, matched
 
     def _visit(
@@ -259,9 +261,9 @@ class Walk:
         recorded: dict[str, Statistics] | None = None,
         moves_on: bool = False,
     ) -> tuple[list[Any], Any]:
-        """Prune and match a unit whose weights are loaded, or take over what an interrupted walk saved of it.
+        """Prune and match a unit whose weights are loaded, or restore what an interrupted walk saved of it.
 
-        The stream moves on here too, since an error on the way leaves the unit as it was.
+        The stream moves on here too, so that an error in moving it leaves the unit as it was.
         """
         named: dict[str, Tensor] = {}
         for at, module in enumerate(modules):
@@ -282,7 +284,7 @@ class Walk:
                 state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
                 checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         except BaseException:
-            if solving is not None:  # what `recover` did so far is no worse, and stays
+            if solving is not None:  # weights that `recover` has improved so far stay
                 for name, p in before.items():
                     named[name].copy_(p)
             raise
@@ -307,7 +309,7 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
     ) -> tuple[list[Any], Any]:
-        """Take over what an interrupted walk saved of a unit."""
+        """Restore what an interrupted walk saved of a unit."""
         for name, p in named.items():
             p.copy_(saved["weights"][name])
         if solving is not None:
@@ -316,7 +318,7 @@ class Walk:
         return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
 
     def _statistics(self, unit: Unit, solving: Solving) -> dict[str, Statistics]:
-        """Record the inputs of a unit's tensors, all at once, for the model as it is by now."""
+        """Record the inputs of all tensors of a unit together, in the model as it is now."""
         targets = [solving.target(name) for name in unit.tensors] if unit.is_recorded else []
         targets = [self._sampled(target) for target in targets if target.needs]
         if not targets:
@@ -349,7 +351,7 @@ class Walk:
         return recording.statistics
 
     def _sampled(self, target: Target) -> Target:
-        """A target of which a convolution takes so many positions from each batch that all fit into memory."""
+        """Return a target that samples few enough positions of a convolution per batch for all to fit into memory."""
         adapter = copy.copy(target.adapter)
         if adapter is not None:
             inputs = adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
@@ -358,7 +360,7 @@ class Walk:
 
     @contextmanager
     def _given_blocks(self, index: int) -> Iterator[None]:
-        """Inside, the model runs with blocks that do not run: each returns what the last one gave in the stream."""
+        """Return a context in which blocks do not run: each returns what the last block gave in the stream."""
         stream = self.stream
         assert stream is not None
 
@@ -369,9 +371,9 @@ class Walk:
             yield
 
     def _skips_blocks(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether layers after the blocks read the same without running the blocks, as the first batch shows.
+        """Return whether layers after the blocks get the same inputs from the first batch if the blocks do not run.
 
-        They do not where a layer reads what a block in the middle gave.
+        The inputs differ if a layer reads what a block in the middle gave.
         """
         inputs: list[list[Any]] = []
         for skips in (False, True):
@@ -382,10 +384,10 @@ class Walk:
 
 
 def units_of(walk: "Walk", rest: Collection[str], has_all: bool) -> list[Unit]:
-    """What the walk visits, in order: units with tensors, and the blocks between them.
+    """Return the units that the walk visits, in order: those with tensors, and the blocks between them.
 
     Args:
-        walk: Knows the blocks, and the layers that are reached.
+        walk: The walk, with its blocks and the targets that are reached.
         rest: Tensors that are pruned without statistics.
         has_all: Whether all blocks are visited, as for matching.
     """
@@ -401,7 +403,7 @@ def units_of(walk: "Walk", rest: Collection[str], has_all: bool) -> list[Unit]:
             inside.setdefault(block, []).append(target.name)
             reached = max(reached, block)
     alone: list[str] = []
-    for name in rest:  # those in a block leave it before the block is matched
+    for name in rest:  # tensors inside a block are pruned before it is matched
         block = block_of.get(id(walk.data.model.get_submodule(name.rpartition(".")[0])))
         (alone if block is None else inside.setdefault(block, [])).append(name)
     has_all |= any(after == reached >= 0 for after, _ in outside.values())
@@ -423,26 +425,27 @@ def units_of(walk: "Walk", rest: Collection[str], has_all: bool) -> list[Unit]:
 
 
 class Checkpoint:
-    """A folder with a file for each finished unit of a walk, which the same call goes on from.
+    """A folder with a file for each finished unit of a walk; the same call continues after these.
 
-    Over ranks, the first one writes, and all of them read.
+    In distributed training, rank 0 writes and all ranks read.
 
     Args:
-        folder: Made if it does not exist.
-        call: What tells this call from others; see `call_of`.
+        folder: The folder, which is created if it does not exist.
+        call: Text that identifies this call; see `call_of`.
         caller: The name of the user's call, for errors.
     """
 
     def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
         self._folder, self._caller = Path(folder), caller
         self._writes = rank() == 0
-        found: list[Any] = [True, 0]
+        found: list[Any] = [[], 0]  # or why the folder cannot be used: an error, or what differs
         if self._writes:
             about = self._folder / "call.txt"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if about.exists():
-                    found = [about.read_text() == call, 0]
+                    lines = zip_longest(_PARTS, about.read_text().split("\n"), call.split("\n"))
+                    found = [[part for part, was, now in lines if was != now], 0]
                     while self._path(found[1]).exists():
                         found[1] += 1
                 else:
@@ -453,20 +456,19 @@ class Checkpoint:
             torch.distributed.broadcast_object_list(found, src=0)
         if isinstance(found[0], str):
             raise SparsityError(f"{caller}: checkpoint={str(folder)!r} is not a folder that can be written: {found[0]}")
-        if not found[0]:
+        if found[0]:
             raise SparsityError(
-                f"{caller}: checkpoint={str(folder)!r} was written by a call with another model, other batches "
-                "or other arguments; to continue that call, load the model as it was before it and give the same "
-                "arguments, else give another folder"
+                f"{caller}: checkpoint={str(folder)!r} was written by a call with {' and '.join(found[0])}; "
+                "to continue it, load the model as it was before and give the same arguments, else give another folder"
             )
         self._count: int = found[1]
 
     def has(self, number: int) -> bool:
-        """Whether a unit was finished before."""
+        """Return whether a unit was finished before."""
         return number < self._count
 
     def read(self, number: int, unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """What was saved of a unit, or None; raises if its tensors are not what they were then."""
+        """Return what was saved of a unit, or None. Raise an error if its tensors have changed since."""
         if not self.has(number):
             return None
         saved: dict[str, Any] = torch.load(self._path(number), map_location="cpu")
@@ -494,13 +496,13 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def call_of(model: nn.Module, *arguments: object) -> str:
-    """What tells calls apart: a hash of the model's tensors, and the text of other arguments."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(arguments))  # where an argument's object lies in memory
-    return f"{fingerprint({**dict(model.named_parameters()), **dict(model.named_buffers())})} {text}"
+    """Return a text that identifies a call: a line for the model's tensors, and a line for other arguments."""
+    text = re.sub(r" at 0x[0-9a-f]+|\n", "", repr(arguments))  # without addresses of objects in memory
+    return f"{fingerprint({**dict(model.named_parameters()), **dict(model.named_buffers())})}\n{text}"
 
 
 def check_options(caller: str, device: object, stream_memory: object, checkpoint: object) -> None:
-    """Raise where an argument that is about the walk itself is of no use."""
+    """Raise an error if an argument of the walk itself is invalid."""
     if stream_memory is not None and (not is_number(stream_memory) or not float(stream_memory) >= 0):
         raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
@@ -519,7 +521,7 @@ def check_options(caller: str, device: object, stream_memory: object, checkpoint
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Inside, autocast converts weights at each use, since those that it has kept were changed meanwhile."""
+    """Return a context in which autocast converts weights at each use, as cached ones would be outdated."""
     is_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()
@@ -531,13 +533,13 @@ def without_autocast_cache() -> Iterator[None]:
 
 
 def agreed(call: str, caller: str) -> str:
-    """Return the call; raise unless all ranks make it."""
+    """Return the call. Raise an error unless all ranks make the same call."""
     if has_process_group():
         calls: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(calls, call)
         if len(set(calls)) > 1:
             raise SparsityError(
                 f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
-                "give the same arguments but for the batches"
+                "give the same arguments except for the batches"
             )
     return call

@@ -1,4 +1,4 @@
-"""compact: make a masked model smaller and dense, with the same outputs; and its report."""
+"""`compact` makes a masked model smaller and dense, with the same outputs, and reports on it."""
 
 import copy
 import json
@@ -56,9 +56,9 @@ class KeptUnits:
     Attributes:
         name: Name of the coupling.
         kind: What the units are (`Coupling.kind`): "heads", "mlp".
-        kept, of: Units of a scope after and before.
+        kept, of: The number of units of a scope after and before removal.
         scopes: Number of independent sets of units.
-        partly: Kept units, over all scopes, where some members hold only zeros, but not all.
+        partly: The number of kept units, over all scopes, that are zero in some members, but not in all.
 
     >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
     2 of 4 units in each of 3 scopes
@@ -82,25 +82,23 @@ class Compaction(Table[KeptUnits]):
     """The result of `compact` as numbers; `print(report)` shows it as text.
 
     Attributes:
-        couplings: One row a coupling.
+        couplings: A row for each coupling.
         before, after: Sizes of the model.
         difference: Largest difference of an output on the example inputs, relative to the largest value that differs.
-        in_float64: The same of float64 copies, where rounding explains why it is more than the tolerance.
+        in_float64: The difference of float64 copies, if rounding explains why `difference` is above the tolerance.
         notes: Descriptions of what is not exact.
-        uncounted: Operators of others than torch, and products of matrices, whose FLOPs are not in the sizes.
+        uncounted: Operators from outside of torch, and matrix products, whose FLOPs the sizes leave out.
         not_compared: Objects in the output that were not inspected, so tensors in them were not compared.
         unlisted: Integers that seem to hold a removed size and are in no coupling's `attrs`.
         changed: Attributes of modules and configs with their old and new values.
         not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
-            `from_pretrained` does not load it. Empty if it does, None where this was not determined. Of `shrink`.
-        fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; only of `shrink`.
-        left_out: Couplings from which nothing was removed, or less than was asked for, and modules that were never
-            called, with the reason.
-        frozen: Axes from which nothing may be removed, with the reason, but for inputs and outputs. Of `shrink`.
-        values: What the forward read from values of the example inputs, as in `Discovery`; only of `shrink`.
-        compensation: The output errors of the layers that read removed units, before and after their kept weights made
-            up for them; of `shrink` with batches.
-        recovery: What `recover` did; of `shrink(recover=True)`.
+            `from_pretrained` does not load it. Empty if it does, None if this was not determined. Set by `shrink`.
+        fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; set by `shrink`.
+        left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
+        frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
+        values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
+        compensation: Output errors of layers that read removed units, before and after; set by `shrink` with batches.
+        recovery: What `recover` did; set by `shrink(recover=True)`.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -143,15 +141,15 @@ class Compaction(Table[KeptUnits]):
         return self.couplings
 
     def metrics(self) -> dict[str, float]:
-        """{"kept/<coupling>": ..., "of/<coupling>": ..., "parameters", "bytes", "flops": of the smaller model}."""
+        """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
         return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Head and rows as text."""
+        """Return the head and the rows as text."""
         return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
 
     def below(self) -> list[str]:
-        """Sizes, what was compared, changed and left out."""
+        """Return the lines below the table: sizes, and what was compared, changed and left out."""
         lines = []
         for what in ("parameters", "bytes", "flops"):
             was, now = getattr(self.before, what), getattr(self.after, what)
@@ -194,15 +192,15 @@ def compact(
 ) -> tuple[nn.Module, Compaction]:
     """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
-    A unit is dropped where all weights of the coupling hold only zeros, as they do after pruning by `Coupling.entries`
-    and `squash_mask`. A unit that is a module of a list is dropped where all its parameters do.
+    A unit is dropped if it is zero in all weights of the coupling, as after pruning by `Coupling.entries` and
+    `squash_mask`. A unit that is a module of a list is dropped if all parameters of this module are zero.
 
     Args:
-        model: Squashed; neither it nor the inputs change, since copies run.
+        model: The squashed model. Neither the model nor the inputs change, because copies run.
         couplings: One or several; a tensor may be in several.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments. The check is as good as they
             are, so use typical ones: sequences of different tokens, values that are not zero, attention masks with
-            zeros. One token is refused where the model combines tokens. Outputs are compared in tuples, mappings
+            zeros. A single token is refused if the model combines tokens. Outputs are compared in tuples, mappings
             and dataclasses; other objects (a cache) are reported.
         multiple_of: A number, or {name of a coupling: number}. The number of units kept in a scope is rounded up to a
             multiple, or to all, by keeping some dropped ones. At least one unit is kept.
@@ -210,7 +208,7 @@ def compact(
             has these axes.
         tolerance: Largest difference of an output tensor, relative to the largest of its values that differ; integers
             must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
-            16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded. Where the
+            16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded. If the
             masked model differs as much from its own float64 copy, float64 copies decide.
 
     Returns:
@@ -254,7 +252,7 @@ def compact(
 
 
 def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
-    """Raise unless the tolerance is a number, and parameters have values."""
+    """Raise an error unless the tolerance is a number and parameters have values."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
     name = next((name for name, p in model.named_parameters() if p.is_meta), None)
@@ -329,8 +327,8 @@ def _as_texts(changes: Sequence[Change]) -> tuple[str, ...]:
 
 
 def _fused_notes(reference: Reference, small: nn.Module) -> list[str]:
-    """What differs where torch fuses attention, as inference does: an encoder then gives zeros at padded positions."""
-    with warnings.catch_warnings(action="ignore"):  # of nested tensors, which the encoder makes
+    """Return a note if outputs differ when torch fuses attention: an encoder then gives zeros at padded positions."""
+    with warnings.catch_warnings(action="ignore"):  # about nested tensors in the encoder
         fused = reference.with_fused_attention() if reference.tolerance < 1 else None
         text = "" if fused is None else compared(fused, small)
     if not (isinstance(text, str) and text):
@@ -343,7 +341,7 @@ def _fused_notes(reference: Reference, small: nn.Module) -> list[str]:
 
 
 def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
-    """What is wrong with each coupling by itself, as text."""
+    """Return what is wrong with each coupling by itself, as text."""
     lines = []
     for removal in (removal for removal in removals if not removal.is_empty):
         single = without_units(reference.model, [removal], discarded=True)[0]
@@ -360,7 +358,7 @@ def find_removals(
 ) -> list[Removal]:
     """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
 
-    What is in `known`, of couplings without attributes and multiples, is not searched for again; the others are added.
+    Removals in `known`, by (coupling without attributes, multiple), are not searched for again; new ones are added.
     """
     check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
     removals, known = list[Removal](), Known() if known is None else known
@@ -375,7 +373,7 @@ def find_removals(
 
 
 def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
-    """Raise if one of the arguments is a mapping with the name of another coupling."""
+    """Raise an error if one of the arguments is a mapping that names an unknown coupling."""
     for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
         if name not in names:
             known = ", ".join(repr(other) for other in names if other != "*") or "none"
@@ -389,10 +387,10 @@ def without_units(
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    A model that is discarded after a comparison has the dtype of that, and computes large tensors when they are read.
+    With `discarded`, the copy serves one comparison: it has its dtype, and computes large tensors when they are read.
 
     Raises:
-        SparsityError: They cannot be removed.
+        SparsityError: The units cannot be removed.
     """
     check_lists(model, removals, "")
     changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]
@@ -405,7 +403,7 @@ def without_units(
     folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
     modes = [(module, module.training) for module in small.modules()]
-    small.train().eval()  # either may drop what a module remembers of its weights
+    small.train().eval()  # modules may drop cached weights in train() or eval()
     for module, mode in modes:
         module.training = mode
     unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
@@ -427,7 +425,7 @@ def compared(reference: Reference, small: nn.Module, *, discarded: bool = False)
 
 
 def size_of(model: nn.Module, flops: int) -> Size:
-    """Return the size of a model whose forward has so many FLOPs."""
+    """Return the size of a model whose forward takes `flops` FLOPs."""
     tensors = [*model.parameters(), *model.buffers()]
     return Size(
         parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops

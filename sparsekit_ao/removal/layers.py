@@ -1,4 +1,4 @@
-"""shrink_experts and shrink_layers: whole experts, blocks, and attention or MLPs of blocks; outputs change."""
+"""`shrink_experts` and `shrink_layers` remove experts, blocks, or attention and MLPs of blocks; outputs change."""
 
 import re
 import sys
@@ -43,18 +43,18 @@ def shrink_experts(
 ) -> tuple[nn.Module, Compaction]:
     """Remove a fraction of the experts of every layer, those of the lowest `expert_scores` (REAP, arXiv 2510.13999).
 
-    Every layer keeps as many, and every group of experts where routers choose among groups, so that the config can hold
-    the number. The result is the model whose routers never choose the others: its outputs differ from the given model's
-    by `report.difference` on the first batch, and are not compared otherwise.
+    Every layer keeps the same number of experts, and so does every group if routers choose among groups, so that the
+    config can hold it. The result acts as if routers never chose the other experts. Its outputs differ from the given
+    model's by `report.difference` on the first batch, and are not compared otherwise.
 
     Args:
-        model: With experts of `expert_couplings`, packed as transformers 5 does; not changed. All batches pass a block
-            before the next one is loaded, so that the model may be offloaded by accelerate; so is the result then.
+        model: A model with experts of `expert_couplings`, packed as in transformers 5; it is not changed. All batches
+            pass a block before the next one is loaded, so accelerate may offload the model and then the result.
         batches, forward: As for `expert_scores`.
         ratio: Fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
 
     Raises:
-        SparsityError: As `expert_scores`; fewer experts would be kept than a token needs; weights that are sharded.
+        SparsityError: As for `expert_scores`; or a token needs more experts than are kept, or weights are sharded.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
@@ -65,7 +65,7 @@ def shrink_experts(
     check_multiple(multiple_of, "shrink_experts: ")
     coupling = expert_couplings(model).get("experts")
     if coupling is None:
-        raise SparsityError("shrink_experts: there is no router with a row for each expert beside the experts")
+        raise SparsityError("shrink_experts: the model has no router, a matrix with a row for each expert")
     bounds = coupling.bind(model)
     owners = [model.get_submodule(member.fqn.rpartition(".")[0]) for bound in bounds for member in bound.members]
     scores, removals = _expert_scores(model, owners, batches, forward), []
@@ -85,7 +85,7 @@ def shrink_experts(
 def _expert_scores(
     model: nn.Module, owners: Sequence[nn.Module], batches: Sequence[Any], forward: Forward | None
 ) -> dict[str, Tensor]:
-    """`expert_scores` in one walk: all batches pass a block before the next one is loaded."""
+    """Return `expert_scores` of one walk: all batches pass a block before the next one is loaded."""
     data = CalibrationData.checked(model, batches, forward, False, "shrink_experts")
     walk = Walk(data, (), layers=owners)
     inside = {module for block in walk.blocks for module in block.modules()}
@@ -110,16 +110,16 @@ def shrink_layers(
 ) -> tuple[nn.Module, Compaction]:
     """Remove the repeated blocks, or the attention and MLPs of blocks, that change their input least.
 
-    The influence of a block is one less the cosine of its input and its output, the mean over all tokens (ShortGPT,
+    The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
     arXiv 2403.03853). The influence of an attention or MLP is computed from the hidden states before and after its
-    output is added to them. Outputs change: by `report.difference` on the first batch.
+    output is added to them. Outputs change by `report.difference` on the first batch.
 
-    Blocks that remain are numbered anew (`layer_idx`), and the config of a transformers model too. A removed attention
-    or MLP gives zeros. The config says so by `per_layer_config`, as `{3: {"skip": ["mlp"]}}`. Where the model's class
-    does not read that, `report.not_in_config` tells, and `export.load_pretrained` loads what `save_pretrained` writes.
+    Blocks that remain are renumbered (`layer_idx`), also in the config of a transformers model. A removed attention or
+    MLP gives zeros, as the config says in `per_layer_config`: `{3: {"skip": ["mlp"]}}`. If the model's class does not
+    read this key, `report.not_in_config` says so, and `export.load_pretrained` loads what `save_pretrained` writes.
 
     Args:
-        model: Not changed.
+        model: The model, which is not changed.
         batches, forward: As for `expert_scores`.
         ratio: Fraction of the blocks that is removed, or of all attention and MLPs of these kinds. One attention of
             each type in a cache is kept.
@@ -128,8 +128,8 @@ def shrink_layers(
         blocks: Name of an `nn.ModuleList`; None takes the one with the most parameters.
 
     Raises:
-        SparsityError: No such list or modules; a block gives no tensor of its input's shape. A norm follows the sum,
-            as in BERT. The config computes types of blocks, as Jamba's, and cannot hold those that remain.
+        SparsityError: There is no such list or module; a block returns no tensor of its input's shape; a norm follows
+            the sum, as in BERT. The config computes types of blocks, as Jamba's, and cannot hold those that remain.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     >>> small, report = shrink_layers(model, batches, 0.25, kinds=("attention", "mlp"))  # doctest: +SKIP
@@ -203,7 +203,7 @@ def _influences(
 
 
 def _check_blocks(model: nn.Module, path: str, kept: Sequence[int]) -> None:
-    """Raise unless caches of keys and values fit to the blocks that remain."""
+    """Raise an error unless caches of keys and values fit the blocks that remain."""
     config, blocks = config_of(model, path)[1], model.get_submodule(path)
     types = getattr(config, "layer_types", None) or []
     if any(isinstance(module, Zeros) for module in blocks.modules()):
@@ -223,14 +223,14 @@ def _part(name: str, output: Any) -> Part:
 
 
 def _changed(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """An output whose first tensor is changed: `torch.zeros_like`, or `torch.clone`, since blocks may add in place."""
+    """Return an output whose first tensor `change` has replaced, by zeros or by a clone (blocks may add in place)."""
     if isinstance(output, (tuple, list)):
         return (_changed(change, output[0]), *output[1:])
     return change(output) if isinstance(output, Tensor) else output
 
 
 def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]) -> list[Any]:
-    """What a block returns where some modules give zeros; then where the first gives its output; and so on."""
+    """Return the results of a block if its modules give zeros, then if the first gives its output, and so on."""
     constants, states = {name: _changed(torch.zeros_like, output) for name, output in outputs.items()}, []
     try:
         for last in (None, *outputs):

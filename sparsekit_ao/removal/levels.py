@@ -29,7 +29,7 @@ Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numb
 
 
 def cost_function(cost: str | Cost, inputs: Any) -> Cost:
-    """Return the cost of a model as a function: "flops" of a forward on the inputs, "parameters", or one itself."""
+    """Return the function for a cost: "flops" of a forward on the inputs, "parameters", or `cost` itself."""
     costs: dict[Any, Cost] = {
         "flops": lambda model: count_flops(model, inputs),
         "parameters": lambda model: sum(p.numel() for p in model.parameters()),
@@ -71,9 +71,9 @@ class Quota:
 
     Attributes:
         units: The units of a scope.
-        level: The fraction of them that is dropped where no cost of the whole model decides.
-        limit: The largest fraction that is dropped where a cost decides.
-        multiple: A multiple of it is kept, or all units.
+        level: The fraction of them that is dropped if the whole model has no budget.
+        limit: The largest fraction that is dropped if the whole model has a budget.
+        multiple: The number of kept units is a multiple of it, or all units.
 
     >>> quota = Quota(units=12, level=0.5, limit=0.9, multiple=4)
     >>> quota.kept, quota.least
@@ -97,7 +97,7 @@ class Quota:
 
 
 def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
-    """The names of the tensors whose outputs are units of a layer, and of the modules around them.
+    """Return the names of the tensors whose outputs are units of a layer, and of the modules around them.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     >>> sorted(names_of_outputs(model, Coupling({"0.weight": "u i", "1.weight": "o u"}).bind(model)[0]))
@@ -115,7 +115,7 @@ def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
 def numbers_by_coupling(
     model: nn.Module, couplings: Sequence[Coupling], numbers: Any, default: Any, what: str
 ) -> dict[str, Any]:
-    """{coupling: its number}: one for all, or what numbers by name say; `what` is the argument, for errors."""
+    """Return {coupling: its number}, from one number or numbers by name; `what` names the argument in errors."""
     if not isinstance(numbers, Mapping):
         return {c.name: numbers for c in couplings}
     by_layer = _numbers_of_layers(model, couplings, numbers, default, what)
@@ -125,9 +125,9 @@ def numbers_by_coupling(
 def _numbers_of_layers(
     model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any], default: Any, what: str
 ) -> list[list[Any]]:
-    """For each coupling the numbers of its layers: by a tensor or module of a layer, the coupling's name, or its kind.
+    """Return the numbers of each coupling's layers, by a tensor or module of them, the coupling's name or its kind.
 
-    A name of another coupling is not taken for a tensor's. Of the names of several modules the longest one counts.
+    The name of another coupling does not count as a tensor. If several modules are named, the longest name counts.
     """
     reserved = {name for coupling in couplings for name in (coupling.name, coupling.layer_of)}
 
@@ -163,7 +163,7 @@ def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
 
 
 def divided(model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any]) -> list[Coupling]:
-    """Couplings, and in place of those whose layers have different numbers their layers.
+    """Return the couplings, each replaced by its layers if these have different numbers.
 
     Args:
         numbers: {argument: a number for all, or numbers by the name of a coupling, tensor or module, or by kind}.
@@ -187,14 +187,14 @@ def counts_within(
     power: int,
     quotas: Mapping[str, Quota],
 ) -> dict[str, int]:
-    """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it does.
+    """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it costs now.
 
-    Without a cost, so many units of all couplings together are kept.
-    Units are dropped one by one, or in multiples. Next is the one with the least increase of its coupling's lost
-    importance, relative to the kept one, for the square root of the cost that it saves. The root keeps costly couplings
-    from being cut to their limit (examples/benchmarks/compare_accuracy.py). The last step may save more than is needed,
-    as that of a whole head does. It stays, and steps before it are taken back until the cost is close to what is
-    allowed. Importances, scores to a power, add up.
+    Without a cost, the units of all couplings are counted. Units are dropped in steps of one or a multiple. The next
+    step is the one that adds least to the lost importance of its coupling, relative to the kept importance, per square
+    root of the cost that it saves. The root keeps costly couplings from being cut to their limit
+    (examples/benchmarks/compare_accuracy.py). The last step, such as a whole head, may save more than is needed. It
+    stays, and earlier steps are taken back until the cost is close to the allowed one. Importances are scores to a
+    power, which makes them add up.
     """
     full = {coupling.name: quotas[coupling.name].units for coupling in couplings}
     cost_at = partial(_units_with, model, couplings) if cost is None else partial(_cost_with, model, couplings, cost)
@@ -238,13 +238,13 @@ def counts_within(
 
 
 def _units_with(model: nn.Module, couplings: Sequence[Coupling], counts: Mapping[str, int]) -> float:
-    """The units of all couplings, with as many in a scope of each as `counts` says."""
+    """Return the number of units of all couplings, if each scope keeps as many as `counts` says."""
     grids = [(c.name, bound.grid) for c in couplings for bound in c.bind(model)]
     return sum(math.prod(grid[:-1]) * counts.get(name, grid[-1]) for name, grid in grids)
 
 
 def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, counts: Mapping[str, int]) -> float:
-    """The cost with as many units of each coupling as `counts` says: the first ones, so outputs mean nothing."""
+    """Return the cost if couplings keep as many units as `counts` says; these are the first ones, whatever they do."""
     removals = []
     for source, coupling in enumerate(couplings):
         for bound in coupling.bind(model):
@@ -263,7 +263,7 @@ def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, coun
 
 
 def _kept_shares(rows: Sequence[Tensor]) -> list[float]:
-    """The share of the importance of a coupling that its k most important units have, for k = 1, 2, ..."""
+    """Return the share of a coupling's importance that its k most important units have, for k = 1, 2, ..."""
     scores = torch.cat([row.double().cpu().reshape(-1, row.shape[-1]) for row in rows])
     scores = scores - scores.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative
     sums = scores.sort(1, descending=True).values.cumsum(1)

@@ -1,6 +1,6 @@
-"""Units that a coupling holds as zeros, and their removal from tensors and torch.nn's layers.
+"""Find the units of a coupling that are zero, and remove them from tensors and torch.nn's layers.
 
-To keep a unit of zeros is always exact, so a scope with fewer other units keeps some, to have as many as the others.
+Keeping a zero unit changes no output, so a scope with fewer nonzero units keeps some, to match the other scopes.
 """
 
 import math
@@ -36,7 +36,7 @@ class Removal:
         coupling: The coupling, bound to the model.
         keep: bool, of the coupling's grid; the same number is True in each scope.
         source: Index of the `Coupling` that it was bound from.
-        partly: Kept units of which some weights hold only zeros, over all scopes.
+        partly: The number of kept units, over all scopes, that are zero in some of the weights.
     """
 
     coupling: BoundCoupling
@@ -61,7 +61,7 @@ class Removal:
 
 
 def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) -> Removal:
-    """Find the dropped units of a coupling, and keep some so that a multiple is left (at least one, at most all)."""
+    """Find the dropped units of a coupling, but keep some if a multiple must be left (at least one, at most all)."""
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
     names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
@@ -95,7 +95,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
 
 
 def check_multiple(multiple_of: object, where: str) -> None:
-    """Raise unless `multiple_of` is a positive int."""
+    """Raise an error unless `multiple_of` is a positive int."""
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise SparsityError(f"{where}multiple_of must be a positive int, got {multiple_of!r}")
 
@@ -110,7 +110,7 @@ def rounded(kept: int, units: int, multiple: int) -> int:
 
 
 def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
-    """Return tensors by name; a SparsityError if one is parametrized, so that its mask is not applied to its values."""
+    """Return tensors by name. Raise a SparsityError if one is parametrized, as its values then lack the mask."""
     for fqn in fqns:
         if parametrize.is_parametrized(*owner_of(model, fqn)):
             raise SparsityError(
@@ -123,7 +123,7 @@ def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
 def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Remove the dropped units from every member, in place, and update sizes that torch.nn's layers hold.
 
-    Tensors that are computed when they are read stay so. An error is raised before anything changes.
+    `Computed` tensors stay computed. An error is raised before anything changes.
     """
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # {id of a tensor: what is cut from it}
     tensors: dict[int, Tensor] = {}
@@ -159,7 +159,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
 
 
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
-    """A copy in which the parameters of units that are removed hold zeros; large ones are computed by `light_copy`."""
+    """Return a copy whose parameters are zero for removed units; large ones are computed, as in `light_copy`."""
     cuts = [(member, r) for r in removals for member in r.coupling.members if member.is_parameter]
     written = {id(tensor) for tensor in plain_tensors(model, [member.fqn for member, _ in cuts]).values()}
     masked = light_copy(model, shared={id(p) for p in model.parameters()} - written)
@@ -183,7 +183,7 @@ def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
 
 
 def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
-    """Which elements of a member of this shape belong to kept units; bool, of its shape."""
+    """Return which elements of a member belong to kept units, as a bool tensor of this shape."""
     kept = torch.ones(shape, dtype=torch.bool, device="cpu")
     view = member.pattern(kept)
     view.copy_(removal.keep.reshape(removal.keep.shape + (1,) * (view.ndim - removal.keep.ndim)).expand_as(view))
@@ -191,7 +191,7 @@ def kept_elements(member: Member, removal: Removal, shape: Shape) -> Tensor:
 
 
 def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
-    """A copy without the removed units; of the same kind (parameter or not) and memory format."""
+    """Return a copy without the removed units, of the same kind (parameter or not) and memory format."""
     shape = _shape_without(tuple(tensor.shape), cuts)
     indices = None if tensor.is_meta else _kept_indices(tuple(tensor.shape), cuts)
     is_cut = indices and [len(indices.get(d, range(n))) for d, n in enumerate(tensor.shape)] == shape
@@ -216,7 +216,7 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
 
 
 def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list[int]:
-    """The shape without the removed units; those of one part of a concatenation shrink that part."""
+    """Return the shape without the removed units; units in a part of a concatenation shorten this part."""
     lengths: dict[tuple[int, tuple[int, int]], int] = {}  # of (dimension, entries before and after the part)
     for member, removal in cuts:
         d = member.pattern.dimension_of(removal.coupling.unit)
@@ -230,7 +230,7 @@ def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list
 
 
 def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[int, Tensor] | None:
-    """Return {dimension: indices that all removals keep}; None where what is kept is not given by single dimensions."""
+    """Return {dimension: indices that all removals keep}; None if single dimensions cannot express this."""
     masks: dict[int, Tensor] = {}
     for member, removal in cuts:
         pattern, unit, scope = member.pattern, removal.coupling.unit, removal.coupling.scope
@@ -249,7 +249,7 @@ def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[
 
 
 def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:
-    """Cut what all removals keep, in the tensor's own order; right where no unit varies more slowly than its scopes."""
+    """Cut out what all removals keep, in the tensor's order; no unit may vary more slowly than its scopes."""
     keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for member, removal in cuts:
         keep &= kept_elements(member, removal, tuple(tensor.shape))
@@ -272,7 +272,7 @@ def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: 
 
 
 def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> dict[str, Any]:
-    """Return the integers of a torch.nn layer, by attribute, as its new tensor has them; {} for other modules.
+    """Return {attribute: integer} of a torch.nn layer for its new tensor; {} for other modules.
 
     >>> sizes_of(torch.nn.Linear(4, 8), "weight", torch.zeros(5, 4), [])
     {'out_features': 5, 'in_features': 4}
@@ -316,7 +316,7 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> 
 
 
 def _remaining_groups(module: nn.GroupNorm | _ConvNd, groups: int, kept_of: _KeptOf) -> int:
-    """Groups of a layer whose first dimension is smaller: fewer of the same width, or as many of a smaller width."""
+    """Return the groups of a layer with a shorter first dimension: fewer of equal width, or as many narrower ones."""
     remaining = groups
     for pattern, kept in kept_of:
         unit = pattern.unit[-1]
@@ -374,7 +374,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None and attn_mask.ndim == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[..., None, None, :]]
-        total = None  # of both masks, which is added to scores of (batch, heads, queries, keys)
+        total = None  # the sum of both masks, for scores (batch, heads, queries, keys)
         for mask in (mask for mask in masks if mask is not None):
             if mask.dtype == torch.bool:  # True means that a key is left out
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
@@ -402,7 +402,7 @@ def _fit_attention(module: nn.MultiheadAttention, where: str) -> None:
     (rows, embed_dim), (_, kdim), (_, vdim) = (weight.shape for weight in weights if weight is not None)
     if rows % module.head_dim:
         raise SparsityError(
-            f"{where}: {rows} rows are left of its queries, no multiple of the {module.head_dim} of a head. A "
+            f"{where}: its queries keep {rows} rows, which is no multiple of the head size {module.head_dim}. A "
             "MultiheadAttention can lose whole heads only; write its rows as '(three u d)', with d the size of a head."
         )
     module.num_heads, module.embed_dim, module.kdim, module.vdim = rows // module.head_dim, embed_dim, kdim, vdim

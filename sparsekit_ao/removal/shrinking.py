@@ -1,4 +1,4 @@
-"""shrink: find removable couplings, score units, zero the lowest in a copy, remove and verify, in one call."""
+"""`shrink` finds removable couplings, scores units, zeroes the lowest in a copy, removes them and verifies that."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ from .sizes import fitting_engines, has_config
 from .trials import NOT_TRIED, Trials, find_removable, in_config
 from .verify import Reference
 
-_FEW = 3  # so many that are left out for one reason are named one by one
+_FEW = 3  # up to so many with the same reason are named one by one
 _Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
 
 
@@ -74,63 +74,62 @@ def shrink(
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
     Couplings from which `compact` cannot remove units are left out (see `removable`). Several may divide one
-    dimension of a tensor (key heads, query heads in each, numbers of a head). Whole heads are then pruned before
-    numbers of each; else those that remove most parameters, or the first. What is left out is in the report, with the
-    reason.
+    dimension of a tensor (key heads, query heads in each, numbers of a head). Then only one of them is pruned: whole
+    heads if possible, else the coupling that removes most parameters. The report lists what is left out, and why.
 
     With a cost, or with `scope="global"`, one budget is spent on all layers, so that each has its own number of units.
-    Units are dropped by importance and cost until the model costs `1 - ratio` of what it did. It ends less than a
-    hundredth or one step (a unit, or `multiple_of`, in every scope) below that, if fewer units cost less. Where the
-    model has a `config`, layers of one coupling that have equal numbers keep equal ones, so that the config can hold
-    them, except with `uniform=False`.
+    Units are dropped by importance and cost until the model costs `1 - ratio` of what it did. The cost ends less
+    than a hundredth or one step (a unit, or `multiple_of`, in every scope) below that, if fewer units cost less. If the
+    model has a `config`, layers of one coupling with equal numbers of units keep equal numbers, so that the config can
+    hold them, except with `uniform=False`.
 
     With batches, the layers that read dropped units make up for them. With `recover=True` each block of the smaller
-    model is then trained to give what the block of the dense model gives. Neither needs labels.
+    model is then trained to match the block of the dense model. Neither needs labels.
 
     In a transformers model, units are dropped only if the config can hold their number, the same in all layers.
-    Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings are left
-    out, as parts of heads; `uniform=False` drops them too, and the result needs `export.load_pretrained`.
+    Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings, such as
+    parts of heads, are left out; `uniform=False` prunes them too, and the result needs `export.load_pretrained`.
 
     Args:
-        model: Not changed.
-        example_inputs, tolerance: As for `compact`. None is the first of the batches.
-        ratio: Fraction of the units of every coupling that is dropped in each scope. Or {name: fraction}, and nothing
-            of others; a name is a kind ("mlp"), a coupling, or a tensor or module whose outputs are the units of a
-            layer ("layer1.0.conv1"), and "*" is all others. Or the fraction of the cost that is saved.
-        score: One of `scores`, by name or object; None is the norm of a unit. Statistics that it needs are recorded
-            on the batches; where they are of layers' inputs, units are scored by the layers that read them.
+        model: The model, which is not changed.
+        example_inputs, tolerance: As for `compact`. None (default) takes the first of the batches.
+        ratio: Fraction of the units of every coupling that is dropped in each scope, or of the cost that is saved. Or
+            {name: fraction}, which drops nothing of others; a name is a kind ("mlp"), a coupling, or a tensor or module
+            whose outputs are the units of a layer ("layer1.0.conv1"), and "*" is all others.
+        score: One of `scores`, by name or object; None takes the norm of a unit. Statistics that it needs are recorded
+            on the batches; if these are of inputs, units are scored by the layers that read them.
         exclude: As for `removable`.
         batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
-            None records what scores need on the example inputs alone. All other runs of the model, to find and to
-            verify what can be removed, take the example inputs.
+            None (default) records what scores need on the example inputs. All other runs of the model, to find and to
+            verify what can be removed, use the example inputs.
         token_mask: Which tokens of the batches count, as for `one_shot`.
         compensate: With batches, `"least_squares"` gives each layer that reads dropped units the best weights for the
-            others; None leaves them as they are.
+            kept units; None leaves the weights as they are.
         recover: Whether to train each block of the smaller model to give the dense block's outputs, as `recover` does.
-        cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, "parameters". Or a
-            function of a model that returns its cost (a measured time, say).
-        scope: Which units compete where the cost is "units": those of a coupling in each of its scopes, or with
-            `"global"` the units of all couplings and layers.
-        kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None is all.
+        cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, or "parameters"; or a
+            function that returns the cost of a model (a measured time, say).
+        scope: Which units compete if the cost is "units": with `"coupling"` (default) the units of one coupling in each
+            of its scopes, with `"global"` the units of all couplings and layers.
+        kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None (default) takes all.
         couplings: The couplings to be considered; None takes what `discover` finds.
         forward: `(model, batch) -> output`, called instead of the model; for scores that need gradients, it returns the
             loss.
         max_sparsity: With one budget, the largest fraction of its units that a coupling or layer loses, 0.9 by default;
-            or by name, as `ratio`, with 0.9 for others.
-        multiple_of: A number, or numbers by name, as `ratio`: the number of kept units is a multiple of it, or all. By
-            default dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype, stay multiples
+            or {name: fraction} as for `ratio`, with 0.9 for others.
+        multiple_of: The number of kept units is a multiple of this, or all; {name: number} works as for `ratio`. By
+            default, dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype, stay multiples
             of 16 bytes.
-        uniform: Whether to leave out what the config cannot hold. None: of a transformers model, if neither `couplings`
-            nor a `ratio` by names says what is dropped, and the config can hold some of it.
+        uniform: Whether to leave out what the config cannot hold. None does so for a transformers model, if neither
+            `couplings` nor a `ratio` by names says what is dropped, and the config can hold some of it.
         tensor_parallel: Number of devices that an engine divides each layer over; numbers of units, times
             `multiple_of`, stay multiples of it.
 
     Returns:
-        The smaller model, and a `Compaction`. Where nothing can be removed it is a copy.
+        The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
 
     Raises:
-        SparsityError: As `discover`, `compact` and `calibrate`; a wrong name or number; the cost cannot be reached. No
-            coupling that cannot be removed raises one.
+        SparsityError: As for `discover`, `compact` and `calibrate`; or a name or number is wrong, or the cost cannot be
+            reached. A coupling that cannot be removed is left out instead.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> small, report = shrink(model, torch.randn(3, 8), ratio=0.75, exclude=["4"])
@@ -156,7 +155,7 @@ def shrink(
     saved = _checked_ratio(model, ratio, is_shared, kinds, couplings, uniform, tensor_parallel)
     if max_sparsity is not None and not is_shared:
         raise SparsityError(
-            f"shrink: max_sparsity={max_sparsity!r} limits what layers lose of one budget, and here each has its own "
+            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here each layer has its own "
             "ratio; give cost= or scope='global', or lower the ratio"
         )
     level = max(saved, 0.5) if is_shared else saved  # couplings may lose more than the whole model
@@ -231,22 +230,22 @@ def _checked_data(
 def _check_compensation(
     has_batches: bool, token_mask: TokenMask, compensate: object, recover: object, has_gradients: bool
 ) -> None:
-    """Raise where what is to make up for removed units lacks data, or is unknown."""
+    """Raise an error if `compensate` or `recover` is unknown or lacks data."""
     if compensate not in (None, "least_squares"):
         raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {compensate!r}")
     if not isinstance(recover, bool):
-        raise SparsityError(f"shrink: recover must be True or False, got {recover!r}; the dense model is the first one")
+        raise SparsityError(f"shrink: recover must be True or False, got {recover!r}; the dense model is `model`")
     if not has_batches and (recover or token_mask is not None):
         raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
     if recover and has_gradients:
         raise SparsityError(
-            "shrink: the score needs a forward that returns the loss, and recover one that returns outputs; call "
-            "shrink, and then recover(small, model, batches)"
+            "shrink: the score needs a forward that returns the loss, but recover needs one that returns "
+            "outputs; call shrink, and then recover(small, model, batches)"
         )
 
 
 def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData) -> Discovery:
-    """Leave out couplings of what passes from one repeated block to the next, since recovery matches it."""
+    """Leave out couplings of hidden states between repeated blocks, because recovery matches these states."""
     layers = [owner_of(model, name)[0] for name, p in named_tensors(model) if p.ndim > 1]
     names = Walk(replace(data, model=model), (), layers=layers).names
 
@@ -272,7 +271,7 @@ def _by_layer(
     kinds: Sequence[str] | None,
     tensor_parallel: int,
 ) -> tuple[Discovery, dict[str, int]]:
-    """Divide couplings into layers where names give their layers different numbers; the multiples that each keeps."""
+    """Divide couplings whose layers have different numbers by name; return them and the multiples that they keep."""
     _check_named(model, discovery, numbers, kinds)
     parts = divided(model, discovery.couplings, numbers)
     counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(model) for part in parts))
@@ -287,7 +286,7 @@ def _with_compensation(
     data: CalibrationData,
     reference_of: Callable[[nn.Module], Reference],
 ) -> tuple[nn.Module, Compaction]:
-    """The smaller model whose kept weights make up for these removals, and its report."""
+    """Return the smaller model, whose kept weights make up for these removals, and its report."""
     better, rows = compensated(model, removals, data)
     small, report = verified(reference_of(masked_copy(better, removals)), removals, with_config=True)
     return small, replace(report, compensation=tuple(rows))
@@ -296,7 +295,7 @@ def _with_compensation(
 def _check_named(
     model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any], kinds: Sequence[str] | None
 ) -> None:
-    """Raise where a number is given for a name by which no units are known."""
+    """Raise an error if a number is given for a name that no units have."""
     couplings = discovery.couplings
     known = {name for c in couplings for name in (c.name, c.layer_of, c.kind, "*")} - {""}
     known |= {name for name, _ in discovery.left_out}
@@ -308,8 +307,8 @@ def _check_named(
     for what, name in given:
         if name not in known | layers and any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
             raise SparsityError(
-                f"shrink: {what} names {name!r}, but no units that can be removed are outputs of it; the layer before "
-                "has those that it reads, and report.left_out of a call without the name has the reasons of others"
+                f"shrink: {what} names {name!r}, but none of its outputs can be removed; name the layer before it to "
+                "remove its inputs, or call without this name and read the reasons in report.left_out"
             )
         check_names("shrink: ", [*sorted(known), *layers & {name}], **{what: {name: 0}})
 
@@ -326,7 +325,7 @@ def _checked_ratio(
     """Return the largest of the ratios; raise a SparsityError where it or another argument of `shrink` is wrong."""
     for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
         how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
-        raise SparsityError(f"shrink: kinds has {kind!r}, but whole {kind} change outputs; remove them by {how}")
+        raise SparsityError(f"shrink: kinds has {kind!r}, but removing whole {kind} changes outputs; use {how}")
     if isinstance(ratio, Mapping) and (is_shared or not ratio):
         raise SparsityError(
             f"shrink: a ratio by names, {ratio!r}, gives each layer a number of its own, so it needs at least one name "
@@ -349,9 +348,9 @@ def _removed(
     pruned: Callable[[list[Coupling], Rows], Trials],
     uniform: bool,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
-    """Prune and remove until what was pruned is what can be removed, and with `uniform` what the config can hold.
+    """Prune and remove, leaving layers out until all can be removed and, with `uniform`, the config can hold them.
 
-    Returns (layer, removal) of each, the smaller model, its report, and (name, reason) of layers that are left out.
+    Returns a list of (layer, removal), the smaller model, its report, and (name, reason) of layers left out.
     """
     left_out = list[tuple[str, str]]()
     while True:
@@ -390,7 +389,7 @@ def _with_reasons(
     left_out: Sequence[tuple[str, str]],
     tensor_parallel: int,
 ) -> Compaction:
-    """The report of `shrink`: beside that of `compact`, what was left out and why, and which engines load the model."""
+    """Return the report of `compact` with what was left out and why, and which engines load the model."""
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
     inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
     return replace(
@@ -406,7 +405,7 @@ def _with_reasons(
 def _of_layers(
     model: nn.Module, couplings: Sequence[Coupling], quotas: Mapping[str, Quota], each: bool
 ) -> tuple[list[Coupling], dict[str, Quota]]:
-    """Divide couplings into layers where these differ in size, or always with `each`; and the quota of each layer."""
+    """Divide couplings into layers if these differ in size, or always with `each`; return them with their quotas."""
     layers: list[tuple[Coupling, str]] = []
     for coupling in couplings:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
@@ -423,7 +422,7 @@ def _without_lowest(
     counts: Mapping[str, int],
     quotas: Mapping[str, Quota],
 ) -> Known:
-    """Removals that keep the units of the highest scores, under the keys by which `find_removals` looks them up."""
+    """Return removals that keep the units of the highest scores, by the keys that `find_removals` looks up."""
     known = Known()
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)
@@ -448,7 +447,7 @@ def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 def _unreached(
     removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota], is_shared: bool
 ) -> list[tuple[str, str]]:
-    """(name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
+    """Return (name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
     reasons = {}
     for name, removal in removals:
         units, quota = removal.scope_units, quotas[name]
@@ -464,7 +463,7 @@ def _unreached(
 def _scored(
     model: nn.Module, couplings: Sequence[Coupling], **how: Any
 ) -> tuple[dict[str, list[Tensor]], dict[str, SparsityError]]:
-    """Scores as `_all_scored`, with the same arguments; and {name: error} of couplings that the score does not fit."""
+    """Return the scores of `_all_scored`, and {name: error} of couplings that the score does not fit."""
     try:
         return _all_scored(model, couplings, **how), {}
     except SparsityError as e:
@@ -517,7 +516,7 @@ def _all_scored(
 
 
 def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
-    """Add to the norms of units the entries that they have along a second dimension, as in recurrent weights."""
+    """Add the entries of units along a second dimension, as in recurrent weights, to the norms of the units."""
     numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
@@ -542,7 +541,7 @@ def _quotas(
     limits: float | Mapping[str, float],
     multiples: Mapping[str, int],
 ) -> dict[str, Quota]:
-    """The quotas of couplings of these kinds, or names, by name."""
+    """Return {name: quota} for the couplings with these kinds or names."""
     pruned = [c for c in discovery.couplings if kinds is None or {c.name, c.layer_of, c.kind} & {*kinds}]
     level = numbers_by_coupling(model, pruned, levels, 0.0, "ratio")
     limit = numbers_by_coupling(model, pruned, limits, 0.9, "max_sparsity")
@@ -557,7 +556,7 @@ def _quotas(
 def _chosen(
     model: nn.Module, discovery: Discovery, quotas: Mapping[str, Quota]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """The couplings to be pruned, no two of which divide one dimension of a tensor; and (name, reason) of others."""
+    """Return couplings to prune, no two of which divide one dimension of a tensor, and (name, reason) of others."""
     pruned = [coupling for coupling in discovery.couplings if coupling.name in quotas and quotas[coupling.name].level]
     others = [coupling.name for coupling in discovery.couplings if coupling not in pruned]
     no_level, not_asked = "the ratio of it is 0, or does not name it", "kinds leaves it out"
@@ -600,7 +599,7 @@ def _removed_parameters(
     places: Mapping[Coupling, Sequence[_Place]],
     dropped: Mapping[Coupling, float],
 ) -> float:
-    """How many parameters couplings remove together, each a fraction of its units."""
+    """Return how many parameters the couplings remove together, if each loses a fraction of its units."""
     tensors, removed = dict(named_tensors(model)), defaultdict[str, dict[int, float]](lambda: defaultdict(float))
     for coupling in couplings:
         for name, d, outside in places[coupling]:

@@ -1,4 +1,4 @@
-"""Compare a compacted model with the masked one: both run on the example inputs, every output tensor is compared."""
+"""Compare a compacted model with the masked one: both run on the example inputs, and outputs are compared."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ Outputs = list[tuple[str, Tensor]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Values = Mapping[str, Tensor] | None
 
-LARGE = 1 << 16  # elements from which on a tensor is computed when it is read, and not kept
+LARGE = 1 << 16  # larger tensors are not stored, but computed when they are read
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
 _PART = 1 << 20  # elements of a weight that are converted at a time
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
@@ -28,10 +28,10 @@ _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How a compacted model differs from the masked one; `flops` are those of one forward.
+    """How a compacted model differs from the masked one; `flops` counts one forward.
 
-    The largest of an output tensor, relative to the largest value that differs, is `difference`. It is inf where shapes
-    or integers differ, or a value is nan or inf in one of the models only. Float64 copies, if any, have `in_float64`.
+    `difference` is the largest one of an output tensor, relative to the largest value that differs. It is inf if shapes
+    or integers differ, or a value is nan or inf in one model only. `in_float64` is the same for float64 copies, if any.
     """
 
     difference: float
@@ -55,7 +55,7 @@ class Reference:
         model: The masked model.
         inputs, tolerance: As for `compact`.
         normed: Weight norms that were undone in the model; a smaller model that is returned gets them again.
-        fused: Let torch fuse attention, as it does in inference.
+        fused: Whether torch may fuse attention, as it does in inference.
 
     Attributes:
         flops, uncounted: FLOPs of one forward, and the operators that they leave out.
@@ -94,7 +94,7 @@ class Reference:
             raise SparsityError(f"the masked model returns only zeros on example_inputs, so nothing is compared; {why}")
 
     def compare(self, small: nn.Module, *, discarded: bool = False) -> Comparison:
-        """Run the compacted model; in float64 too, where it differs by more than the tolerance.
+        """Run the compacted model and compare outputs, also in float64 if they differ by more than the tolerance.
 
         With `discarded`, the model has the dtype of the comparison and is used for nothing else afterwards, so it is
         not copied, and its FLOPs are not counted.
@@ -110,11 +110,11 @@ class Reference:
         return Comparison(difference=difference, in_float64=self._compared[1], flops=flops)
 
     def check_lengths(self) -> None:
-        """Raise where inputs have one entry in a dimension along which the model combines entries, as attention does.
+        """Raise an error if inputs have one entry in a dimension along which the model combines entries (attention).
 
         Attention over one token has no use for queries and keys, so a wrong removal of these would not be seen. Inputs
-        are extended by two entries in each dimension of size 1, before their own. If the model runs, and the outputs at
-        the last entry depend on the values of the new ones, the dimension is a length and not a batch.
+        are extended by two entries in each dimension of size 1, before the existing one. If the model runs, and outputs
+        at the last entry depend on the values of the new ones, the dimension is a length and not a batch.
         """
         tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
         single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
@@ -137,9 +137,9 @@ class Reference:
                     )
 
     def with_other_inputs(self) -> "Reference | None":
-        """A reference with random values in the inputs that are equal along a dimension, as nothing tells tokens apart.
+        """Return a reference with random values for inputs that are equal along a dimension (all tokens are alike).
 
-        None where there are no such inputs, or the model does not run with these values.
+        Return None if there are no such inputs, or if the model does not run with these values.
         """
 
         def other(tensor: Tensor) -> Tensor:
@@ -159,14 +159,14 @@ class Reference:
         return self._like_this(kwargs or args) if changed else None
 
     def with_fused_attention(self) -> "Reference | None":
-        """A reference that lets torch fuse its attention, as in eval mode without gradients; None if it would not."""
+        """Return a reference that lets torch fuse attention, as in inference, or None if torch would not."""
         is_fused = torch.backends.mha.get_fastpath_enabled()
         if not is_fused or not any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
             return None
         return self._like_this(self.example_inputs, fused=True)
 
     def _like_this(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
-        """A reference of the same model that runs in another way; None if it does not run."""
+        """Return a reference of the same model that runs in another way, or None if it does not run."""
         try:
             with warnings.catch_warnings(action="ignore"):
                 reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused)
@@ -176,7 +176,7 @@ class Reference:
         return reference
 
     def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
-        """The outputs with more entries in some dimensions of inputs, of one with other values; None if none."""
+        """Return the outputs if inputs have more entries, those of `changed` with new values; None if it fails."""
 
         def extended(tensor: Tensor) -> Tensor:
             is_changed = tensor is changed
@@ -194,7 +194,7 @@ class Reference:
         return list(tensors_in("output", output))
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
-        """The difference of float64 copies; None if rounding does not explain what float32 found."""
+        """Return the difference of float64 copies, or None if rounding does not explain the one in float32."""
         try:
             if self._exact is None:
                 self._exact = list(
@@ -216,7 +216,7 @@ def count_flops(model: nn.Module, inputs: Any) -> int:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """Return other values that a model may take as well; indices stay below the largest one, but for 1 instead of 0."""
+    """Return other values that a model may take as well; indices do not exceed the largest one, or 1."""
     if tensor.dtype == torch.bool:
         return ~tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -226,8 +226,8 @@ def _other_values(tensor: Tensor) -> Tensor:
 
 
 def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: float) -> bool:
-    """Whether two outputs differ in their last entries, as many as a shorter output has."""
-    arrays = any(t.ndim for _, t in same)  # beside them, a loss is a mean over the batch
+    """Return whether two outputs differ in their last entries, as many as a shorter output has."""
+    arrays = any(t.ndim for _, t in same)  # then a scalar is a loss, a mean over the batch
     for (_, few), (_, a), (_, b) in zip(short[::-1], same[::-1], other[::-1], strict=False):
         if few.ndim != a.ndim or a.ndim != b.ndim:
             return True
@@ -242,7 +242,7 @@ def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: floa
 
 
 def run_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype in which a model is compared; None if that is its own."""
+    """Return the dtype in which a model is compared, or None if it is the model's own."""
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     return torch.float32 if half else None
 
@@ -256,9 +256,9 @@ def _run(
     discarded: bool = False,
     fused: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """The output of one forward in eval mode, its FLOPs, and operators that may multiply matrices without a formula.
+    """Return the output of a forward in eval mode, its FLOPs, and operators that may multiply without a formula.
 
-    As another dtype if one is given, then with `values`. FLOPs are not counted of discarded models and fused attention.
+    With a `dtype` the model runs in it, with `values`. FLOPs of discarded models and fused attention are not counted.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
@@ -293,7 +293,7 @@ def _run(
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """FLOPs, by the shapes of the arguments, of operators that torch's counter has no formula for."""
+    """Return the FLOPs, by shapes of arguments, of operators for which torch's counter has no formula."""
 
     def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
@@ -315,7 +315,7 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 class Computed(Tensor):
-    """A part of a tensor of the user's model, which every operation that reads it computes; it takes no memory.
+    """A part of a tensor of the user's model. It takes no memory, because every operation that reads it computes it.
 
     Attributes:
         source: The plain tensor.
@@ -332,7 +332,7 @@ class Computed(Tensor):
     def of(
         cls, tensor: Tensor, dtype: torch.dtype | None = None, kept: Mapping[int, Tensor] | None = None
     ) -> "Computed":
-        """A tensor, plain or computed, with fewer indices or another dtype."""
+        """Return a tensor, plain or computed, with fewer indices or another dtype."""
         whole = tensor if isinstance(tensor, cls) else cls._made(tensor, tensor.dtype, {}, {})
         all_kept = dict(whole.kept)
         for d, indices in (kept or {}).items():
@@ -358,7 +358,7 @@ class Computed(Tensor):
         return data
 
     def _product(self, x: Tensor) -> Tensor:
-        """`x @ self`, by parts that fit a processor's cache; rows that are zero or gone meet zeros of x instead."""
+        """Return `x @ self`, in parts that fit a processor's cache; zeros of x multiply rows that are zero or gone."""
         if 0 in self.kept:
             x = x.new_zeros(len(x), len(self.source)).index_copy_(1, self.kept[0], x)
         if 0 in self.zero:
@@ -394,14 +394,14 @@ class Computed(Tensor):
 
 
 def in_format_of(tensor: Tensor, data: Tensor) -> Tensor:
-    """Data that is contiguous, or channels-last where the tensor is."""
+    """Return the data in contiguous form, or channels-last if the tensor is so."""
     last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
     is_last = tensor.ndim in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
     return data.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 
 def light_copy(model: nn.Module, dtype: torch.dtype | None = None, shared: Collection[int] = ()) -> nn.Module:
-    """Copy a model; large parameters are copied, and converted, whenever they are read. Ids `shared` are not copied."""
+    """Copy a model. Large parameters are copied and converted when they are read; those in `shared` (ids) are not."""
     tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in shared}
     for p in (p for p in model.parameters() if id(p) not in shared):
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -439,7 +439,7 @@ def output_difference(wanted: Outputs, outputs: Outputs) -> float:
 
 
 def _relative(wanted: Tensor, output: Tensor) -> float:
-    """The largest difference over the largest value that differs, so that large equal values do not hide it."""
+    """Return the largest difference over the largest value that differs, so that equal values do not hide it."""
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return 0.0 if torch.equal(wanted, output) else float("inf")
     a, b = _real(wanted), _real(output)
@@ -451,12 +451,12 @@ def _relative(wanted: Tensor, output: Tensor) -> float:
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """The absolute values of `a` where it differs from `b`, 0 elsewhere."""
+    """Return the absolute values of `a` where it differs from `b`, and 0 elsewhere."""
     return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 
 def _is_rounding(wanted: Tensor, output: Tensor, exact: Tensor) -> bool:
-    """Whether two outputs differ about as much as the first one from its float64 copy, among values as large."""
+    """Return whether two outputs differ as much as the first differs from its float64 copy, in values as large."""
     a, b, wide = _real(wanted), _real(output), _real(exact)
     if torch.equal(a, b):
         return True

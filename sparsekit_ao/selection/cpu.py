@@ -1,8 +1,8 @@
-"""The backend "cpu": numpy on chunks of whole scopes that fit the cache, one thread a chunk.
+"""The backend "cpu" runs numpy on chunks of whole scopes that fit the cache, with one thread for each chunk.
 
 Members are compared as integer keys in the order of their scores. Up to `PAIRS` members are ranked by comparing every
-pair, more by `numpy.partition`. A scope of `LONG` members or more is read in chunks. A sample gives two keys between
-which the last kept one is, and only the keys between them are collected.
+pair, more by `numpy.partition`. A scope of `LONG` members or more is read in chunks. A sample gives two keys that
+enclose the last kept key, and only the keys between them are collected.
 """
 
 import math
@@ -30,10 +30,10 @@ CHUNK = 1 << 19  # elements of float32 that one thread takes at a time
 SCORES = 1 << 20  # elements whose block scores are computed together
 PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
-LONG = 1 << 17  # members from which on a scope is cut
-SAMPLED = 1 << 16  # keys of a sample at most, one of 64
+LONG = 1 << 17  # a scope with so many members or more is cut
+SAMPLED = 1 << 16  # largest size of a sample, which takes one key of 64
 TRANSPOSED = 128  # members that are copied together where they are not adjacent
-DEVIATIONS = 4  # of a sampled rank, to either side
+DEVIATIONS = 4  # standard deviations of a sampled rank, to either side
 _INTS = INTS | {torch.bool: torch.uint8, torch.uint8: torch.uint8}
 _ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}
 _ONE |= {torch.bool: 1, torch.uint8: 1}
@@ -71,7 +71,7 @@ def run(requests: Sequence[Request]) -> None:
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
-    """Keep exactly `keep` of each row of scores [rows, members], of the `candidates` alone if given."""
+    """Keep exactly `keep` members of each row of scores [rows, members], among the `candidates` if given."""
     out = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
     rows, width = scores.shape
     if out.numel() == 0:
@@ -97,7 +97,7 @@ def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates:
 
 
 def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
-    """As `windows.block_scores`, a part of the blocks at a time: the same bits, since no sum crosses a part."""
+    """Return `windows.block_scores`, computed in parts; it has the same bits, since no sum crosses a part."""
     first = members[0]
     if len(members) > 1 or first.window.numel() <= SCORES:
         return windows.block_scores(members, norm, ndim, as_mean)
@@ -116,7 +116,7 @@ def _filled_or_cut(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], 
     is_magnitude = request.norm is not None  # since any norm of a single element is its magnitude
     keep, options = request.budget, (is_magnitude, request.within_mask, request.masked)
     chunk = CHUNK
-    if scope.numblk_per_scope() <= PAIRS:  # whose keys have the size of the values
+    if scope.numblk_per_scope() <= PAIRS:  # keys then have the size of the values
         chunk = 4 * CHUNK // m.values.element_size()
     if m.values.numel() <= chunk:
         _fill_chunk(m, scope.shape, keep, *options)
@@ -225,7 +225,7 @@ def _fill_blocks(request: Request) -> None:
 
 
 def _ints(t: Tensor) -> Array:
-    """The bits of a tensor as a numpy array, without a copy."""
+    """Return the bits of a tensor as a numpy array, without a copy."""
     t = t.detach()
     return (t.view(_INTS[t.dtype]) if t.dtype in _INTS else t).numpy()
 
@@ -239,9 +239,9 @@ def _keys(
     within: Array | None = None,
     narrow: bool = False,
 ) -> Array:
-    """Integers in the order of scores, of 32 bits or more unless `narrow`; see `structure.rule`.
+    """Return integers in the order of scores, of 32 bits or more unless `narrow`; see `structure.rule`.
 
-    Scores are 0 where `under` is 0; keys are below every other where `within` is 0.
+    Scores are 0 where `under` is 0. Where `within` is 0, keys are below all others.
     """
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
     top, nan = np.iinfo(bits.dtype).max, INF[dtype] + 1
@@ -305,9 +305,9 @@ def _with_ties(kept: Array, ties: Array, room: Array) -> Array:
 
 
 def _with_distinct_least(keys: Array, least: Any) -> Array:
-    """Give equal least keys keys of their own, in the order of ties.
+    """Replace equal least keys by different ones, in the order of ties.
 
-    Rows of which half is equal, as masked weights are, take `numpy.partition` ten times as long.
+    `numpy.partition` takes ten times as long if half of a row is equal, as in masked weights.
     """
     width = keys.shape[1]
     first = -1 if least == 0 else least + width
@@ -315,7 +315,7 @@ def _with_distinct_least(keys: Array, least: Any) -> Array:
 
 
 def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
-    """As `_kept` for [members, rows]: member i beats a later member j unless j is strictly higher."""
+    """Do as `_kept`, for [members, rows]: member i beats a later member j unless j is strictly higher."""
     beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
     wins = np.empty(lanes.shape[1:], np.bool_)
     for i in range(len(lanes)):
@@ -351,14 +351,14 @@ class _LongPart:
         self.undecided: Array = self.places
 
     def keys(self, at: tuple[Array, ...] | None = None) -> Array:
-        """All keys in the order of the members, or those at some places; one-dimensional."""
+        """Return all keys in the order of the members, or those at some places; one-dimensional."""
         tensors = (self._values, self._under, self._within)
         bits, under, within = (None if t is None else t if at is None else t[at] for t in tensors)
         assert bits is not None
         return _keys(bits, self._dtype, self._magnitude, under=under, within=within).reshape(-1)
 
     def sample(self, generator: Any, stretch: int) -> Array:
-        """One key from each stretch."""
+        """Return one random key from each stretch."""
         places = np.arange(0, self.size - stretch + 1, stretch)
         places += generator.integers(stretch, size=len(places))
         shape = self._values.shape
@@ -373,11 +373,11 @@ class _LongPart:
         self.undecided = keys[self.places]
 
     def tied(self, key: int) -> Array:
-        """The places of the members with this key."""
+        """Return the places of the members with this key."""
         return np.flatnonzero(self.keys() == key)
 
     def write(self, more: Array) -> None:
-        """Write the mask: what `decide` keeps, and more places."""
+        """Write the mask: it keeps what `decide` keeps, and the places `more`."""
         self._kept[more] = True
         kept = self._kept.reshape(self._mask.shape)
         if self._within is not None and not self._within_mask:
@@ -386,9 +386,9 @@ class _LongPart:
 
 
 def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
-    """A window of single elements as chunks of consecutive members."""
+    """Yield the chunks of consecutive members of a window of single elements."""
     assert m.values is not None and m.mask is not None
-    for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # of each, several arrays
+    for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # a chunk needs several arrays
         mask, is_within = m.mask[place], request.within_mask
         under, within = mask if request.masked else None, mask if is_within else None
         yield _LongPart(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
@@ -407,9 +407,9 @@ def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
 
 
 def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
-    """Two keys, such that the last kept key is probably above the first and not above the second, or equals the first.
+    """Return (low, high, tied): probably low < last kept key <= high, or the last kept key equals low.
 
-    The third value says whether the key above the second is so frequent that it was left out of the bracket.
+    `tied` says whether the key after `high` is so frequent that it was left out of the bracket.
     """
     members = sum(part.size for part in parts)
     stretch = min(max(64, members // SAMPLED), max(part.size for part in parts))
@@ -428,7 +428,7 @@ def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
 
 
 def _keep_between(parts: Sequence[_LongPart], keep: int, low: int, high: int) -> bool:
-    """Keep the members if the last kept key is between these two, or equals the lower one; whether it is so."""
+    """Keep the members if the last kept key is between these two or equals the lower one; return whether it is."""
     _on_threads([partial(part.decide, low, high) for part in parts])
     room = keep - sum(part.above for part in parts)
     if room < 0:
@@ -456,7 +456,7 @@ def _keep_between(parts: Sequence[_LongPart], keep: int, low: int, high: int) ->
 
 
 def _places(whole: Window) -> Iterator[tuple[slice, ...]]:
-    """Parts of a window's grid, SCORES elements if they can be; smaller last blocks are parts of their own."""
+    """Yield parts of a window's grid of up to SCORES elements; smaller last blocks are parts of their own."""
     counts = [s // b for s, b in zip(whole.window.shape, whole.shape, strict=True)]
     inner = whole.window[tuple(slice(0, c * b) for c, b in zip(counts, whole.shape, strict=True))]
     if inner.numel():
@@ -468,14 +468,14 @@ def _places(whole: Window) -> Iterator[tuple[slice, ...]]:
 
 
 def _at(whole: Window, place: tuple[slice, ...]) -> Window:
-    """The blocks of a part of the grid."""
+    """Return the blocks of a part of the grid."""
     inside = tuple(slice(p.start * b, p.stop * b) for p, b in zip(place, whole.shape, strict=True))
     values, mask, under = (None if t is None else t[inside] for t in (whole.values, whole.mask, whole.under))
     return replace(whole, values=values, mask=mask, under=under)
 
 
 def _expand(m: Window, kept: Tensor) -> None:
-    """Write which blocks are kept to the mask, whole words at a time where the last dimension of blocks is words."""
+    """Write to the mask which blocks are kept, in whole words if the last dimension of blocks consists of words."""
     mask, word = m.mask, math.gcd(m.shape[-1], 8)
     assert mask is not None
     is_bytes = mask.dtype == torch.bool and mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0

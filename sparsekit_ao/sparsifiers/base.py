@@ -28,8 +28,8 @@ _ADAPTERS = (
     "call squash_mask before adapters are added"
 )
 _REPLACED = (
-    "its layer was replaced or removed after prepare, so its mask is of no use to the model, and a new layer has none; "
-    "call squash_mask, and prepare again"
+    "its layer was replaced or removed after prepare, so its mask has no effect on the model, and a new layer has no "
+    "mask; call squash_mask, and prepare again"
 )
 
 
@@ -49,7 +49,7 @@ class MaskSparsifier(Trainable, Checkpointed):
     ...         self.mask(group["tensor_fqn"]).fill_(True)
     """
 
-    #: masks are of the weight's dtype, as those of `FakeSparsity` (`mask.mean()` works), or bool where this is True
+    #: whether masks are bool; if not, they have the dtype of the weight, as in `FakeSparsity` (`mask.mean()` works)
     bool_masks = False
     #: the parametrization that `prepare` registers; None registers nothing
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
@@ -58,7 +58,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         self._state = defaultdict(dict)
         self._phase = "new"
         self._chosen_at = None  # the levels of the last update of all masks
-        self._warned = False  # of adapters on masked layers, or layers that were replaced
+        self._warned = False  # whether `step` has warned about adapted or replaced layers
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
         self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
@@ -68,26 +68,26 @@ class MaskSparsifier(Trainable, Checkpointed):
         self.config = None
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
-        """The keys that an entry gives for one tensor, completed with the defaults."""
+        """Return the keys of a config entry for one tensor, completed with the defaults."""
         return {**copied(self.defaults), **entry}
 
     def _after_prepare(self) -> None:
         """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
 
     def _check_fit(self, group: TensorGroup) -> None:
-        """Raise where one group does not fit its tensor; nothing is changed."""
+        """Raise an error if a group does not fit its tensor. Nothing is changed."""
 
     def _check_alone(self, group: TensorGroup) -> None:
-        """As `_check_fit`, with what else a tensor can be refused for whatever the other groups are (`skip_unfit`)."""
+        """Run `_check_fit` and all other checks that need no other group; `skip_unfit` skips a tensor that fails."""
         self._check_fit(group)
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
-        """Raise where groups do not fit, alone or together; nothing is changed."""
+        """Raise an error if groups do not fit their tensors or each other. Nothing is changed."""
         for group in groups:
             self._check_fit(group)
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Called in `prepare` after all checks: write what follows from the budgets of all groups into them."""
+        """Write values that follow from the budgets into the groups; `prepare` calls this after all checks."""
 
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
@@ -125,8 +125,8 @@ class MaskSparsifier(Trainable, Checkpointed):
                 or a list of these. If several entries name the same tensor, an exact name wins, and then the later
                 entry. A parameter with several names has one mask, under all of them. None (default) takes every
                 Linear, convolution, recurrent layer and packed expert, except adapters, routers, the output embedding
-                of a language model and weights tied to another module. In a sparsifier that was unpickled, None takes
-                the pickled config and restores the pickled masks, also into the masks of a copy.
+                of a language model and weights tied to another module. In an unpickled sparsifier, None takes the
+                pickled config and restores the pickled masks; the model may be a copy that still has masks.
             exclude: Tensors and modules to leave out: their names, globs or regular expressions, modules, or module
                 classes. A module is left out with everything inside it.
             skip_unfit: If True, tensors that a block, scope or pattern does not fit are left out instead of raising an
@@ -136,7 +136,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             SparsityError: An argument or an entry does not fit the model. The model is then unchanged.
         """
         checked_model(model, "prepare")
-        if self._phase == "new" and "step" in self.__dict__:  # a scheduler wrapped it
+        if self._phase == "new" and "step" in self.__dict__:  # a scheduler has wrapped `step`
             warnings.warn(
                 "prepare: a scheduler was constructed before prepare, so it has no groups and changes nothing; "
                 "construct schedulers after prepare",
@@ -190,12 +190,12 @@ class MaskSparsifier(Trainable, Checkpointed):
         exclude: Sequence[Exclusion],
         more: Sequence[TensorGroup] = (),
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Exclusion], dict[str, Any] | None]:
-        """Config, exclude and saved state: those given, those pickled, or every Linear and convolution, and `more`."""
+        """Return config, exclude and saved state: as given, as pickled, or made from the model and `more`."""
         if config is not None:
             return config, exclude, None
         if self._resumes:
             if exclude:
-                raise SparsityError("exclude has no effect on the pickled config; give a config to prepare anew")
+                raise SparsityError("exclude has no effect on the pickled config; give a new config with it")
             return self.config or (), self._exclude, self._pickled()
         self.make_config_from_model(model)
         self.config = [*(self.config or ()), *more]
@@ -283,7 +283,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             self._end()
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Write the zeros and remove the masks of the own model or a copy; `kept` is for `sparse_params`.
+        """Write zeros into `model`, the prepared model or a copy, and remove its masks; `kept` fills `sparse_params`.
 
         Whatever can be checked is checked before anything changes. If an operation fails after that, all masks are
         still registered, so that the call can be repeated; weights that are masked may be zero by then.
@@ -308,10 +308,10 @@ class MaskSparsifier(Trainable, Checkpointed):
                 module.sparse_params = params  # type: ignore[assignment]
 
     def _miscounted(self) -> str:
-        """What to say of masks that do not hold their budgets, as masks that were loaded with the model may; or ""."""
+        """Return a warning if masks do not hold their budgets, for example because they were loaded; else ""."""
         return ""
 
-    def _end(self) -> None:  # called when the own model has been squashed
+    def _end(self) -> None:  # called when the prepared model has been squashed
         self._phase = "squashed"
 
     def report(self) -> Report:
@@ -322,7 +322,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
-        """One row per group; here of single elements, for masks that are not made of scopes."""
+        """Yield a row for each group. Here blocks are single elements; subclasses with scopes count their blocks."""
         for group in self.groups:
             mask, level = self.live_mask(group), group.get("sparsity_level", float("nan"))
             blocks = int(torch.count_nonzero(distributed.full_tensor(mask))), mask.numel()
@@ -342,7 +342,7 @@ class MaskSparsifier(Trainable, Checkpointed):
 
 
 def _moved_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> tuple[list[str], list[str]]:
-    """What to say of masked layers that are inside of an adapter (peft's LoRA and the like) by now, or gone."""
+    """Return messages about masked layers that an adapter (peft's LoRA, say) now contains, and about removed ones."""
     moved = []
     for group in groups:
         try:
@@ -363,7 +363,7 @@ def _moved_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> tuple[list
 def _kept_params(
     groups: Sequence[TensorGroup], everywhere: Sequence[str] | None, per_layer: Mapping[str, Sequence[str]] | None
 ) -> list[dict[str, Any]]:
-    """What `sparse_params` holds for each group after `squash_mask`; see there."""
+    """Return what `squash_mask` keeps in `sparse_params` for each group."""
     if isinstance(everywhere, nn.Module):
         raise SparsityError("squash_mask: the model to squash must be given by name, as squash_mask(model=...)")
     if isinstance(everywhere, str):
@@ -372,7 +372,7 @@ def _kept_params(
         raise SparsityError(f"squash_mask: params_to_keep_per_layer must be a dict {{module: keys}}, got {per_layer!r}")
     per_layer, layers = per_layer or {}, {g["module_fqn"] for g in groups}
     for name in sorted(set(per_layer) - layers):
-        raise SparsityError(f"squash_mask: {name!r} is not a sparsified module; those are {sorted(layers)}")
+        raise SparsityError(f"squash_mask: {name!r} is not a sparsified module; choose from {sorted(layers)}")
     kept = []
     for group in groups:
         keys = (*(everywhere or ()), *per_layer.get(group["module_fqn"], ()))
@@ -384,7 +384,7 @@ def _kept_params(
 
 
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
-    """What to say of masks that were never chosen (`chosen_at` is None), or for other levels than the groups have."""
+    """Return a warning if masks were never chosen (`chosen_at` is None) or were chosen at other levels, else ""."""
     if chosen_at is None:
         if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
@@ -396,8 +396,8 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
         ]
         if whole:
             return (
-                f"{len(whole)} of {len(masks)} masks keep everything, so that {', '.join(whole[:5])} stay dense: they "
-                "were never chosen, as after an interrupted one_shot. Call one_shot or step() first"
+                f"{len(whole)} of {len(masks)} masks keep everything, so {', '.join(whole[:5])} stay dense: their "
+                "masks were never chosen, perhaps because one_shot was interrupted; call one_shot or step() first"
             )
     for group, before in zip(groups, chosen_at or (), strict=chosen_at is not None):
         if group.get("sparsity_level") != before:
@@ -409,7 +409,7 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
 
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:
-    """Warn if the masks of a copy of the model keep more than the sparsifier's own, as averaged ones do."""
+    """Warn if the masks of a copy keep more elements than the sparsifier's own, as masks averaged by an EMA do."""
     if any(mask.is_meta for mask in (*live, *of_copy)):
         return
     kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))

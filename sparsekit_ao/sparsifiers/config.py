@@ -1,7 +1,6 @@
 """Checks config dicts and completes them to one group dict for each tensor that is sparsified.
 
-This module checks names, module classes and keys, and that tensors can be masked; `stages` and `structure` check
-values.
+It checks names, module classes, keys and whether tensors can be masked; `stages` and `structure` check values.
 """
 
 import numbers
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..calibration.adapters import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, packed_experts
-from ..errors import SparsityError, did_you_mean
+from ..errors import SparsityError, by_reason, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
 from ..models.names import adapters, exists, hint_of, is_of_transformers, matcher, named_tensors, owner_of, parameter_of
 from ..structure.view import refuse_expanded
@@ -80,7 +79,7 @@ def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> li
 
 
 def _matrices_of(module: nn.Module) -> list[str]:
-    """The weights of a module that config=None takes."""
+    """Return the names of the weights of a module that config=None takes."""
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
         return [n for n, _ in named_tensors(module) if re.fullmatch(r"(in|q|k|v)_proj_weight|weight_\w+", n)]
     if isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)) or is_of_transformers(module, "Conv1D"):
@@ -89,9 +88,9 @@ def _matrices_of(module: nn.Module) -> list[str]:
 
 
 def _left_dense(model: nn.Module) -> dict[str, str]:
-    """{tensor_fqn: why} of the weights that config=None leaves dense: routers, and the output embedding.
+    """Return {tensor_fqn: reason} for weights that config=None leaves dense: routers and the output embedding.
 
-    A router is a matrix beside experts that has a row for each of them.
+    A router is a matrix in the module around the experts, with one row for each expert.
     """
     reasons, modules = dict[str, str](), dict(model.named_modules())
     for prefix, module in modules.items():
@@ -124,12 +123,11 @@ def resolve_groups(
         model, config, exclude: As for `prepare`; a module class stands for the tensor `weight` (or `tensor_name`) of
             its modules.
         keys: The keys that an entry may have besides the ones that name its tensors.
-        complete: Adds defaults to what an entry gives for one tensor.
+        complete: A function that adds defaults to the keys of an entry for one tensor.
         is_default: The config was made from the model; tied parameters, adapters, routers and the output embedding are
             then left out.
-        check: Called with each group; a tensor for which it raises a SparsityError is skipped, if the entry fits
-            another tensor.
-        mask_class: The class of masks that are taken over if they are registered already; None refuses all masks.
+        check: A function of a group. Tensors for which it raises are skipped, unless their entry then fits none.
+        mask_class: Registered masks of this class are taken over; any other mask is refused.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -139,7 +137,7 @@ def resolve_groups(
     if not config:
         raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
     names = dict(named_tensors(model))
-    names_of: dict[int, list[str]] = {}  # of each parameter, by its id
+    names_of: dict[int, list[str]] = {}  # {id of a parameter: all its names}
     for name, parameter in names.items():
         names_of.setdefault(id(parameter), []).append(name)
     excluded = excluded_names(model, exclude, names) if exclude != () else {}
@@ -172,7 +170,7 @@ def resolve_groups(
         if error is not None:  # an entry that fits no tensor is a mistake
             raise error
     if not resolved.groups:
-        reasons = "; ".join(f"{name} is {why}" for name, why in skipped.items())
+        reasons = "; ".join(f"{names}: {why.rstrip('.')}" for names, why in by_reason(skipped))
         what = "config=None finds" if is_default else "config names"
         raise SparsityError(f"every tensor that {what} is left out: {reasons}. Name tensors in a config.")
     _refuse_shared(resolved.groups, model, {} if is_default else names_of)
@@ -180,12 +178,11 @@ def resolve_groups(
 
 
 def copied(value: Any) -> Any:
-    """A copy of the dicts, lists and tuples; the objects that they hold (such as a score) are the same.
+    """Return a copy of nested dicts, lists and tuples; other objects in them (such as a score) are not copied.
 
-    Numbers and arrays of numpy become Python's, since `torch.load(weights_only=True)` does not read others, and so do
-    tensors of one element.
+    NumPy values and tensors of one element become Python values, for `torch.load(weights_only=True)`.
     """
-    if value is None or type(value) in (str, int, float, bool):  # most are; isinstance(..., Mapping) is slower
+    if value is None or type(value) in (str, int, float, bool):  # the common case; isinstance(..., Mapping) is slower
         return value
     if isinstance(value, (np.generic, np.ndarray)) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value.item()
@@ -201,7 +198,7 @@ def copied(value: Any) -> Any:
 def _owners(
     model: nn.Module, config: Sequence[Mapping[str, Any]], keys: Collection[str], names: Collection[str]
 ) -> tuple[dict[str, tuple[int, bool]], list[str]]:
-    """{tensor_fqn: (index of the entry that it follows, whether that names it exactly)}, and a label of each entry."""
+    """Return {tensor_fqn: (index of its entry, whether the entry names it exactly)} and a label for each entry."""
     owners: dict[str, tuple[int, bool]] = {}
     labels = []
     for at, entry in enumerate(config):
@@ -213,7 +210,7 @@ def _owners(
             if owner is not None and owner[1] and is_exact:
                 raise SparsityError(f"{where}{fqn!r} is already named by {labels[owner[0]]}; name each tensor once")
             if owner is None or is_exact or not owner[1]:
-                owners.pop(fqn, None)  # so that they are in the order of their entries
+                owners.pop(fqn, None)  # tensors follow the order of their entries
                 owners[fqn] = (at, is_exact)
     unused = dict(enumerate(labels))
     for at, _ in owners.values():
@@ -224,7 +221,7 @@ def _owners(
 
 
 def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where: str) -> tuple[list[str], Classes]:
-    """Check an entry's keys; its names and module classes."""
+    """Check the keys of an entry, and return the names and the module classes that it gives."""
     if not isinstance(entry, Mapping):
         raise SparsityError(
             f"{where}an entry must be a dict such as {{'tensor_fqn': 'fc.weight'}}, got {type(entry).__name__}"
@@ -240,7 +237,7 @@ def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where
         if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise SparsityError(f"{where}'module' must be a module class or a list of them, got {module!r}")
     patterns = [fqn] if isinstance(fqn, str) else fqn
-    if fqn is None and isinstance(module, nn.Module):  # itself, by its name in the model
+    if fqn is None and isinstance(module, nn.Module):  # a module stands for its name in the model
         name = next((name for name, m in model.named_modules() if m is module), None)
         if name is None:
             raise SparsityError(f"{where}'module', a {type(module).__name__}, is no module of the model")
@@ -260,7 +257,7 @@ def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where
 
 
 def hint_of_key(key: str, keys: Collection[str]) -> str:
-    """What may have been meant by an unknown key of an entry, as a sentence for an error."""
+    """Return a sentence for an error that says what an unknown key may have meant."""
     if key in _OF_OTHERS:
         return f" {_OF_OTHERS[key]} takes it, this sparsifier does not."
     if key == "exclude":
@@ -276,7 +273,7 @@ def _matches(
     names: Collection[str],
     where: str,
 ) -> dict[str, bool]:
-    """{tensor_fqn: whether it is named exactly} of what an entry names."""
+    """Return {tensor_fqn: whether it is named exactly} for the tensors that an entry names."""
     matched: dict[str, bool] = {}
     for pattern in patterns:
         exact = pattern.removeprefix(".")
@@ -304,7 +301,7 @@ def _matches(
 
 
 def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str]) -> dict[str, str]:
-    """{tensor_fqn: why}; a module, itself or by name, glob or class, is left out with everything inside it."""
+    """Return {tensor_fqn: reason} for excluded tensors. A module is excluded with everything inside it."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs, modules and module classes, got {exclude!r}")
     reasons: dict[str, str] = {}
@@ -335,7 +332,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
 
 
 def _around(fqn: str, paths: Iterable[str]) -> list[str]:
-    """The names of a tensor and of the modules around it; `paths` are the names of its module."""
+    """Return the names of a tensor and of the modules that contain it; `paths` are the names of its module."""
     names = []
     for path in paths:
         parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")
@@ -350,7 +347,7 @@ def _named(exclusions: Iterable[Exclusion]) -> str:
 def _group(
     model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str, mask_class: type | None
 ) -> TensorGroup:
-    """The complete group of one tensor; raises where the tensor cannot be masked."""
+    """Return the complete group of one tensor, or raise an error if the tensor cannot be masked."""
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
     place = {"module": module, "module_fqn": prefix, "tensor_name": name, "tensor_fqn": fqn}
@@ -378,8 +375,8 @@ def _group(
         )
     if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise SparsityError(
-            f"{where}{fqn!r} is of an embedding with sparse=True, whose gradient cannot be masked; construct it with "
-            "sparse=False"
+            f"{where}{fqn!r} belongs to an embedding with sparse=True, whose gradient cannot be masked; construct it "
+            "with sparse=False"
         )
     if tensor.dtype not in _FLOATS:
         raise SparsityError(
@@ -398,7 +395,7 @@ def _group(
 
 
 def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, names_of: Mapping[int, list[str]]) -> None:
-    """Raise where two groups are one tensor, or a parameter has several names of which one is parametrized."""
+    """Raise an error if two groups are one tensor, or if a parameter of several names is parametrized under one."""
     seen: dict[tuple[int, str], str] = {}
     for g in groups:
         other = seen.setdefault((id(g["module"]), g["tensor_name"]), g["tensor_fqn"])
@@ -415,7 +412,7 @@ def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, names_of: Ma
 def _tied_to_skip(
     names_of: Iterable[list[str]], owners: Mapping[str, tuple[int, bool]], excluded: Mapping[str, str], is_default: bool
 ) -> dict[str, str]:
-    """{tensor_fqn: why} of names whose parameter has other names too (a head that is tied to an embedding).
+    """Return {tensor_fqn: reason} for names whose parameter has other names too (a head tied to an embedding).
 
     Without a config all of them are left out. With one, a name is left out if another name of its parameter is
     excluded, or has the mask.

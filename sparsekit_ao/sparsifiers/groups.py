@@ -1,4 +1,4 @@
-"""Pruning groups, the tensors that are pruned together in one stage: from the structure of entries to requests.
+"""Make pruning groups (tensors that are pruned together in one stage) from config entries, and requests from these.
 
 A pruning group holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors
 are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group dicts at
@@ -50,11 +50,10 @@ class PruningGroup:
         scope: The scopes of the tensors, over meta placeholders.
         specs: {tensor name: its block spec}.
         stage: The number of the stage. A later stage chooses among the elements that earlier ones kept.
-        norm: The norm of a block that is its score: 1, 2 or inf, or None if a `score` gives saliencies.
+        norm: The norm that scores a block: 1, 2 or inf, or None if a `score` gives saliencies.
         score: See `scores`; None scores the weight itself.
-        member_scores: With "sum" a member counts by its elements, with "mean" each counts the same, with "consumers"
-            only members count whose blocks are inputs of their layer.
-        least: Blocks that each member of `scope` keeps at least, whatever the budget over all; () without a limit.
+        member_scores: How the scores of coupled tensors are combined; see `ScopeSparsifier`.
+        least: The smallest number of blocks that each member of `scope` may keep (`max_sparsity`); () sets no limit.
         label: The name in errors and reports.
     """
 
@@ -73,12 +72,12 @@ class PruningGroup:
         statistics: Callable[[str], Statistics],
         known: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[Tensor, Tensor]:
-        """The tensors that the scope scores: {meta placeholder: weight or saliency}.
+        """Return the tensors that the scope scores: {meta placeholder: weight or saliency}.
 
         Args:
             dense: The weight of a tensor, by name.
             statistics: Returns the statistics of a tensor by its name; a score is called with them, or with the name.
-            known: {name: its `value_of`}, where it was computed before.
+            known: Results of `value_of` that were computed before, by the names of tensors.
         """
         if self.score is None and self.member_scores == "sum":
             return {spec.view.param: dense(name) for name, spec in self.specs.items()}
@@ -92,7 +91,7 @@ class PruningGroup:
         return values
 
     def value_of(self, name: str, weight: Tensor, statistics: Statistics) -> Tensor:
-        """What is scored of one tensor: its weight, or its saliency."""
+        """Return the values of one tensor that are scored: its weight or its saliency."""
         spec = self.specs[name]
         if self.score is not None:
             # a score sees the whole weight; its saliency is sharded as the weight is
@@ -100,15 +99,15 @@ class PruningGroup:
             weight = placed_like(saliency_of(self.score, whole, statistics.name, statistics, blocks), weight)
         if self.member_scores != "mean":
             return weight
-        # times n^(-1/p), n elements in a block: the sum of p-th powers is then a mean
+        # a factor n^(-1/p), for n elements in a block, turns the sum of p-th powers into a mean
         wide = weight if weight.dtype == torch.float64 else weight.float()
         return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
 
     def scored(self, statistics: Callable[[str], Statistics]) -> tuple[str, ...]:
-        """The tensors whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
+        """Return the tensors whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
 
         Raises:
-            CouplingError: "consumers", and there is none.
+            CouplingError: `member_scores` is "consumers", but no tensor has such blocks.
         """
         if self.member_scores != "consumers":
             return tuple(self.specs)
@@ -116,7 +115,7 @@ class PruningGroup:
         if not consumers:
             raise CouplingError(
                 f"{self.label}: member_scores='consumers' needs a tensor whose blocks are inputs of its layer, such as "
-                "columns of a Linear, and there is none"
+                "columns of a Linear, but the coupling has none; use 'sum' or 'mean'"
             )
         return consumers
 
@@ -133,7 +132,7 @@ class PruningGroup:
         return 1
 
     def budget(self, groups: Mapping[str, TensorGroup]) -> Budget:
-        """Return how many blocks each scope keeps now; the one place where a budget is checked.
+        """Return how many blocks each scope keeps now. Every budget is checked here.
 
         A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
         scheduler and replaces the count.
@@ -168,7 +167,7 @@ class PruningGroup:
         return keep
 
     def request(self, masks: Mapping[str, Tensor], keep: Budget, values: dict[Tensor, Tensor], norm: Norm) -> Request:
-        """Return the request that fills the masks, {name: mask}, by this norm of these values."""
+        """Return the request to fill `masks`, {name: mask}, with the blocks whose `values` have the largest norms."""
         return Request(
             scope=self.scope,
             masks={spec: masks[name] for name, spec in self.specs.items()},
@@ -179,7 +178,7 @@ class PruningGroup:
         )
 
     def pattern(self, name: str) -> str:
-        """The shapes of a tensor's view (where it is not the tensor), blocks and scopes, as text."""
+        """Return the shapes of a tensor's view (unless it is the tensor itself), blocks and scopes as text."""
         spec = self.specs[name]
         scope = next(m for m in self.scope.members() if spec in m.block.blocks())
         view = "" if spec.view.shape == tuple(spec.view.param.shape) else f"view {_by(spec.view.shape)} "
@@ -187,29 +186,29 @@ class PruningGroup:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether two values of a config key are the same; tensors, inside of lists and dicts too, by their elements."""
+    """Return whether two values of a config key are equal; tensors (also in lists and dicts) compare by elements."""
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return value is other or (isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other))
     try:
         return value is other or bool(value == other)
-    except RuntimeError:  # "Boolean value of Tensor ...": the containers are alike but for tensors inside
+    except RuntimeError:  # "Boolean value of Tensor ...": the containers differ at most in tensors
         if isinstance(value, Mapping):
             return all(is_same(v, other[k]) for k, v in value.items())
         return all(map(is_same, value, other))
 
 
 def total_of(budget: Budget) -> int:
-    """Blocks that all scopes keep, where there is a budget for each of them or a single scope."""
+    """Return how many blocks all scopes keep together; an int is the budget of a single scope."""
     return int(budget.sum()) if isinstance(budget, Tensor) else budget
 
 
 def kept_in(spec: BlockSpec, mask: Tensor) -> int:
-    """Blocks of which a whole mask keeps any element."""
+    """Return the number of blocks of which an unsharded mask keeps at least one element."""
     return sum(int(torch.count_nonzero(kept_flags(m))) for m in block_windows(spec, None, {spec: mask}))
 
 
 def counts_in_scopes(scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
-    """Blocks of which whole masks keep any element, in each scope; int64, of the scope grid's shape."""
+    """Return the number of blocks, in each scope, of which unsharded masks keep an element: int64 [*scope grid]."""
     windows = scope_windows(scope, None, masks)
     counts = [to_scopes(kept_grid(w.windows, len(w.shape)), w, False).sum(1) for w in windows]
     total = counts[0] if len(counts) == 1 else torch.stack([c.cpu() for c in counts]).sum(0)
@@ -217,8 +216,8 @@ def counts_in_scopes(scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> T
 
 
 def labels_of(spec: BlockSpec) -> Tensor:
-    """The block of each element of a tensor, int64 in its shape; -1 outside the view."""
-    param = spec.view.param  # of its strides, so that the window is no copy
+    """Return the number of the block that each element is in, int64 of the tensor's shape; -1 outside the view."""
+    param = spec.view.param  # labels get its strides, so that the window is no copy
     labels = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64, device="cpu").fill_(-1)
     windows = block_windows(spec, None, {spec: labels})
     fill_mask(windows, torch.arange(spec.numblk(), device="cpu").view(windows[0].grid))
@@ -226,7 +225,7 @@ def labels_of(spec: BlockSpec) -> Tensor:
 
 
 def _is_consumer(spec: BlockSpec, statistics: Statistics) -> bool:
-    """Whether each block is the same inputs of all outputs."""
+    """Return whether each block holds the weights of the same inputs for all outputs."""
     if statistics.adapter is None:
         return False
     labels = statistics.matrix(labels_of(spec))
@@ -238,7 +237,7 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def groups_by_name(groups: Iterable[TensorGroup]) -> dict[str, TensorGroup]:
-    """{tensor_fqn: group}."""
+    """Return {tensor_fqn: group}."""
     return {group["tensor_fqn"]: group for group in groups}
 
 
@@ -270,10 +269,10 @@ def make_pruning_groups(
 
 
 def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) -> None:
-    """Raise where blocks, scopes or budgets do not fit one tensor, as far as no coupled tensor takes part in them."""
+    """Raise an error if blocks, scopes or budgets do not fit one tensor; those shared by a coupling are not checked."""
     for at, stage in enumerate(stages):
         spec = _block_spec(group["tensor_fqn"], stage, tensor)
-        if stage.block_coupling is None:  # a coupling's scopes are those of the grid that its members share
+        if stage.block_coupling is None:  # else scopes cut the block grid that the coupled tensors share
             ScopeSpec(spec, stage.scope_shape)
             if stage.scope_coupling is None:
                 pruning = _pruning_group(group["tensor_fqn"], [([_Staged(stage, spec)], spec)], at)
@@ -281,7 +280,7 @@ def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) ->
 
 
 def numel_of_groups(pruning_groups: Sequence[PruningGroup]) -> int:
-    """Elements of all tensors of pruning groups, once for each stage."""
+    """Return the number of elements of all tensors in pruning groups, counted once for each stage."""
     return sum(spec.view.numel() for pruning in pruning_groups for spec in pruning.specs.values())
 
 
@@ -308,11 +307,11 @@ class _Staged(NamedTuple):
 
 
 _Unit = tuple[list[_Staged], SparseBlock]  # blocks that are kept or dropped together
-_SCORING = ("norm", "score", "member_scores", "max_sparsity")  # what tensors that are chosen together agree on
+_SCORING = ("norm", "score", "member_scores", "max_sparsity")  # equal for tensors that are chosen together
 
 
 def _block_units(tensors: Iterable[_Staged]) -> list[_Unit]:
-    """Each tensor's own blocks, or a BlockCoupling of tensors that give one name."""
+    """Return the blocks of each tensor, with one BlockCoupling for tensors that give the same name."""
     named: dict[object, list[_Staged]] = {}
     for tensor in tensors:
         name = tensor.structure.block_coupling
@@ -400,7 +399,7 @@ def _keep_least(pruning: PruningGroup, request: Request) -> None:
     """Choose again until no tensor keeps fewer blocks than its least number (`max_sparsity`).
 
     Tensors that keep too few get their least number each. The others share what remains, so that they keep fewer than
-    before. These are the masks that keep the best blocks of all under these limits.
+    before. The masks then keep the best blocks that these limits allow.
     """
     free = {k: ScopeSpec(m.block, m.shape) for k, m in enumerate(pruning.scope.members())}
     remaining = total_of(request.keep)

@@ -1,7 +1,7 @@
-"""ProximalSparsifier: training with a penalty of block norms, by a proximal step after each step of the optimizer.
+"""`ProximalSparsifier` trains with a penalty on block norms: each optimizer step is followed by a proximal step.
 
-Weights stay plain parameters, which the proximal operator changes in place; no mask is registered. What a step keeps is
-remembered as masks, for `squash_mask`, for checkpoints and for `to_masks`, which hands the zeros over.
+Weights stay plain parameters, which the proximal operator changes in place; no mask is registered. Masks of
+what the last step kept are stored for `squash_mask`, for checkpoints and for `to_masks`.
 """
 
 import math
@@ -45,8 +45,8 @@ class ProximalSparsifier(BudgetSparsifier):
     proximal operator of the penalty in the metric D of the optimizer, which contains its learning rate: `D = 1 / lr`
     for SGD (Yuan and Lin 2006), and `D = (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / lr` for Adam, so that blocks with
     small gradients are dropped first. If a budget (`sparsity_level` or `nnz`) is given instead of a strength, the
-    strength is chosen in each step such that exactly that many blocks remain in every scope. It is then the mean of the
-    norms ||D v|| of the last kept and the first dropped block.
+    strength is chosen in each step such that exactly that many blocks remain in every scope. It equals the mean
+    of the norms ||D v|| of the last kept and the first dropped block.
 
     A tensor that the optimizer has not moved (gradient accumulation, a step that `GradScaler` skipped, no gradient) is
     not shrunk. Weights stay plain parameters without masks. Sharded weights (DTensor) raise an error; under
@@ -104,7 +104,7 @@ class ProximalSparsifier(BudgetSparsifier):
         budgets = (sparsity_level, nnz, None if pattern is None else pattern.budget_key)
         has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
-            raise SparsityError("strength and a budget (sparsity_level, nnz or a pattern's) are mutually exclusive")
+            raise SparsityError("strength was given with a budget (sparsity_level, nnz, pattern); give one of them")
         if conditioner not in ("auto", None) and not callable(conditioner):
             raise SparsityError(
                 "conditioner must be 'auto', None or a function (optimizer, parameter) -> diagonal, got "
@@ -143,7 +143,7 @@ class ProximalSparsifier(BudgetSparsifier):
         needs_optimizer = self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
         if needs_optimizer and not self._counts.optimizers:
             raise SparsityError(
-                "step: no optimizer is attached to read the learning rate of; call sparsifier.attach(optimizer) first"
+                "step: the learning rate is needed, but no optimizer is attached; call sparsifier.attach(optimizer)"
             )
         chosen_at, iteration = self._chosen_at, self.iteration
         super().step(use_path)
@@ -198,7 +198,7 @@ class ProximalSparsifier(BudgetSparsifier):
         return target
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Continue where `state_dict` was saved, at that position of the strength's schedule."""
+        """Load a state, and continue the schedule of the strength at the step where the state was saved."""
         self.require_prepared("load_state_dict")
         iteration, stepped = saved_count(state_dict, "iteration", 0), saved_names(state_dict, "stepped", self.groups)
         super().load_state_dict(state_dict, strict)
@@ -278,7 +278,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 self.live_mask(group)
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        """What the last step kept, bool of the tensor's shape on its device; all True before."""
+        """Return what the last step kept, a bool mask on the weight's device. Before the first step it is all True."""
         state, weight = self._state[group["tensor_fqn"]], self._parameter(group)
         mask = state.get("mask")
         if mask is None or mask.is_meta:
@@ -307,7 +307,7 @@ class ProximalSparsifier(BudgetSparsifier):
     def _update_all(self) -> None:
         self._check_groups(self.groups)
         pruning_groups, weights = self.pruning_groups(), parameters_of(self.groups)
-        if self._counts.optimizers:  # else every call is a step
+        if self._counts.optimizers:  # without optimizers every call shrinks
             stepped = set(self._counts.stepped(weights))
             if changed := self._counts.changed_by_others(weights):
                 warnings.warn(
@@ -341,14 +341,14 @@ class ProximalSparsifier(BudgetSparsifier):
 
 
 def parameters_of(groups: Sequence[TensorGroup]) -> dict[str, nn.Parameter]:
-    """The parameters of groups, by name."""
+    """Return the parameters of groups, by name."""
     return {g["tensor_fqn"]: g["module"]._parameters[g["tensor_name"]] for g in groups}
 
 
 def check_optimizers(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], conditioner: Conditioner
 ) -> None:
-    """Raise unless one of these trains each parameter, and `conditioner` knows its diagonal."""
+    """Raise an error unless an optimizer trains each parameter and `conditioner` can find its diagonal."""
     for name, parameter in parameters.items():
         check_optimizer(optimizers[trainer_of(optimizers, parameter, name)], conditioner, name)
 
@@ -356,7 +356,7 @@ def check_optimizers(
 def diagonals_of(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], conditioner: Conditioner
 ) -> dict[str, Diagonal | None]:
-    """The metric of each parameter: 1 without optimizers, and None where an optimizer changes nothing."""
+    """Return the metric D of each parameter: 1 without optimizers, None if its optimizer has not moved it yet."""
     if not optimizers:
         return dict.fromkeys(parameters, 1.0)
     trainers = {name: optimizers[trainer_of(optimizers, p, name)] for name, p in parameters.items()}
@@ -364,7 +364,7 @@ def diagonals_of(
 
 
 def checked_target(sparsifier: BudgetSparsifier | None) -> BudgetSparsifier:
-    """The sparsifier that takes zeros over as masks, by default a new one; raises where it cannot."""
+    """Return the sparsifier that turns zeros into masks, by default a new one, or raise an error if it cannot."""
     target = ScopeSparsifier() if sparsifier is None else sparsifier
     if not isinstance(target, BudgetSparsifier) or target._phase != "new":
         raise SparsityError(
@@ -387,7 +387,7 @@ def _shrink(
     keep: Budget,
     strength: float | None,
 ) -> None:
-    """Shrink the blocks of a pruning group in a metric, and fill its masks with what is then not zero.
+    """Shrink the blocks of a pruning group in a metric, and set its masks to the blocks that are not zero afterwards.
 
     Args:
         pruning: The pruning group.
@@ -410,7 +410,7 @@ def _shrink(
     else:
         values = {s.view.param: w if is_plain else w * tensors[s] for s, w in weights.items()}
         thresholds = pruning.scope.keep_thresholds(keep, values)
-        if any(w.dtype == torch.float16 for w in weights.values()):  # what is left must not be rounded to zero
+        if any(w.dtype == torch.float16 for w in weights.values()):  # kept blocks must not be rounded to zero
             thresholds = {b: torch.where(t.isinf(), t, t * (1 - 2**-8)) for b, t in thresholds.items()}
     for block, threshold in thresholds.items():
         specs = block.blocks()
@@ -426,15 +426,15 @@ def _shrink(
 
 
 def checked_strength(strength: Any, where: str, *, is_value: bool = False) -> Any:
-    """A strength; raises unless it is a finite number >= 0, or a function (but as the value of one)."""
+    """Return the strength. Raise an error unless it is a finite number >= 0 or, without `is_value`, a schedule."""
     if (is_schedule(strength) and not is_value) or (is_number(strength) and 0 <= float(strength) < math.inf):
         return strength
-    what = "a schedule must return a number" if is_value else "a number or a schedule (step -> number)"
-    raise SparsityError(f"{where}strength must be >= 0 and finite, {what}, got {strength!r}")
+    what = "the schedule of the strength must return" if is_value else "strength must be a schedule or"
+    raise SparsityError(f"{where}{what} a finite number >= 0, got {strength!r}")
 
 
 def kept_counts(pruning: PruningGroup, masks: Mapping[str, Tensor]) -> Budget:
-    """Blocks that masks keep in each scope; a number where it is the same in all."""
+    """Return how many blocks masks keep in each scope: an int if the number is the same in all scopes."""
     counts = counts_in_scopes(pruning.scope, {spec: masks[name] for name, spec in pruning.specs.items()}).cpu()
     first = int(counts.flatten()[0]) if counts.numel() else 0
     return first if bool((counts == first).all()) else counts

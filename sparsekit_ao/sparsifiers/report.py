@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..distributed import full_tensor, local
-from ..errors import SparsityError
+from ..errors import SparsityError, by_reason
 from ..models.names import named_tensors, owner_of, parameter_of
 from ..models.progress import progress_bar
 from ..structure import BlockSpec, Budget, SparseScope, scope_windows
@@ -129,7 +129,7 @@ class Report(Table[Row]):
         """Return lines that tell what is covered, what is not, and which tensors have nearly nothing left."""
         matrices = f"{self.matrices:.1%} of the weights of two or more dimensions"
         lines = [f"covers {matrices}, and {self.covered:.1%} of all {self.total:,} parameters"]
-        lines += [f"  left out: {name} ({why})" for name, why in self.skipped.items()]
+        lines += [f"  left out: {names} ({why})" for names, why in by_reason(self.skipped)]
         lines += [
             f"  nearly empty: {r.tensor} keeps {1 - r.sparsity:.2%} of its elements; give it a level of its own, or a "
             "shared budget max_sparsity"

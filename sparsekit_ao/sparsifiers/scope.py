@@ -1,7 +1,4 @@
-"""Sparsifiers that keep a number of blocks in each scope: `BudgetSparsifier`, their base class, and `ScopeSparsifier`.
-
-At each update, budgets are read from the groups, and weights and masks are passed to the scopes of pruning groups.
-"""
+"""`ScopeSparsifier`, and `BudgetSparsifier`, the base class of sparsifiers that keep a number of blocks per scope."""
 
 import math
 from abc import abstractmethod
@@ -140,7 +137,7 @@ class BudgetSparsifier(MaskSparsifier):
             self._after_update([group for other, group in groups.items() if other in updated])
 
     def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
-        """The group with other values; those that it has already are no change."""
+        """Return the group with these values; a value that it already has is not a change."""
         changes = {k: v for k, v in values.items() if k not in group or not is_same(v, group[k])}
         refuse_unknown_keys(changes, self.keys, self.keys)
         if not changes:
@@ -148,7 +145,7 @@ class BudgetSparsifier(MaskSparsifier):
         names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
         changed = merged({k: v for k, v in group.items() if k in self.keys}, changes, place, self.keys)
-        if without_pattern(changes, place, self.keys).get("nnz") is not None:  # a level that differs would replace it
+        if without_pattern(changes, place, self.keys).get("nnz") is not None:  # else the level would override it
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
@@ -178,7 +175,7 @@ class BudgetSparsifier(MaskSparsifier):
             yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
-        """Verify that every scope holds exactly its budget (as the levels are now) and every block is whole.
+        """Verify that every scope keeps exactly its budget at the current levels, and that no block is kept in part.
 
         If there are several stages, only the scopes of the last one must hold exactly their budget. Scopes of earlier
         stages may hold less, and so may scopes of the last stage if an earlier one can leave too few elements in them
@@ -192,8 +189,8 @@ class BudgetSparsifier(MaskSparsifier):
             The number of scopes that were checked, an int.
 
         Raises:
-            SparsityError: A scope is wrong. The error names all tensors with a wrong scope, the first scope and its
-                count.
+            SparsityError: A scope is wrong. The error names all tensors that have wrong scopes, and for each the
+                first wrong scope with its count.
         """
         if self._phase not in ("prepared", "squashed"):
             self.require_prepared("check")
@@ -221,9 +218,9 @@ class BudgetSparsifier(MaskSparsifier):
     def resolved(
         self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = ()
     ) -> ResolvedConfig:
-        """Return the groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask, without a change.
+        """Return the groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; nothing is changed.
 
-        `more` are entries beside those of `make_config_from_model`.
+        `more` lists config entries to add to those of `make_config_from_model`.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
@@ -252,9 +249,9 @@ class BudgetSparsifier(MaskSparsifier):
             pruning.budget(groups_by_name(groups))
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Write the level that a count amounts to: `level_of_nnz`. A scheduler that changes the level replaces it."""
+        """Write the level that equals a count as `level_of_nnz`. A scheduler that changes it overrides the count."""
         named = groups_by_name(groups)
-        largest: dict[str, PruningGroup] = {}  # of those that a tensor is in, whose level it has
+        largest: dict[str, PruningGroup] = {}  # the largest that a tensor is in; it gives the level
         for pruning in self.pruning_groups(groups):
             for name in pruning.specs:
                 is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
@@ -267,7 +264,7 @@ class BudgetSparsifier(MaskSparsifier):
             group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
-        """Called after `update_mask` changed masks; does nothing where masks depend on weights alone."""
+        """Hook that `update_mask` calls after it changed masks. Masks that depend on weights alone need none."""
 
     def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]) -> None:
         """Fill the masks of pruning groups; every budget and mask is checked before any mask changes."""
@@ -292,11 +289,11 @@ class BudgetSparsifier(MaskSparsifier):
         masks: Mapping[str, Tensor],
         keeps: Mapping[PruningGroup, int | Tensor],
     ) -> None:
-        """Fill masks by these budgets, earlier stages first; holds the dense weights and saliencies at once."""
+        """Fill masks, earlier stages first. All dense weights and saliencies are in memory at the same time."""
         stages: dict[int, dict[PruningGroup, Request]] = {}
         names = {name for pruning in pruning_groups for name in pruning.specs}
         dense = {name: self._dense(groups[name]) for name in names}
-        for pruning in pruning_groups:  # scores may raise, so those of this part precede its masks
+        for pruning in pruning_groups:  # a score may raise, so all are computed before a mask changes
             values = pruning.values(dense.__getitem__, self._statistics_of)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
@@ -308,7 +305,7 @@ class BudgetSparsifier(MaskSparsifier):
             choose_masks(stages[stage])
 
     def _statistics_of(self, name: str) -> Statistics:
-        """What a score gets to read about a tensor; here its name alone."""
+        """Return the statistics of a tensor that a score reads; here only its name."""
         return Statistics(name=name, shape=(), adapter=None)
 
     def pruning_groups(
@@ -337,7 +334,7 @@ class BudgetSparsifier(MaskSparsifier):
         return masking.dense_weight(module, name) if is_masked else getattr(module, name).detach()
 
     def _masks(self, model: nn.Module | None) -> dict[str, tuple[Tensor, bool]]:
-        """Each tensor's mask in the model, and whether it is one (else the zeros of a squashed weight)."""
+        """Return {tensor name: (mask, True)}, or (nonzero weights, False) for a weight that was squashed."""
         masks = {}
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
@@ -348,7 +345,7 @@ class BudgetSparsifier(MaskSparsifier):
 
 
 class ScopeSparsifier(Calibrated, BudgetSparsifier):
-    """Drop exactly the fraction `sparsity_level` of the blocks in every scope, those that matter least.
+    """Drop exactly the fraction `sparsity_level` of the blocks in every scope: the blocks that matter least.
 
     A block is a group of elements that are kept or dropped together; a scope is a set of blocks that compete with each
     other. Every argument is a default that a config entry may override.
@@ -385,8 +382,8 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
             counts by its number of elements; with `"mean"` each tensor counts the same. With `"consumers"` (which needs
             a score) only tensors whose blocks are inputs of their layer count, because the error of a dropped unit
             arises there.
-        stages: A list of dicts of these keys. Each stage chooses among what the earlier ones kept; its budget still
-            counts all blocks of a scope.
+        stages: A list of dicts, one for each stage, with the keys above. Each stage chooses among what the earlier ones
+            kept; its budget still counts all blocks of a scope.
         update_every: Masks are chosen in those calls of `step` whose number, counted from 1, is a multiple of this; 1
             by default. It cannot be given in a config entry.
         until: The number of the last call of `step` that may choose masks; None (default) sets no end. It cannot be
@@ -489,7 +486,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
-        if not self._resumes:  # else it goes on with a copy of the same model
+        if not self._resumes:  # a resumed sparsifier continues its count
             self._steps = 0
 
     def _update_all(self) -> None:

@@ -25,7 +25,7 @@ Budget = int | Tensor
 
 
 def checked_level(level: object, where: str) -> float:
-    """A sparsity level as a float; raises unless it is a number in [0, 1]."""
+    """Return a sparsity level as a float. Raise an error unless it is a number in [0, 1]."""
     if is_number(level) and 0 <= float(level) <= 1:
         return float(level)
     is_scalar = isinstance(level, (numbers.Number, str, type(None)))
@@ -135,7 +135,7 @@ class SparseScope(Thresholded):
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
-        """Return the nnz-th largest block norm of each scope, in its grid's shape; 1 <= nnz <= blocks per scope."""
+        """Return the nnz-th largest block norm of each scope [*scope grid]; 1 <= nnz <= blocks per scope."""
         return self._kth(self._scores(values, None), self.budget(nnz, least=1)).reshape(self.grid_shape)
 
     def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
@@ -152,9 +152,9 @@ class SparseScope(Thresholded):
     def keep_thresholds(self, nnz: Budget, values: Values = None) -> dict[SparseBlock, Tensor]:
         """Return a threshold for each block with which `soft_threshold` leaves exactly nnz blocks in every scope.
 
-        The threshold of a kept block is the mean of the norms of the last block kept and the first dropped, and always
-        below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one. The
-        results have the shape of each member's block grid.
+        The threshold of a kept block is the mean of the norms of the last block kept and the first dropped, but it is
+        always below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one.
+        The results have the shape of each member's block grid.
         """
         rows = self._scores(values, None)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
@@ -245,14 +245,14 @@ class SparseScope(Thresholded):
         return nnz
 
     def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
-        """[scopes, competitors]: norms of the values, or the scores given."""
+        """Return [scopes, competitors]: the norms of the values, or the given scores."""
         if block_scores is not None:
             return self._rows_of(block_scores, "block_scores")
         return torch.cat([scope_scores(w, norm, self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
     def as_mean(self) -> bool:
-        """Whether norms are power means, so that they compare: where some block is partial."""
+        """Whether norms are power means, which are comparable between blocks if some block is partial."""
         return any(spec.is_partial for spec in self.blocks())
 
     def _rows_of(self, per_block: Tensor | Mapping[SparseBlock, Tensor], what: str) -> Tensor:
@@ -274,20 +274,20 @@ class SparseScope(Thresholded):
         return torch.cat(rows, dim=1)
 
     def _grids_of(self, rows: Tensor) -> list[tuple[SparseBlock, Tensor]]:
-        """Rows [scopes, blocks of a scope over all members] as one tensor of the block grid's shape for each member."""
+        """Return rows [scopes, blocks of a scope over all members] as a tensor of the block grid's shape per member."""
         members, windows = self.members(), scope_windows(self)
         parts = rows.split([m.width for m in members], dim=1)
         return [(m.block, from_scopes(part, w)) for m, part, w in zip(members, parts, windows, strict=True)]
 
     def _select(self, rows: Tensor, keep: Budget, allowed: Tensor | None = None) -> Tensor:
-        """The selection rule on these rows; slots without a block never compete."""
+        """Apply the selection rule to rows; slots without a block never compete."""
         real = real_slots(scope_windows(self), rows.device)
         candidates = allowed if real is None else real if allowed is None else real & allowed
         keep = keep.reshape(-1).to(rows.device) if isinstance(keep, Tensor) else keep
         return keep_rows(rows, keep, candidates)
 
     def _kth(self, rows: Tensor, keep: Budget) -> Tensor:
-        """The smallest score that the selection keeps, for each row."""
+        """Return the smallest score that the selection keeps, for each row."""
         number = self._select(rows, keep) & ~rows.isnan()
         smallest = torch.where(number, rows, float("inf")).amin(1)
         return torch.where(number.any(1), smallest, float("nan"))
@@ -299,7 +299,7 @@ class SparseScope(Thresholded):
 def scope_windows(
     scope: SparseScope, values: Values = None, masks: Mapping[BlockSpec, Tensor] | None = None
 ) -> list[ScopeWindows]:
-    """A scope's members as `selection` takes them; see `block_windows`."""
+    """Return a scope's members as `selection` takes them; see `block_windows`."""
     if isinstance(values, Tensor) and len({id(spec.view.param) for spec in scope.blocks()}) > 1:
         raise SparsityError(f"{scope._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
     windows = []
@@ -309,7 +309,7 @@ def scope_windows(
 
 
 def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
-    """Copy filled windows of `scope_windows` to masks of other strides than their parameter's: those are copies."""
+    """Copy filled windows of `scope_windows` to masks whose strides differ from the parameter's: these are copies."""
     if all(spec.view.is_aligned(mask) for spec, mask in masks.items()):
         return
     for spec, window in zip(scope.blocks(), (m for w in windows for m in w.windows), strict=True):
@@ -383,7 +383,7 @@ class ScopeSpec(SparseScope):
 
         Args:
             t: (*scope grid, *scope) or (*scope grid, blocks per scope); (g0, s0, g1, s1, ...) without `reorder`.
-            reorder: As it was given there.
+            reorder: As for `block_to_scope`.
         """
         grid, width = self.grid_shape, math.prod(self.shape)
         interleaved = tuple(size for pair in zip(grid, self.shape, strict=True) for size in pair)

@@ -181,7 +181,7 @@ class View:
         return (row, column) if isinstance(address, Tensor) else (int(row), int(column))
 
     def _checked(self, idx: Tensor) -> Tensor:
-        """Indices as int64; raises unless they are integers [..., ndim] inside the window."""
+        """Return indices as int64. Raise an error unless they are integers [..., ndim] inside the window."""
         if idx.is_floating_point() or idx.dtype == torch.bool or not idx.ndim or idx.shape[-1] != self.ndim:
             raise SparsityError(
                 f"{self._where()}indices must be an integer tensor [..., {self.ndim}], got {idx.dtype} "
@@ -203,7 +203,7 @@ class View:
             merge: With `reorder`, the block's dimensions become one: (*grid, elements of a block).
 
         Returns:
-            A view of t where its strides allow (always without `merge`, if t has the parameter's strides).
+            A view of t if its strides allow it (always without `merge`, if t has the parameter's strides), else a copy.
         """
         is_window = t.shape == self.shape and t.shape != self.param.shape
         return tiles_of(t.detach() if is_window else self.window(t), self._tile(block_shape), reorder, merge)
@@ -237,7 +237,7 @@ class View:
         tiles.mul_(self.broadcast_block_to_element(c, block_shape, fake=True).to(tiles.dtype))
 
     def apply_mask(self, mask: Tensor, block_shape: Sequence[int]) -> None:
-        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True; other masks keep where True."""
+        """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True, unlike other masks."""
         if mask.dtype != torch.bool:
             raise SparsityError(
                 f"{self._where()}apply_mask needs a bool mask (True = zero the block), got {mask.dtype}; "
@@ -247,7 +247,7 @@ class View:
         tiles.masked_fill_(self.broadcast_block_to_element(mask, block_shape, fake=True), 0)
 
     def write_back(self, window: Tensor, target: Tensor) -> None:
-        """Copy a window back to the tensor that `window` made it from; does nothing where it is an alias."""
+        """Copy a window back to the tensor that `window` made it from, unless it is an alias of it."""
         if self.is_aligned(target):
             return
         full = torch.empty_strided(self.param.shape, self._strides, dtype=target.dtype, device=target.device)
@@ -274,7 +274,7 @@ class View:
 
 
 def coordinates_of(address: Tensor, shape: Shape, stride: Shape) -> list[Tensor]:
-    """The index of the tensor's element at each address; the inverse of `sum(i_k * stride_k)`."""
+    """Return the index of the tensor's element at each address, the inverse of `sum(i_k * stride_k)`."""
     at, rest = [torch.zeros_like(address)] * len(shape), address
     for k in sorted((k for k in range(len(shape)) if shape[k] > 1), key=lambda k: -stride[k]):
         at[k], rest = rest // stride[k], rest % stride[k]
@@ -286,7 +286,7 @@ def coordinates_of(address: Tensor, shape: Shape, stride: Shape) -> list[Tensor]
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the addresses are exactly 0 .. numel-1, each once (contiguous in some order of dimensions)."""
+    """Return whether addresses are exactly 0 .. numel-1, each once (contiguous in some order of dimensions)."""
     expected = 1
     for d, n in sorted((d, n) for n, d in zip(shape, stride, strict=True) if n != 1):
         if d != expected:
@@ -298,9 +298,9 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def resolve_tile(
     kind: str, sizes: Sequence[int], tile: Sequence[int], *, edge: str = "error", where: str = ""
 ) -> Shape:
-    """Check the block or scope shape that a user gave; one positive int for each dimension of the `sizes` it tiles.
+    """Check a block or scope shape of a user, and return it as one positive int for each dimension of `sizes`.
 
-    An entry of -1 is the whole dimension. For a `"block"` () is all ones; of a `"scope"` missing entries are whole.
+    An entry of -1 means the whole dimension, as does a missing entry of a `"scope"`; () of a `"block"` means all ones.
     """
     if not isinstance(edge, str) or edge not in ("error", "partial"):
         raise SparsityError(f'{where}edge must be "error" or "partial", got {edge!r}')
@@ -369,7 +369,7 @@ def _check_window(
 
 
 def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
-    """Raise where elements of a parameter share memory, so that a mask cannot drop one of them alone."""
+    """Raise an error if elements of a parameter share memory, because a mask cannot drop one of them alone."""
     if 0 not in shape and not is_injective(shape, stride):
         raise SparsityError(
             f"{where}the parameter {shape}:{stride} is expanded: several of its elements share memory. Make it "
@@ -378,7 +378,7 @@ def refuse_expanded(shape: Shape, stride: Shape, where: str = "") -> None:
 
 
 def is_injective(shape: Shape, stride: Shape) -> bool:
-    """Whether every index has an address of its own."""
+    """Return whether every index has an address of its own."""
     end = 0
     for d, n in sorted(zip(stride, shape, strict=True)):
         if n <= 1:
@@ -393,10 +393,10 @@ def is_injective(shape: Shape, stride: Shape) -> bool:
 
 
 def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
-    """Two indices with one address, where there are such."""
+    """Return two indices with the same address; there must be such indices."""
     most = cosize(shape, stride)
     small: list[int] = []
-    for n, d in zip(shape, stride, strict=True):  # few, but more than there are addresses if all of them are more
+    for n, d in zip(shape, stride, strict=True):  # few indices, but more than addresses if possible
         needed = most // math.prod(small) + 1
         small.append(min(n, 2 if d == 0 else needed) if needed > 1 else 1)
     ordered, order = addresses(tuple(small), stride).sort(stable=True)
@@ -415,7 +415,7 @@ def refuse_computed(param: Tensor, where: str) -> None:
     is_temporary = not param.is_leaf and (param._base is None or not param._base.is_leaf)
     if is_temporary or getattr(param, "is_masked_weight", False):
         raise SparsityError(
-            f"{where}this tensor is computed from others, so that changes of it would be lost. For the weight of a "
+            f"{where}this tensor is computed from others, so changes to it would be lost. For the weight of a "
             "prepared (parametrized) layer give the parameter behind it, layer.parametrizations.weight.original; "
             "else a parameter or a detached tensor."
         )

@@ -87,8 +87,8 @@ def test_a_state_after_the_sparsifiers_step_goes_on_with_any_split_of_optimizers
         ({"iteration": "x"}, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got 'x'"),
         ({"pending": 1}, "'dynamic' needs 'pending' of type bool, as state_dict() gives, got 1"),
         ({"stepped": 2}, "'dynamic' needs 'stepped' of type bool, as state_dict() gives, got 2"),
-        ({"gradients": {"0.weight": torch.ones(3)}}, "0.weight: the saved gradient is (3,), the weight (16, 12)"),
-        ({"gradients": {"0.weight": 3}}, "0.weight: the saved gradient is int, the weight (16, 12)"),
+        ({"gradients": {"0.weight": torch.ones(3)}}, "the saved gradient is (3,), but the weight is (16, 12)"),
+        ({"gradients": {"0.weight": 3}}, "the saved gradient is int, but the weight is (16, 12)"),
         (None, "'dynamic' needs 'iteration' of type int, as state_dict() gives, got None"),
     ],
 )

@@ -535,7 +535,7 @@ TWO_SIZES = {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)}
         (sgd, {"sparsity_level": 0.999}, None, "the overall budget leaves 1 blocks for the tensors that share it, but"),
         (sgd, {}, FIXED, "an overall density of 0.1 is not possible: with the fixed tensors it must be in [0.571429"),
         (sgd, {"scope_shape": (5,), "edge": "partial"}, None, "0.weight: its scopes differ in size, so they cannot"),
-        (sgd, TWO_SIZES, None, "prune='global' with a target counts blocks of all tensors together, so they need one"),
+        (sgd, TWO_SIZES, None, "prune='global' with a target counts blocks of all tensors together, so all must have"),
     ],
 )
 def test_models_that_do_not_fit_are_left_alone(optimizer, arguments, config, message):

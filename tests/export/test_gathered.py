@@ -206,8 +206,8 @@ def in_an_encoder():
 REFUSED = [
     (lambda: squashed(linear(), pattern=patterns.unstructured(0.5)), "0.weight: needs equal groups .* after row 0"),
     (lambda: squashed(linear()), "0.weight: needs equal groups of rows that keep the same inputs .*they change"),
-    (uneven, r"0.weight: needs as many inputs in each group of rows, got 16 in rows 0:8, 4\d in rows 8:16"),
-    (lambda: squashed(linear(), pattern=patterns.rows(0.5)), "0.weight: needs as many inputs|equal groups"),
+    (uneven, r"0.weight: needs the same number of inputs in each group of rows, got 16 in rows 0:8, 4\d in rows 8:16"),
+    (lambda: squashed(linear(), pattern=patterns.rows(0.5)), "0.weight: needs the same number of inputs|equal groups"),
     (lambda: pruned(Reader(64, 32)), "0.weight: needs a plain nn.Linear, got Reader"),
     (
         lambda: squashed(nn.Sequential(nn.Conv1d(64, 32, 1)), **GROUPS),
@@ -220,7 +220,7 @@ REFUSED = [
         "weight needs a module around it that calls it and .*, got Linear;",
     ),
     (tied, "needs a weight of its own, but it is shared with b.weight"),
-    (lambda: linear(), "no weight is masked, and in none a tenth is zero"),
+    (lambda: linear(), "no weight is masked, and none has a tenth of zeros"),
 ]
 
 

@@ -246,15 +246,15 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
             save_file(
                 {name: tensor + 1 for name, tensor in small.state_dict().items()}, tmp_path / "model_ema.safetensors"
             )
-        refused("holds model_ema.safetensors beside .*model.safetensors.*: move out of the folder")
+        refused("holds model_ema.safetensors beside .*model.safetensors.*; move away files")
         (tmp_path / "model_ema.safetensors").unlink()
     index = tmp_path / "model.safetensors.index.json"
     text = index.read_text()
     file_of = json.loads(text)["weight_map"]
     (name, file), *_, (_, other) = sorted(file_of.items(), key=lambda item: item[1])
     for message, entries in (
-        (f"{file} holds {name}, for which model.safetensors.index.json names {other}", file_of | {name: other}),
-        (f"{file} does not hold extra, as model.safetensors.index.json says", file_of | {"extra": file}),
+        (f"{file} holds {name}, but model.safetensors.index.json names {other} for it", file_of | {name: other}),
+        (f"{file} does not hold extra, although model.safetensors.index.json says so", file_of | {"extra": file}),
         ("must map names to files of its folder under 'weight_map'", file_of | {name: "../" + file}),
         ("must map names to files of its folder under 'weight_map'", [1]),
         ("cannot be read: FileNotFoundError", file_of | {"extra": "model-7.safetensors"}),
@@ -264,11 +264,11 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
     index.write_text(text)
     tensors = load_file(tmp_path / file)
     save_file(tensors | {name: torch.ones(3)}, tmp_path / file)
-    refused(rf"holds {name} \(3,\), which is \(")
+    refused(rf"holds {name} \(3,\); the model has \(")
     (tmp_path / file).write_bytes(b"damaged")
     refused("cannot be read: SafetensorError")
     save_file(tensors, tmp_path / "model.safetensors")
-    refused("must hold model.safetensors or model.safetensors.index.json, and holds both")
+    refused("must hold either model.safetensors or model.safetensors.index.json, but holds both")
     save()
     for damaged in ("manifest.json", "config.json"):
         good = (tmp_path / damaged).read_bytes()
@@ -305,7 +305,7 @@ def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_
         widths = [layer.mlp.down_proj.in_features for layer in small.model.layers]
         assert len(set(widths)) > 1
         found = export.save_pretrained(small, report, tmp_path)
-        assert "per_layer_config in it does, for code that reads that" in found.notes[0]
+        assert "its per_layer_config does, for code that reads this key" in found.notes[0]
         written = json.loads((tmp_path / "config.json").read_text())
         assert written["intermediate_size"] == 48
         entries = {f"{at:02}": {"intermediate_size": width} for at, width in enumerate(widths) if width != 48}

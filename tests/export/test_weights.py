@@ -58,7 +58,7 @@ BOTH = [  # model, what the error of both functions must contain
     (normed, "0.weight: is computed by _WeightNorm; call torch.nn.utils.parametrize.remove_param"),
     (lambda: nn.Sequential(squashed(nn.Conv2d(64, 32, 1), HALF)), "Linear, got weight of Conv2d"),
     (conv1d, "got weight of Conv1D; Conv1D stores its weight transposed"),
-    (lambda: linear(dtype=HALF), "no weight is masked, and in none a tenth is zero"),
+    (lambda: linear(dtype=HALF), "no weight is masked, and none has a tenth of zeros"),
     (lambda: squashed(linear(), torch.float64), "0.weight: needs float.*, got float64"),
 ]
 PACK = [

@@ -181,7 +181,7 @@ def test_scores_of_gradients_in_prune():
         r"score='taylor' needs a forward that returns the loss, but recover": lambda: prune(
             model, **keys, forward=loss, recover=True
         ),
-        r"score='wanda' reads what batches give \(input_square\); give batches=": lambda: prune(model, score="wanda"),
+        r"score='wanda' needs batches to record input_square; give batches=": lambda: prune(model, score="wanda"),
     }.items():
         with pytest.raises(SparsityError, match=text):
             call()
@@ -333,10 +333,14 @@ def test_an_interruption_leaves_layers_as_they_were_or_finished_and_the_same_cal
     assert [r.after for r in report.recovery] == [r.after for r in expected.recovery]
     for name, p in again.model.state_dict().items():
         assert torch.equal(whole.model.state_dict()[name], p), name
-    with pytest.raises(SparsityError, match="was written by a call with another model, other batches or"):
+    with pytest.raises(SparsityError, match="was written by a call with another model; to continue"):
         one_shot(again, batches, recover=True, checkpoint=tmp_path)
-    for other in ({"compensate": None}, {"recover": False}, {"batches": batches[1:]}):
-        with pytest.raises(SparsityError, match="was written by a call with another model, other batches or"):
+    for other, what in (
+        ({"compensate": None}, "other arguments"),
+        ({"recover": False}, "other arguments"),
+        ({"batches": batches[1:]}, "other batches, forward or token_mask"),
+    ):
+        with pytest.raises(SparsityError, match=f"was written by a call with {what}; to continue"):
             one_shot(
                 prepared(copy.deepcopy(dense)), **{"batches": batches, "recover": True, **other}, checkpoint=tmp_path
             )
@@ -366,7 +370,7 @@ def test_the_report_says_where_a_method_chose_the_mask_without_the_score(method)
     score, two_four = lambda weight, name: -torch.arange(8.0).expand(8, 8), {"nnz": 2, "scope_shape": (1, 4)}
     first = prepared(model, score=score, **two_four)
     (row,) = one_shot(first, [inputs], compensate=method)
-    vain = f"{method} chose the mask, without the score; compensate='least_squares' takes it"
+    vain = f"{method} chose the mask without the score; compensate='least_squares' uses it"
     assert row.note == (vain if method in ("admm", "obs") else "")
     assert row.note or first.mask("0.weight").view(8, 2, 4)[..., :2].all()  # the first two of four
 

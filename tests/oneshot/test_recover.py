@@ -283,7 +283,7 @@ def mistakes():
     yield "outputs must be 'mse', 'kl' or None, got 'ce'", lambda: recover(model, dense, x, outputs="ce")
     yield "recover: there are no batches", lambda: recover(model, dense, [])
     yield "the dense model has no module 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
-    yield r"blocks.0 returns \(32, 16\), but \(32, 24\) in the dense model", lambda: recover(model, Model(width=24), x)
+    yield r"\(32, 16\), but the dense model returns \(32, 24\)", lambda: recover(model, Model(width=24), x)
     yield "first.weight has no values: it is on the meta device", lambda: recover(Model().to("meta"), dense, x)
     yield "lower rate=1e", lambda: recover(Model(), dense, x, rate=1e30)
     yield "recover, forward and token_mask need batches", lambda: prune(model, recover=True)
@@ -291,7 +291,7 @@ def mistakes():
 
     yield "seed must be an int >= 0, got 'a'", lambda: recover(model, dense, x, seed="a")
     yield (
-        r"returns torch.float32 of shape \(\) first; give forward=",
+        r"is torch.float32 of shape \(\), which has no rows to match; give forward=",
         lambda: recover(Model(), dense, x, lambda m, b: m(b).sum(), outputs="mse"),
     )
     yield (

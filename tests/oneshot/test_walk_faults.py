@@ -44,20 +44,22 @@ def test_a_checkpoint_belongs_to_one_call(tmp_path):
     weights.layers[1][0].weight.data[:, 1:].mul_(0.5)
     scale, mask = 2.0, torch.rand(64) > 0.5
     rest = [torch.cat([b[:, :1], b[:, 1:].flip(0)], 1) for b in batches]
-    for changed, keys in (
-        (other, {}),
-        (weights, {}),
-        (model, {"batches": rest}),
-        (model, {"forward": lambda m, b: m(b * scale)}),
-        (model, {"token_mask": lambda b: mask}),
-        (model, {"compensate": None}),
+    data = "other batches, forward or token_mask"
+    for changed, keys, what in (
+        (other, {}, "another model"),
+        (weights, {}, "another model"),
+        (model, {"batches": rest}, data),
+        (model, {"forward": lambda m, b: m(b * scale)}, data),
+        (model, {"token_mask": lambda b: mask}, data),
+        (model, {"compensate": None}, "other arguments"),
+        (other, {"compensate": None, "batches": rest}, f"another model and other arguments and {data}"),
     ):
-        with pytest.raises(SparsityError, match="was written by a call with another model, other batches or"):
+        with pytest.raises(SparsityError, match=f"was written by a call with {what}; to continue"):
             prune(changed, **options | keys)
     arrays = [b.numpy() for b in batches]
     forward = {"forward": lambda m, b: m(torch.as_tensor(b)), "checkpoint": tmp_path / "arrays"}
     prune(model, **options | forward | {"batches": arrays})
-    with pytest.raises(SparsityError, match="was written by a call with another model"):
+    with pytest.raises(SparsityError, match=f"was written by a call with {data}; to continue"):
         prune(model, **options | forward | {"batches": [np.flip(a, 0).copy() for a in arrays]})
 
 

@@ -145,7 +145,7 @@ def test_numbers_for_the_tensors_and_modules_of_single_layers():
     small, _ = shrink(model, x, 0.5, multiple_of={"2.bias": 12})
     assert [small[k].out_features for k in (0, 2, 4)] == [8, 12, 8]
     for name in ("6", "6.weight"):
-        with pytest.raises(SparsityError, match=f"shrink: ratio names '{name}', but no units .* are outputs of it"):
+        with pytest.raises(SparsityError, match=f"shrink: ratio names '{name}', but none of its outputs can be"):
             shrink(model, x, {name: 0.5})
     with pytest.raises(SparsityError, match="shrink: ratio names 'o', but the couplings are"):
         shrink(model, x, {"o": 0.5})
@@ -218,7 +218,7 @@ def test_arguments_of_no_use_are_refused():
         "shrink: compensate must be 'least_squares' or None, got 'admm'": {"batches": batches, "compensate": "admm"},
         "shrink: recover must be True or False, got Sequential": {"batches": batches, "recover": model},
         "shrink: recover and token_mask need batches": {"example_inputs": batches[0], "recover": True},
-        "shrink: max_sparsity=0.5 limits what layers lose of one budget": {"batches": batches, "max_sparsity": 0.5},
+        "shrink: max_sparsity=0.5 needs one budget for all layers": {"batches": batches, "max_sparsity": 0.5},
         "multiple_of must be a positive int, got 0": {"batches": batches, "multiple_of": {"0": 0}},
         "shrink: scope must be 'coupling' or 'global', got 'layer'": {"batches": batches, "scope": "layer"},
         "a ratio by names, .* cannot be combined with one budget, cost= or scope='global'; call shrink twice": {
@@ -226,7 +226,7 @@ def test_arguments_of_no_use_are_refused():
             "scope": "global",
             "ratio": {"0": 0.5},
         },
-        "shrink: the score needs a forward that returns the loss, and recover": {
+        "shrink: the score needs a forward that returns the loss, but recover": {
             "batches": batches,
             "recover": True,
             "score": "taylor",

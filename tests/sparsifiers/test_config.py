@@ -121,6 +121,19 @@ def test_without_a_config_a_tied_head_is_left_out_and_the_report_says_so():
     assert "named by no entry: embed.weight (80)" in text
 
 
+def test_a_reason_that_many_tensors_share_is_written_once():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(7)))
+    names, why = "0.weight, 1.weight, 2.weight, 3.weight, 4.weight and 2 more", "needs block-grid dimension 1"
+    with pytest.raises(SparsityError, match=f"is left out: {names}: scope .* {why} divisible by 5, got 8") as error:
+        ScopeSparsifier(pattern="2:5").prepare(model, skip_unfit=True)
+    assert str(error.value).count(why) == 1
+    sparsifier, wide = ScopeSparsifier(pattern="2:5"), nn.Sequential(*model, nn.Linear(8, 5), nn.Linear(5, 8))
+    sparsifier.prepare(wide, skip_unfit=True)
+    assert sparsifier.report().skipped.keys() == {f"{k}.weight" for k in range(8)}
+    text = str(sparsifier.report())
+    assert text.count(why) == 1 and f"left out: {names.replace('2 more', '3 more')} (scope" in text
+
+
 def test_without_a_config_adapters_are_left_out():
     class Adapted(nn.Module):
         adapter_layer_names = ("lora_A", "lora_B")

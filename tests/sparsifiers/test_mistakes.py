@@ -147,7 +147,7 @@ def test_a_bad_config_is_refused_and_the_model_is_unchanged(config, text):
         (
             None,
             [nn.Linear],
-            "every tensor that config=None finds is left out: 0.weight is left out by exclude[0] (Lin",
+            "every tensor that config=None finds is left out: 0.weight: left out by exclude[0] (Linear). Name",
         ),
         ([LINEAR], ["0"], "config[0]: '0.weight' is named here, but it is left out by exclude[0] ('0'"),
     ],
@@ -229,7 +229,7 @@ MISTAKES = {
     ),
     "config=None found no Linear or convolution in the model": lambda: prepared(nn.ReLU()),
     "'0.weight' has no shape yet; run one forward of the lazy module first": of(nn.LazyLinear(4)),
-    "'0.weight' is of an embedding with sparse=True": of(nn.Embedding(8, 4, sparse=True), entry=LINEAR),
+    "'0.weight' belongs to an embedding with sparse=True": of(nn.Embedding(8, 4, sparse=True), entry=LINEAR),
     "'count' is torch.int32; only float16, bfloat16, float32 and float64": lambda: prepared(
         Own(), [{"tensor_fqn": "count"}]
     ),
@@ -251,7 +251,7 @@ MISTAKES = {
     "0.weight: model must be a torch.nn.Module, got str": lambda: prepared().check("model"),
     "the model to squash must be given by name, as squash": lambda: prepared().squash_mask(nn.Linear(2, 2)),
     "0.weight has no 'sparse_block_shape'; it has": lambda: prepared().squash_mask(("sparse_block_shape",)),
-    "'fc' is not a sparsified module; those are ['0', '2']": lambda: prepared().squash_mask(None, {"fc": ("nnz",)}),
+    "'fc' is not a sparsified module; choose from ['0', '2']": lambda: prepared().squash_mask(None, {"fc": ("nnz",)}),
     "params_to_keep must be a tuple of keys, got 'nnz'": lambda: prepared().squash_mask("nnz"),
     "params_to_keep_per_layer must be a dict {module: keys}, got ['0']": lambda: prepared().squash_mask(None, ["0"]),
     "its mask was removed in the given model, or that is no deep copy": lambda: prepared().squash_mask(

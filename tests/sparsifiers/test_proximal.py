@@ -459,19 +459,22 @@ def of_no_strength():
 
 BOTH = "strength and a budget are mutually exclusive"
 MISTAKES = [
-    (new(strength=1.0, sparsity_level=0.5), "strength and a budget (sparsity_level, nnz or a pattern's) are mutu"),
-    (new(strength=1.0, pattern=patterns.n_m(2, 4)), "strength and a budget"),
+    (
+        new(strength=1.0, sparsity_level=0.5),
+        "strength was given with a budget (sparsity_level, nnz, pattern); ",
+    ),
+    (new(strength=1.0, pattern=patterns.n_m(2, 4)), "strength was given with a budget"),
     (new(nnz=2, sparsity_level=0.5), "mutually exclusive"),
-    (new(strength=-1.0), "strength must be >= 0 and finite, a number or a schedule (step -> number), got -1.0"),
-    (new(strength="much"), "strength must be >= 0 and finite"),
-    (new(strength=float("nan")), "strength must be >= 0 and finite"),
+    (new(strength=-1.0), "strength must be a schedule or a finite number >= 0, got -1.0"),
+    (new(strength="much"), "strength must be a schedule or a finite number"),
+    (new(strength=float("nan")), "strength must be a schedule or a finite number"),
     (new(strength=1.0, conditioner="adam"), "conditioner must be 'auto', None or a function"),
     (new(strength=1.0, optimizer=3), "optimizer must be a torch optimizer or several, got int"),
     (entry({}), "config[0]: how much to drop is missing; give strength, sparsity_level or nnz, here or as a default"),
     (entry({}, strength=1.0, nnz=2), f"config[0]: {BOTH}"),
     (entry({}, strength=1.0, pattern=patterns.n_m(2, 4)), f"config[0]: {BOTH}"),
     (entry({"strength": 1.0}, stages=[{"nnz": 2, "scope_shape": (1, 4)}]), BOTH),
-    (entry({}, strength=-1), "strength must be >= 0 and finite"),
+    (entry({}, strength=-1), "strength must be a schedule or a finite number"),
     (entry({}, strength=1.0, norm=1), "unknown key 'norm'"),
     (lambda: attached(torch.optim.NAdam), "0.weight: NAdam has no diagonal that is known here"),
     (
@@ -483,9 +486,9 @@ MISTAKES = [
     (of_weight_norm, "a parametrization computes this weight, so it cannot be changed in place"),
     (
         without_an_optimizer,
-        "step: no optimizer is attached to read the learning rate of; call sparsifier.attach(optim",
+        "step: the learning rate is needed, but no optimizer is attached; call sparsifier.attach(optim",
     ),
-    (of_no_strength, "0.weight: strength must be >= 0 and finite, a schedule must return a number, got -1.0"),
+    (of_no_strength, "0.weight: the schedule of the strength must return a finite number >= 0, got -1.0"),
 ]
 
 

@@ -209,5 +209,5 @@ def test_squashing_after_an_interrupted_pass_names_what_stays_dense():
     sparsifier.model[2].register_forward_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         one_shot(sparsifier, [torch.randn(16, 8)])
-    with pytest.warns(UserWarning, match=r"1 of 2 masks keep everything, so that 2.weight stay dense.*Call one_shot"):
+    with pytest.warns(UserWarning, match=r"1 of 2 masks keep everything, so 2.weight stay dense.*call one_shot"):
         sparsifier.squash_mask()

@@ -1,7 +1,7 @@
-"""discover: the couplings that one forward of a model suggests, as Python code to read, edit and keep.
+"""`discover` suggests couplings from one forward of a model, as Python code to read, edit and keep.
 
 `shared_axes` writes the factors of a trace as patterns, for axes that can be pruned and for frozen ones; `fold` and
-`fold_frozen` join those of repeated layers by stars.
+`fold_frozen` merge the axes of repeated layers by stars.
 """
 
 import json
@@ -48,12 +48,12 @@ class Discovery:
 
     Attributes:
         couplings: One for each kind of unit, with stars for repeated layers.
-        counts: For each, how often it is bound and how many units each bound coupling has.
-        frozen: Axes from which nothing may be removed, with the reason, and how many are alike.
+        counts: For each coupling, how often it is bound and how many units each bound coupling has.
+        frozen: Axes from which nothing may be removed, with the reason, each with its number of repetitions.
         opaque: Objects in the output that were not inspected, so tensors in them are not frozen.
-        values: Lines of code that read values of the example inputs, and these; others may take another branch.
-        uncalled: Modules with parameters of which the forward read none, outermost ones.
-        left_out: (name, reason) of couplings from which `compact` cannot remove units; only of `removal.removable`.
+        values: Lines of code that read values of the example inputs, with these values; others may change the branch.
+        uncalled: The outermost modules whose parameters the forward did not read.
+        left_out: (name, reason) of couplings from which `compact` cannot remove units; set by `removal.removable`.
 
     >>> discovery = discover(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)), torch.zeros(1, 4))
     >>> [coupling.members for coupling in discovery.couplings], discovery.counts
@@ -91,21 +91,21 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     """Suggest couplings: which axes of which tensors belong together, found in one forward without values.
 
     Every operation makes axes of its operands and its result the same; a reshape splits and merges them. An axis that
-    is not frozen can be pruned: its units can be removed as soon as their parameters are zero. Frozen are the
+    is not frozen can be pruned: its units can be removed as soon as their parameters are zero. These are frozen:
     dimensions of inputs and outputs, the axes that LayerNorm or softmax normalizes, what is read by index, and
-    everything that an unknown operation reads. The result lists which and where. Outputs are searched for in tuples,
-    mappings and dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in
-    einops: `u` the unit, scope axes `s`, `t`, and sizes as the forward split them. It is a suggestion: print it, read
-    it, keep the lines you want. Tied parameters have their first name. Tensors that a parametrization computes are
-    frozen. A forward that reads values runs with those of the model and the inputs; the result lists what was read.
+    everything that an unknown operation reads. The result lists them. Outputs are searched for in tuples, mappings and
+    dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in einops: `u` is
+    the unit, `s` and `t` are scope axes, and sizes are as the forward split them. It is a suggestion: print it, read
+    it, keep the lines you want. Tied parameters have their first name. Tensors of a parametrization are frozen. A
+    forward that reads values runs with the real values; the result lists what was read.
 
     Args:
-        model: Not changed, moved or run: a copy without values runs in eval mode, with its hooks.
+        model: The model, which is not changed, moved or run: a copy without values runs in eval mode, with its hooks.
         example_inputs: A tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter,
             unless the forward reads values.
 
     Raises:
-        SparsityError: A masked, lazy or scripted module; a forward that fails.
+        SparsityError: The model has a masked, lazy or scripted module, or its forward fails.
 
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
     >>> print(discover(mlp, torch.zeros(1, 4)))
@@ -141,7 +141,7 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
 
 
 def _uncalled(model: nn.Module, used: Collection[str]) -> list[str]:
-    """Return the outermost modules of whose parameters none was used."""
+    """Return the outermost modules whose parameters were not used."""
     called = {name[: end.start()] for name in used for end in re.finditer(r"\.|$", name)}
     names = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
     return [n for n in names if n and n not in called and (n.rpartition(".")[0] in {"", *called})]
@@ -163,7 +163,7 @@ def _coupling_lines(coupling: Coupling, count: int, units: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Row:
-    """One dimension of a tensor: its factors; of a concatenation those of one part, and the entries around it."""
+    """The factors of a dimension, or of one part of a concatenation, with the numbers of entries around the part."""
 
     factors: tuple[Factor, ...]
     before: int = 0
@@ -203,7 +203,7 @@ def shared_axes(recorded: Trace, parameters: Iterable[str]) -> tuple[list[tuple[
 
 
 def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:
-    """Return each part of a dimension as a member of a coupling has it, with the factors that can be its unit."""
+    """Return each part of a dimension as couplings describe it, with the factors that can be its unit."""
     factors = [part.factor for part in leaves(axis)]
     if not factors or not factors[0].is_concatenation:
         return [(_Row(tuple(factors)), factors)]
@@ -263,7 +263,7 @@ def _pattern(
     joined: set[tuple[Factor, Factor]],
     others: dict[tuple[int, int], str],
 ) -> str:
-    """Return a tensor's axes as text. Unnamed factors are named from the right, the same in all, in `others`."""
+    """Return a tensor's axes as text. Unnamed factors get names from the right; `others` keeps them for all tensors."""
     counts: Counter[int] = Counter()
     dimensions: list[str] = []
     for d, row in reversed(list(enumerate(label))):
@@ -288,7 +288,7 @@ def _pattern(
 
 
 def fold(axes: Sequence[tuple[Coupling, int]], names: Collection[str]) -> list[tuple[Coupling, int, int]]:
-    """Return couplings with starred names, (coupling, units, how many it represents), in the order of first ones.
+    """Return (coupling with starred names, units, how many it represents), ordered by the first of each.
 
     `names` are all names of the model, which the stars must not match by mistake.
     """
@@ -312,7 +312,7 @@ def fold(axes: Sequence[tuple[Coupling, int]], names: Collection[str]) -> list[t
 
 
 def fold_frozen(frozen: Iterable[FrozenAxis]) -> list[tuple[FrozenAxis, int]]:
-    """Join axes that differ in numbers of names only: (axis, how many it represents), `not understood` first."""
+    """Merge axes whose names differ only in numbers to (axis, how many it represents), `not understood` first."""
     alike: dict[FrozenAxis, list[FrozenAxis]] = {}
     for axis in frozen:
         places = tuple((_unnumbered(name), d) for name, d in axis.places)
@@ -341,7 +341,7 @@ def _starred(names: Sequence[str], which: slice) -> list[str]:
 
 
 def _exact(starred: str, meant: Collection[str], names: Collection[str]) -> bool:
-    """Whether a starred name matches these names and no others."""
+    """Return whether a starred name matches these names and no others."""
     return {name for matches in match_names(starred, names).values() for name in matches} == set(meant)
 
 
