@@ -3,6 +3,10 @@
 A `TorchFunctionMode` sees each product. The weight is found by the storage of the tensor that is multiplied, whatever
 module computes the product: a parameter, a part of one (one of packed experts, a chunk, a transposed view), or what
 functions and parametrizations make of it (a masked weight, another dtype, experts gathered for each token).
+
+The plain case is short: a masked Linear computes its weight, a hook ties that tensor's storage to the parameter
+(`Products.tie`), and `F.linear` multiplies by it, so the whole parameter has been read. `place_of`, `_follow` and
+`_reads_outputs` are for parts, copies and gathered weights.
 """
 
 import inspect

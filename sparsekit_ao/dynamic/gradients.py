@@ -134,7 +134,7 @@ class DecayHooks(StepHooks):
 
 
 class GradientState(Enum):
-    """The state of a tensor's gradient in this iteration; README.md says what changes it."""
+    """The state of a tensor's gradient in this iteration; dynamic/README.md says what changes it."""
 
     CLOSED = "closed"  # the mask is closed, so `.grad` is the gradient of kept weights, which no update reads
     OPEN = "open"  # `.grad` is dense, and not captured yet
@@ -218,11 +218,9 @@ class GradientCapture(StepHooks):
 
     def _begin_states(self, is_open: bool) -> None:
         """Set the state of every gradient from whether masks are open and the gradient is captured."""
-        opened = {True: GradientState.TAKEN, False: GradientState.OPEN}
-        self._states = {
-            name: opened[name in self.gradients] if is_open else GradientState.CLOSED
-            for name in (g["tensor_fqn"] for g in self.groups)
-        }
+        taken, others = GradientState.TAKEN, GradientState.OPEN if is_open else GradientState.CLOSED
+        names = [g["tensor_fqn"] for g in self.groups]
+        self._states = {name: taken if is_open and name in self.gradients else others for name in names}
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:

@@ -280,7 +280,9 @@ def _choose(
 ) -> tuple[list[Tensors], dict[int, int]]:
     """Return new masks of every pruning group, and {pruning group that shares the budget: blocks of each scope}.
 
-    `keep` is the budget of every scope, int64 [scopes] on the CPU for each pruning group.
+    `keep` is the budget of every scope, int64 [scopes] on the CPU for each pruning group. A target for the sparsity of
+    all changes it first. RigL and SET prune each pruning group by itself (`_prune`) and grow as many blocks (`_grow`);
+    only global criteria let pruning groups compete (`_prune_together`).
     """
     shared, regrows = budgets.shared, settings.grow is not None
     competing = shared if settings.prune.is_global else []

@@ -333,6 +333,7 @@ class Teacher:
         dense = self.stream
         assert dense is not None
         student = _Student(block, lambda module, k: stream.output(module, k))
+        # The dense stream has advanced already, so its next inputs are the outputs of the dense block.
         return self._train(student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, self._walk.names[at])
 
     @torch.no_grad()
@@ -441,6 +442,8 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
 
 class _Student(nn.Module):
     """A module whose weights are trained; weights in 16 bits are trained as float32 copies.
+
+    `functional_call` puts `weights` in place of the parameters while `forward` runs the block on the batch of an index.
 
     Args:
         module: A block, or the whole model.

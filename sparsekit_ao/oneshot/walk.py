@@ -1,13 +1,14 @@
 """The walk over a model: each block is loaded, pruned, matched to its dense self and stored before the next one.
 
     for block in blocks, in the order of the forward pass:
-        load        its weights, on the device that computes
+        load        its weights, on the device that computes (`loaded`)
         advance x   the stream of the dense model: the dense block's outputs are the new x, which is to be matched
-        record      statistics of its layers, for the inputs x~ that it has in the pruned model
-        solve       masks and kept weights of its layers
-        match       train the kept weights so that the block gives x for x~
-        advance x~  the stream of the pruned model
-        store       the weights where they came from, and in the folder of a checkpoint
+                    (`Matching.advance`)
+        record      statistics of its layers, for the inputs x~ that it has in the pruned model (`_statistics`)
+        solve       masks and kept weights of its layers (`Solving.solve`)
+        match       train the kept weights so that the block gives x for x~ (`Matching.match`)
+        advance x~  the stream of the pruned model (`Stream.advance`)
+        store       the weights where they came from (the end of `loaded`), and in a checkpoint (`Checkpoint.write`)
 
 `prune`, `one_shot` and `recover` run this walk. Besides the model, memory holds the weights and statistics of one block
 and the two streams. A resumed walk runs finished blocks again to move the streams on, with the same bits.

@@ -152,13 +152,13 @@ def shrink(
     if scope not in ("coupling", "global"):
         raise SparsityError(f"shrink: scope must be 'coupling' or 'global', got {scope!r}")
     is_shared = cost_of is not None or scope == "global"  # one budget, of a cost or of units
-    saved = _checked_ratio(model, ratio, is_shared, kinds, couplings, uniform, tensor_parallel)
+    asked = _checked_ratio(model, ratio, is_shared, kinds, couplings, uniform, tensor_parallel)
     if max_sparsity is not None and not is_shared:
         raise SparsityError(
             f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here each layer has its own "
             "ratio; give cost= or scope='global', or lower the ratio"
         )
-    level = max(saved, 0.5) if is_shared else saved  # couplings may lose more than the whole model
+    level = max(asked, 0.5) if is_shared else asked  # couplings may lose more than the whole model
     plain = plain_copy(model)
     normed = undo_weight_norms(plain)
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance, normed=normed)
@@ -173,6 +173,8 @@ def shrink(
     numbers = {"ratio": ratio, "max_sparsity": limits, "multiple_of": multiple_of}
     discovery, multiples = _by_layer(plain, discovery, numbers, kinds, tensor_parallel)
     next(phase)
+    # Only what the config can hold is removed with uniform=True, even if that is nothing; with None, if the call leaves
+    # open what is dropped and the config can hold some of it.
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
@@ -190,7 +192,7 @@ def shrink(
         if not is_shared:
             counts = {layer.name: quotas[layer.name].kept for layer in some}
         else:  # importances must add up: saliencies do, and squares of norms
-            counts = counts_within(plain, some, scores, cost_of, saved, power=2 if score is None else 1, quotas=quotas)
+            counts = counts_within(plain, some, scores, cost_of, asked, power=2 if score is None else 1, quotas=quotas)
         return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
     # Their units of the lowest scores are made zero and removed
@@ -366,7 +368,7 @@ def _removed(
             removals, small, report = trials.removed(rated)
             layers = rated
         except SparsityError:
-            layers, failing = trials.sort(rated)
+            layers, failing = trials.divide(rated)
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
             if failing:
                 continue

@@ -147,7 +147,7 @@ def _found(
 
         def found_in(twin: Twin) -> tuple[list[Coupling], dict[Coupling, str]] | None:
             try:
-                good, failing = _sorted(twin.model, twin.couplings, partial(trials, twin.model, Counter()))
+                good, failing = _divided(twin.model, twin.couplings, partial(trials, twin.model, Counter()))
                 good = [twin.in_whole(coupling) for coupling in good]
                 is_wrong = is_verified and trials(model, Counter(), good).problem(good)
             except SparsityError:
@@ -158,7 +158,7 @@ def _found(
         found = twin and found_in(twin)
         if not found and not in_whole:
             raise _TwinError
-        good, failing = found or _sorted(model, tried, partial(trials, model, Counter()))
+        good, failing = found or _divided(model, tried, partial(trials, model, Counter()))
     names = [coupling.name for coupling in tried]
     good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
     good, parts = _without_layers(model, good, excluded)
@@ -246,13 +246,13 @@ def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[st
     return {frozenset(layer) for layer in layers.values()}
 
 
-def _sorted(
+def _divided(
     model: nn.Module, couplings: Sequence[Coupling], trials: Callable[[Sequence[Coupling]], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
     """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
     first = trials(couplings)
     first.reference.check_lengths()
-    good, failing = first.sort(couplings)
+    good, failing = first.divide(couplings)
     fitted, replaced = list[Coupling](), set[Coupling]()  # couplings that replace others, and the replaced ones
     for merged, parts in _merges(model, good, failing):
         if replaced.isdisjoint(parts) and not first.has_failed(merged) and (fit := trials([merged]).fitted(merged)):
@@ -265,7 +265,7 @@ def _sorted(
     of_layers: dict[Coupling, str] = {}  # why layers of replaced couplings cannot be removed
     for coupling in failing:
         if coupling not in replaced and len({bound.grid for bound in coupling.bind(model)}) > 1:
-            layers, why = first.sort(
+            layers, why = first.divide(
                 coupling.of_layers(model)
             )  # stages of other widths, whose code may take other ways
             if layers:
@@ -275,7 +275,7 @@ def _sorted(
     del first  # frees its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
-        good, more = trials(good).sort(good)
+        good, more = trials(good).divide(good)
         failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | of_layers | more
     return good, failing
 
@@ -341,7 +341,7 @@ class Trials:
         why = fit_config(self._masked, small, removals, self.reference, discarded=True)[1]
         return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
-    def sort(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
+    def divide(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
         good, failing = self._split(list(couplings))
         fits = {coupling: self._fits.get(coupling) for coupling in failing}

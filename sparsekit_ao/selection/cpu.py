@@ -1,7 +1,7 @@
 """The backend "cpu" runs numpy on chunks of whole scopes that fit the cache, with one thread for each chunk.
 
-Members are compared as integer keys in the order of their scores. Up to `PAIRS` members are ranked by comparing every
-pair, more by `numpy.partition`. A scope of `LONG` members or more is read in chunks. A sample gives two keys that
+Slots are compared as integer keys in the order of their scores. Up to `PAIRS` slots are ranked by comparing every
+pair, more by `numpy.partition`. A scope of `LONG` slots or more is read in chunks. A sample gives two keys that
 enclose the last kept key, and only the keys between them are collected.
 """
 
@@ -30,9 +30,9 @@ CHUNK = 1 << 19  # elements of float32 that one thread takes at a time
 SCORES = 1 << 20  # elements whose block scores are computed together
 PAIRS = 8  # widest scope that is ranked by comparing every pair
 NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
-LONG = 1 << 17  # a scope with so many members or more is cut
+LONG = 1 << 17  # a scope with so many slots or more is cut
 SAMPLED = 1 << 16  # largest size of a sample, which takes one key of 64
-TRANSPOSED = 128  # members that are copied together where they are not adjacent
+TRANSPOSED = 128  # slots that are copied together where they are not adjacent
 DEVIATIONS = 4  # standard deviations of a sampled rank, to either side
 _INTS = INTS | {torch.bool: torch.uint8, torch.uint8: torch.uint8}
 _ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}
@@ -71,7 +71,7 @@ def run(requests: Sequence[Request]) -> None:
 
 
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
-    """Keep exactly `keep` members of each row of scores [rows, members], among the `candidates` if given."""
+    """Keep exactly `keep` slots of each row of scores [rows, slots], among the `candidates` if given."""
     out = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
     rows, width = scores.shape
     if out.numel() == 0:
@@ -155,7 +155,7 @@ def _fill_chunk(
     """Select among the single elements of whole scopes."""
     assert m.values is not None and m.mask is not None
     width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
-    narrow = width <= PAIRS  # then keys are [members, scopes], and else [scopes, members]
+    narrow = width <= PAIRS  # then keys are [slots, scopes], and else [scopes, slots]
     order, split = (*inner, *outer) if narrow else (*outer, *inner), list[int]()
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
@@ -184,7 +184,7 @@ def _fill_chunk(
 
 
 def _parts_to_copy(array: Array) -> Iterator[Any]:
-    """Yield indices of parts that stay in the cache while they are transposed; one part if members are adjacent."""
+    """Yield indices of parts that stay in the cache while they are transposed; one part if slots are adjacent."""
     last = max((k for k, size in enumerate(array.shape) if size > 1), default=None)
     if last is None or array.strides[last] == array.itemsize:
         return iter([...])
@@ -269,7 +269,7 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
         return np.full(keys.shape, keep > 0)
     total = keep * rows if isinstance(keep, int) else int(keep.sum())
     least = keys.min(initial=np.iinfo(keys.dtype).max)
-    has_zeros = least in (0, np.iinfo(keys.dtype).min)  # or members that may not be kept
+    has_zeros = least in (0, np.iinfo(keys.dtype).min)  # or slots that may not be kept
     if has_zeros and np.count_nonzero(above := keys > least) <= total:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():
@@ -315,7 +315,7 @@ def _with_distinct_least(keys: Array, least: Any) -> Array:
 
 
 def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
-    """Do as `_kept`, for [members, rows]: member i beats a later member j unless j is strictly higher."""
+    """Do as `_kept`, for [slots, rows]: slot i beats a later slot j unless j is strictly higher."""
     beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
     wins = np.empty(lanes.shape[1:], np.bool_)
     for i in range(len(lanes)):
@@ -330,7 +330,7 @@ def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
 
 
 class _LongPart:
-    """Consecutive members of one long scope, whose keys are computed when they are needed."""
+    """Consecutive slots of one long scope, whose keys are computed when they are needed."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class _LongPart:
         self.undecided: Array = self.places
 
     def keys(self, at: tuple[Array, ...] | None = None) -> Array:
-        """Return all keys in the order of the members, or those at some places; one-dimensional."""
+        """Return all keys in the order of the slots, or those at some places; one-dimensional."""
         tensors = (self._values, self._under, self._within)
         bits, under, within = (None if t is None else t if at is None else t[at] for t in tensors)
         assert bits is not None
@@ -373,7 +373,7 @@ class _LongPart:
         self.undecided = keys[self.places]
 
     def tied(self, key: int) -> Array:
-        """Return the places of the members with this key."""
+        """Return the places of the slots with this key."""
         return np.flatnonzero(self.keys() == key)
 
     def write(self, more: Array) -> None:
@@ -386,7 +386,7 @@ class _LongPart:
 
 
 def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
-    """Yield the chunks of consecutive members of a window of single elements."""
+    """Yield the chunks of consecutive slots of a window of single elements."""
     assert m.values is not None and m.mask is not None
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # a chunk needs several arrays
         mask, is_within = m.mask[place], request.within_mask
@@ -395,7 +395,7 @@ def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
 
 
 def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
-    """Keep exactly `keep` members of one scope, given as consecutive parts."""
+    """Keep exactly `keep` slots of one scope, given as consecutive parts."""
     low, high, tied = _bracket(parts, keep)
     if not _keep_between(parts, keep, low, high) and not (tied and _keep_between(parts, keep, high + 1, high + 1)):
         keys = np.concatenate([part.keys() for part in parts])  # the sample misled
@@ -411,12 +411,12 @@ def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
 
     `tied` says whether the key after `high` is so frequent that it was left out of the bracket.
     """
-    members = sum(part.size for part in parts)
-    stretch = min(max(64, members // SAMPLED), max(part.size for part in parts))
+    slots = sum(part.size for part in parts)
+    stretch = min(max(64, slots // SAMPLED), max(part.size for part in parts))
     generator = np.random.default_rng(0)
     sampled = np.sort(np.concatenate([part.sample(generator, stretch) for part in parts if part.size >= stretch]))
     limits, drawn = np.iinfo(sampled.dtype), len(sampled)
-    share = keep / members
+    share = keep / slots
     spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
     least, most = math.floor(drawn * (1 - share) - spread), math.ceil(drawn * (1 - share) + spread)
     low = int(sampled[least]) if 0 <= least < drawn else int(limits.min)
@@ -428,7 +428,7 @@ def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
 
 
 def _keep_between(parts: Sequence[_LongPart], keep: int, low: int, high: int) -> bool:
-    """Keep the members if the last kept key is between these two or equals the lower one; return whether it is."""
+    """Keep the slots if the last kept key is between these two or equals the lower one; return whether it is."""
     _on_threads([partial(part.decide, low, high) for part in parts])
     room = keep - sum(part.above for part in parts)
     if room < 0:

@@ -1,4 +1,4 @@
-"""The one selection rule: exactly `keep` members of each scope, the highest scores, the lower index among equals.
+"""The one selection rule: exactly `keep` slots of each scope, the highest scores, the lower index among equals.
 
 Scores are compared as integers in their order. Every NaN is equal and above +inf, -0.0 equals 0.0, and `absent`, the
 smallest integer, is below every score.
@@ -37,7 +37,7 @@ def order_keys(scores: Tensor, *, magnitude: bool = False) -> Tensor:
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
     """Keep exactly `keep` (an int, or int64 [rows]) of each row of scores by a stable sort: the definition of the rule.
 
-    Of bool `candidates` [rows, members] those that are False are never kept.
+    Of bool `candidates` [rows, slots] those that are False are never kept.
     """
     keys = order_keys(scores)
     if candidates is not None:
