@@ -69,8 +69,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         seed: An int. Random choices depend on it, the tensor's name, the iteration and the purpose.
         state_init: The optimizer's second moment for a grown weight: "zero", or "grad" for the squared gradient. With
             "zero", Adam's first step is several times too large.
-        new_values: A function (weight, generator) that returns values for grown weights, in the weight's shape; zeros
-            by default.
+        new_values: A function (weight, generator) that returns a tensor of values for grown weights; zeros by default.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
@@ -152,8 +151,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         iterations whose gradients no update needs. If it is not called, the optimizer's step does the same.
 
         Args:
-            optimizer: Take only the gradients of this optimizer's parameters, for optimizers with a backward pass each.
-                None (default) takes all gradients.
+            optimizer: Take only the gradients of this optimizer's parameters. None (default) takes all gradients.
         """
         self.require_prepared("take_gradients")
         self._capture.take(None if optimizer is None else unwrap_optimizer(optimizer))
@@ -227,10 +225,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
 
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check the optimizers, and finish what `prepare` could not do while weights were on the meta device.
-
-        Weights may have been sharded after `prepare`. If there is an error, nothing is changed.
-        """
+        """Check the optimizers, then finish what `prepare` left: weights on the meta device, and sharded ones."""
         for group in self.groups:
             self.live_mask(group)
         if optimizers:

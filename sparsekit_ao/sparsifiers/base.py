@@ -55,8 +55,7 @@ class MaskSparsifier(Trainable, Checkpointed):
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
-        self._state = defaultdict(dict)
-        self._phase = "new"
+        self._state, self._phase = defaultdict(dict), "new"
         self._chosen_at = None  # the levels of the last update of all masks
         self._warned = False  # whether `step` has warned about adapted or replaced layers
         self._resumes = False  # whether `prepare` restores pickled masks
@@ -229,8 +228,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         >>> sparsifier = ScopeSparsifier()
         >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8)))
         >>> with torch.no_grad(), sparsifier.materialized():
-        ...     is_same = sparsifier.model[0].weight is sparsifier.model[0].weight
-        >>> is_same
+        ...     sparsifier.model[0].weight is sparsifier.model[0].weight
         True
         """
         self.require_prepared("materialized")
@@ -275,11 +273,9 @@ class MaskSparsifier(Trainable, Checkpointed):
                 warnings.warn(f"squash_mask: {text}", stacklevel=2)
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
-        squashed = self.model if model is None else model
-        assert squashed is not None
         self._sync_state()
-        self._squash(squashed, kept)
-        if squashed is self.model:
+        self._squash(self.model if model is None else model, kept)
+        if model is None or model is self.model:
             self._end()
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
@@ -330,10 +326,8 @@ class MaskSparsifier(Trainable, Checkpointed):
             yield make_row(group, mask, self._resolved.entries, pattern=pattern, asked=level, blocks=blocks)
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)"]
-        for group in self.groups:
-            lines.append(f"  {group['tensor_fqn']}: {', '.join(f'{k}={group[k]!r}' for k in self.keys if k in group)}")
-        return "\n".join(lines)
+        rows = (f"  {g['tensor_fqn']}: {', '.join(f'{k}={g[k]!r}' for k in self.keys if k in g)}" for g in self.groups)
+        return "\n".join([f"{type(self).__name__} ({self._phase}, {len(self.groups)} tensors)", *rows])
 
     def _new_mask(self, group: TensorGroup) -> masking.WeightMask:
         """The parametrization that `prepare` registers on a tensor; it keeps everything."""
