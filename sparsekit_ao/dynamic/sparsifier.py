@@ -204,7 +204,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
-        # in eager mode on a CPU, a float mask costs one product at every size; elsewhere a bool mask saves memory
+        # eager, on a CPU: a float mask costs just one product, whatever the size; elsewhere a bool mask saves memory
         is_float = weight.device.type == "cpu" and not is_sharded(weight)
         mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
         if kept is not None:

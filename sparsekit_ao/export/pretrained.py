@@ -118,7 +118,7 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
 class _Masked(Tensor):
     """A masked weight, which is computed when its values are read, and takes no memory of its own until then.
 
-    transformers reads one shard after the other, and only takes views of the tensors in whole state dicts.
+    transformers reads values shard by shard; of the tensors in a whole state dict it only takes views.
     """
 
     mask: Tensor
@@ -255,12 +255,12 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # it stays with fewer heads
     differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
     if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
-        differing = []  # hidden_size is not of one layer; a cut head rotates other positions than a small one
+        differing = []  # all layers have one hidden_size; a cut head is rotated differently from one made small
     try:
         type(model.config).from_dict(
             data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}
         )
-    except Exception:  # Llama's config computes with its number of heads, and takes none for each layer
+    except Exception:  # Llama's config computes with its number of heads, and accepts no number for each layer
         differing = []
     per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
     digits = len(str(max(len(sizes) - 1, *per_layer, 0)))

@@ -210,7 +210,7 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
 
 
 def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
-    """Raise an error if the dense model has all zeros of the model and more, so the arguments were exchanged."""
+    """Raise an error if the dense model is zero wherever the model is, and elsewhere too (arguments exchanged)."""
     if is_elsewhere(model) or is_elsewhere(dense):
         return  # values are not at hand
     zeros, tensors = [0, 0], dict(named_tensors(dense))

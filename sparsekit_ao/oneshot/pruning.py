@@ -221,7 +221,7 @@ def prune(
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
-    Recurrent layers, packed experts and, with batches, all other parameters that products read are pruned too.
+    Recurrent layers and packed experts are pruned too and, with batches, all other parameters that matrix products use.
 
     Without batches, weights are dropped by their magnitude (or a `score` that needs no data), and the others stay as
     they are. With batches, kept weights are adjusted to make up for the dropped ones; see `one_shot`. For other

@@ -41,7 +41,7 @@ _PARTS = ("another model", "other arguments", "other batches, forward or token_m
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A part of the model that is finished before the next: a block, or layers outside of blocks that read one tensor.
+    """A part of the model that is finished before the next: a block, or layers outside of blocks with the same input.
 
     Attributes:
         name: The name of the block, or of the first tensor.
@@ -106,8 +106,8 @@ class Walk:
     Args:
         data: The model and its batches.
         targets: The tensors whose inputs are recorded.
-        blocks: The name of the list of repeated blocks; None finds the one with most of the layers.
-        layers: The layers of which this list holds most; None takes the layers of the targets.
+        blocks: The name of the list of repeated blocks; None finds the one that holds most of `layers`.
+        layers: The layers that are counted for this; None takes those of the targets.
         device: Where blocks run; None is where their weights are.
         stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files.
 
@@ -143,7 +143,7 @@ class Walk:
         self.stream: Stream | None = None
 
     def _agree(self, targets: Sequence[Target]) -> None:
-        """Make all ranks visit the same targets in one order, and blocks only if every rank has found a chain."""
+        """Make all ranks visit the same targets in one order; blocks are used only if every rank has found them."""
         own = [(target.name, read) for target, read in self.reached], [*self._repeated], bool(self.blocks)
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, own)
@@ -439,7 +439,7 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
         self._folder, self._caller = Path(folder), caller
         self._writes = rank() == 0
-        found: list[Any] = [[], 0]  # or why the folder cannot be used: an error, or what differs
+        found: list[Any] = [[], 0]  # [what differs, number of finished units], or [an error, 0]
         if self._writes:
             about = self._folder / "call.txt"
             try:

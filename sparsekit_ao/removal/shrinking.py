@@ -73,15 +73,15 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
 
-    Couplings from which `compact` cannot remove units are left out (see `removable`). Several may divide one
-    dimension of a tensor (key heads, query heads in each, numbers of a head). Then only one of them is pruned: whole
+    Couplings from which `compact` cannot remove units are left out (see `removable`). Several may divide one dimension
+    of a tensor (key heads, the query heads of each, the elements of a head). Then only one of them is pruned: whole
     heads if possible, else the coupling that removes most parameters. The report lists what is left out, and why.
 
     With a cost, or with `scope="global"`, one budget is spent on all layers, so that each has its own number of units.
-    Units are dropped by importance and cost until the model costs `1 - ratio` of what it did. The cost ends less
-    than a hundredth or one step (a unit, or `multiple_of`, in every scope) below that, if fewer units cost less. If the
-    model has a `config`, layers of one coupling with equal numbers of units keep equal numbers, so that the config can
-    hold them, except with `uniform=False`.
+    Units are dropped by importance and cost until the model costs `1 - ratio` of what it did. If every dropped unit
+    lowers the cost, it ends at most a hundredth of that, or one step (a unit, or `multiple_of`, in every scope), below
+    it. If the model has a `config`, layers of one coupling with equal numbers of units keep equal numbers, so that the
+    config can hold them, except with `uniform=False`.
 
     With batches, the layers that read dropped units make up for them. With `recover=True` each block of the smaller
     model is then trained to match the block of the dense model. Neither needs labels.
@@ -121,8 +121,8 @@ def shrink(
             of 16 bytes.
         uniform: Whether to leave out what the config cannot hold. None does so for a transformers model, if neither
             `couplings` nor a `ratio` by names says what is dropped, and the config can hold some of it.
-        tensor_parallel: Number of devices that an engine divides each layer over; numbers of units, times
-            `multiple_of`, stay multiples of it.
+        tensor_parallel: Number of devices that an engine divides each layer over; numbers of kept
+            units stay multiples of this number times `multiple_of`.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -173,12 +173,12 @@ def shrink(
     numbers = {"ratio": ratio, "max_sparsity": limits, "multiple_of": multiple_of}
     discovery, multiples = _by_layer(plain, discovery, numbers, kinds, tensor_parallel)
     next(phase)
-    # Only what the config can hold is removed with uniform=True, even if that is nothing; with None, if the call leaves
-    # open what is dropped and the config can hold some of it.
+    # With uniform=True, only what the config can hold is removed, even if that is nothing. With None, the same is done
+    # if the call leaves open what is dropped, and the config can hold some of it.
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
-        is_any, fraction = (True, 0.5) if is_shared else (False, level)  # a config often holds half a number
+        is_any, fraction = (True, 0.5) if is_shared else (False, level)  # a config can often hold half of a size
         described, widths = in_config(plain, discovery, reference_of, fraction, multiples, any_width=is_any)
         if is_uniform := bool(uniform or described.couplings):
             discovery, multiples = described, widths
@@ -273,7 +273,7 @@ def _by_layer(
     kinds: Sequence[str] | None,
     tensor_parallel: int,
 ) -> tuple[Discovery, dict[str, int]]:
-    """Divide couplings whose layers have different numbers by name; return them and the multiples that they keep."""
+    """Divide couplings whose layers are given different numbers; return all, and the multiples that they keep."""
     _check_named(model, discovery, numbers, kinds)
     parts = divided(model, discovery.couplings, numbers)
     counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(model) for part in parts))

@@ -46,16 +46,17 @@ def removable(
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
 
     Random units are made zero in a copy of the model, removed from another one, and the outputs of both compared. Where
-    they differ, each coupling is tried by itself, with integers near its tensors changed that equal a removed size
-    (`num_heads`, `config.hidden_size`, entries of tuples). Couplings that fail because the forward has one number for
-    both (the size of a head, of queries and of values) are merged. Prune the result by `joint_entries`, then `compact`.
+    they differ, each coupling is tried by itself. Integers near its tensors that equal a removed size are then changed
+    too (`num_heads`, `config.hidden_size`, entries of tuples). Two couplings that fail because the forward has one
+    number for both (such as one head size for queries and values) are merged. Prune the result by `joint_entries`, then
+    `compact`.
 
     Args:
         model: Not changed; copies run.
         example_inputs, tolerance: As for `compact`.
         multiple_of: As for `shrink`.
-        couplings: To be tried; None takes what `discover` finds. Those of a model that is smaller by now are replaced
-            by what is found for the same tensors, where sizes no longer fit.
+        couplings: To be tried; None takes what `discover` finds. If the model has been made smaller
+            since, those whose sizes no longer fit are replaced by what is found for the same tensors.
         ratio: Fraction of the units of every coupling that is removed in the trial.
         exclude: Names, globs and regular expressions of tensors or modules, and module classes. Layers of a coupling
             with such a tensor are left out; the others are then couplings of their own.
@@ -95,8 +96,8 @@ def find_removable(
 ) -> Discovery:
     """Find couplings as `removable`, by trials of a short twin where there is one.
 
-    If the twin does not run, or its couplings cannot be removed from the whole model, that is tried itself. Without
-    `is_verified`, the caller removes them from the whole model, and they are discovered in a short model, too.
+    If the twin does not run, or its couplings cannot be removed from the whole model, the whole model is tried.
+    Without `is_verified`, the caller removes them from the whole model, and they are discovered in a short model, too.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -132,7 +133,7 @@ def _found(
     """Find by trials which couplings of a discovery can be removed; arguments as of `find_removable`.
 
     Raises:
-        _TwinError: The twin's couplings cannot be removed from the whole model, which with `in_whole` is tried itself.
+        _TwinError: The twin's couplings cannot be removed from the whole model, which with `in_whole` is tried instead.
     """
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
     tried, left_out = _tried(model, discovery, excluded, ratio)
@@ -236,7 +237,7 @@ def _refitted(
 
 
 def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:
-    """Return, for each layer of a coupling, the names of its tensors with axes; no names where one matches nothing."""
+    """Return, for each layer of a coupling, its tensors' names with axes; no names if a member matches nothing."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     layers: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for member, axes in coupling.members.items():
@@ -249,7 +250,7 @@ def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[st
 def _divided(
     model: nn.Module, couplings: Sequence[Coupling], trials: Callable[[Sequence[Coupling]], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
-    """The couplings that can be removed together, some with more `attrs` or merged; and why the others cannot."""
+    """Couplings that can be removed together, some of them merged or with more `attrs`; and why the others cannot."""
     first = trials(couplings)
     first.reference.check_lengths()
     good, failing = first.divide(couplings)
@@ -265,9 +266,8 @@ def _divided(
     of_layers: dict[Coupling, str] = {}  # why layers of replaced couplings cannot be removed
     for coupling in failing:
         if coupling not in replaced and len({bound.grid for bound in coupling.bind(model)}) > 1:
-            layers, why = first.divide(
-                coupling.of_layers(model)
-            )  # stages of other widths, whose code may take other ways
+            # Layers of other widths are stages whose code may branch differently.
+            layers, why = first.divide(coupling.of_layers(model))
             if layers:
                 fitted += layers
                 replaced.add(coupling)
@@ -281,7 +281,7 @@ def _divided(
 
 
 class Trials:
-    """Runs smaller models: a model in which the units that `known` lists are zero, without those of some couplings.
+    """Runs smaller models: units that `known` lists are zero in one model, and a trial removes those of some couplings.
 
     `reference_of` returns the reference of the masked model. `done` is called after each trial, and `failed` counts for
     each kind the couplings that could not be removed.
@@ -329,7 +329,7 @@ class Trials:
         return removals, *verified(self.reference, removals, with_config=True)
 
     def misfit(self, couplings: Sequence[Coupling], kept: int = 1) -> str:
-        """How a model constructed from the config of the one without zero units of these couplings differs from it.
+        """How the model without the zero units of these couplings differs from one constructed from its config.
 
         At least so many units are kept in each scope.
         """
@@ -351,8 +351,8 @@ class Trials:
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
 
-        Tried are all candidates, those that are not of a config, these with the widths that forwards read, and so many
-        of the nearest ones together.
+        These are tried in turn: all candidates; those outside of configs; the latter with the widths that forwards
+        read; and sets of `together` nearest ones (if it is more than 1, only such sets).
         """
         if self.has_failed(coupling, together):
             return None
@@ -430,7 +430,7 @@ def in_config(
 
     Couplings that fail are tried again together with others that have as many units, since one field may hold both.
     Trials are of a short twin, if its config describes that.
-    Also returns `multiples`; with `any_width` larger ones, if the config cannot hold all multiples of these.
+    Also returns `multiples`. With `any_width`, one is larger if the config cannot hold every multiple of the given one.
     """
     twin, trials, couplings = make_twin(model, discovery.couplings), None, discovery.couplings
     with contextlib.suppress(SparsityError):
@@ -471,7 +471,7 @@ def _kind(coupling: Coupling, together: int = 1) -> str:
 def _random(
     model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiple_of: int | Mapping[str, int]
 ) -> Known:
-    """Removals of random units of all couplings, always the same; as many as one multiple, if that can go."""
+    """Removals of random units of all couplings, the same in every call; at least one multiple, if possible."""
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of

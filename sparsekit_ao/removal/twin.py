@@ -1,7 +1,7 @@
 """A short model with two blocks of each kind in lists of repeated ones, for discovery and trials of removals.
 
-Blocks are of one kind where their modules have the same classes, shapes and attributes, and couplings the same tensors
-in them. What can be removed from two of them can be removed from all.
+Blocks are of one kind if their modules have the same classes, shapes and attributes, and if couplings have the same
+tensors in them. What can be removed from two of them can be removed from all.
 """
 
 import copy
@@ -60,9 +60,9 @@ class Twin:
 
 
 def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
-    """Return a short model and couplings in it; None where no blocks are alike, or the model does not do without them.
+    """Return a short model and couplings in it; None if no blocks are alike, or the model needs those left out.
 
-    Blocks that are left out are not copied. Numbers of layers in a config follow.
+    Blocks that are left out are not copied. Numbers of layers in a config are changed accordingly.
     """
     try:
         bounds = {coupling: coupling.bind(model) for coupling in couplings}
@@ -78,7 +78,7 @@ def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
             if names - {frozenset()} != {frozenset(m.fqn for m in b.members) for b in coupling.bind(short)}:
                 return None
             shorts[coupling] = whole
-    except Exception:  # what cannot be copied, or not without the others
+    except Exception:  # it cannot be copied, or not without the other blocks
         return None
     wholes = {replace(coupling, attrs={}): whole for coupling, whole in shorts.items()}
     are_different = len(wholes) == len(couplings)
@@ -86,7 +86,7 @@ def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
 
 
 def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
-    """Find couplings as `discover`, in a short model; None unless they are those of all blocks of each kind.
+    """Find couplings as `discover` does, in a short model; None unless they hold for all blocks of each kind.
 
     Counts, and the places of what is frozen, are those of the short model.
     """
@@ -164,7 +164,7 @@ def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value with a hash: a shape, a number, a name; of another object its class. Floats only scale."""
+    """A value with a hash: a shape, an int, a name; of other objects, also of floats (which only scale), the class."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, (tuple, list)):

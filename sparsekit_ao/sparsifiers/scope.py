@@ -249,7 +249,7 @@ class BudgetSparsifier(MaskSparsifier):
             pruning.budget(groups_by_name(groups))
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Write the level that equals a count as `level_of_nnz`. A scheduler that changes it overrides the count."""
+        """Write the level that equals a count as `level_of_nnz`. A changed `sparsity_level` overrides the count."""
         named = groups_by_name(groups)
         largest: dict[str, PruningGroup] = {}  # the largest that a tensor is in; it gives the level
         for pruning in self.pruning_groups(groups):
