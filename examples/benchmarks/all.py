@@ -102,6 +102,7 @@ JOBS: dict[str, Job] = {
     "soak": _own(5, "soak"),
     "gpu_instructions": _own(2, "gpu_instructions"),
     "compare_llmcompressor": _own(5, "compare_llmcompressor"),
+    "compare_offloaded": _own(4, "compare_offloaded", script="compare_llmcompressor", run=("--offloaded",)),
     "compare_torch_pruning": _own(20, "compare_torch_pruning"),
     "shrink_time": _own(10, "shrink_time"),
     **{

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from string import ascii_letters
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import SparsityError, checked_model
 from ..models.names import named_tensors, owner_of, parameter_of
 from ..structure import AxisPattern, dimensions_of
+from ..structure.tiles import Shape
 from .bound import (
     BoundCoupling,
     Matches,
@@ -272,8 +274,10 @@ class Coupling:
         first: dict[int, Member] = {}
         for fqn, axes, is_further in rows:
             known = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
-            pattern = AxisPattern(axes=axes, unit=(*scope, self.unit), scope=scope, sizes=known, where=f"{fqn}: ")
-            pattern.check_shape(tuple(tensors[fqn].shape))
+            try:
+                pattern = _fitted(axes, (*scope, self.unit), scope, tuple(known.items()), tuple(tensors[fqn].shape))
+            except SparsityError as e:
+                raise SparsityError(f"{fqn}: {e}") from None
             tied = None if is_further else first.get(id(tensors[fqn]))
             has_mask = fqn in parameters and not is_further and not self.lists
             members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied.fqn if tied else ""),)
@@ -285,6 +289,16 @@ class Coupling:
                 )
         keys: dict[str, Any] = {"members": members, "unit": self.unit, "scope": scope, "sizes": sizes}
         return BoundCoupling(name=name, captured=captured, attrs=self.attrs, kind=self.kind, **keys)
+
+
+@lru_cache(maxsize=4096)
+def _fitted(
+    axes: str, unit: tuple[str, ...], scope: tuple[str, ...], sizes: tuple[tuple[str, int], ...], shape: Shape
+) -> AxisPattern:
+    """Return a pattern that fits a shape; the layers of a deep model share few of them."""
+    pattern = AxisPattern(axes=axes, unit=unit, scope=scope, sizes=dict(sizes))
+    pattern.check_shape(shape)
+    return pattern
 
 
 def check_attrs(where: str, attrs: object) -> None:
