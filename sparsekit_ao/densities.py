@@ -4,6 +4,7 @@ Each function returns the density of every tensor, which is the fraction of its 
 their arguments. `allocate` rounds ideal numbers of kept elements to integers with an exact sum.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -151,13 +152,16 @@ def allocate(
     moved = shares(near, min(abs(extra), sum(capacity)), capacity)
     near = [x - m if extra > 0 else x + m for x, m in zip(near, moved, strict=True)]
     out = [math.floor(x / u + 1e-9) * u for x, u in zip(near, unit, strict=True)]
-    while True:
-        short = total - sum(out)
-        fits = [k for k, n in enumerate(out) if n + unit[k] <= min(high[k], n + short)]
-        if not fits:
-            return out
-        best = max(fits, key=lambda k: (round((near[k] - out[k]) / unit[k], 9), -k))
-        out[best] += unit[best]
+    short = total - sum(out)
+    waiting = [(-round((near[k] - out[k]) / unit[k], 9), k) for k in range(len(out))]  # the largest remainder first
+    heapq.heapify(waiting)
+    while waiting:
+        k = heapq.heappop(waiting)[1]
+        if unit[k] <= short and out[k] + unit[k] <= high[k]:  # else it cannot take more later either
+            out[k] += unit[k]
+            short -= unit[k]
+            heapq.heappush(waiting, (-round((near[k] - out[k]) / unit[k], 9), k))
+    return out
 
 
 def _check(sizes: Mapping[str, int], density: float, fixed: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 A `Coupling` does not refer to a model; `bind` matches it against one.
 """
 
+import copy
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -275,9 +276,11 @@ class Coupling:
         for fqn, axes, is_further in rows:
             known = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
             try:
-                pattern = _fitted(axes, (*scope, self.unit), scope, tuple(known.items()), tuple(tensors[fqn].shape))
+                shared = _fitted(axes, (*scope, self.unit), scope, tuple(known.items()), tuple(tensors[fqn].shape))
             except SparsityError as e:
                 raise SparsityError(f"{fqn}: {e}") from None
+            pattern = copy.copy(shared)
+            object.__setattr__(pattern, "where", f"{fqn}: ")
             tied = None if is_further else first.get(id(tensors[fqn]))
             has_mask = fqn in parameters and not is_further and not self.lists
             members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied.fqn if tied else ""),)

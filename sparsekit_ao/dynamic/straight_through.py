@@ -113,8 +113,9 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         super()._check_groups(groups)
         if not self.backward_level:
             return
+        named = groups_by_name(groups)
         for pruning in self.pruning_groups(groups):
-            forward = torch.as_tensor(pruning.budget(groups_by_name(groups)), device="cpu")
+            forward = torch.as_tensor(pruning.budget(named), device="cpu")
             backward = torch.as_tensor(pruning.scope.sparsity_to_nnz(self.backward_level), device="cpu")
             if pruning.stage or bool((forward > backward).any()):
                 raise SparsityError(

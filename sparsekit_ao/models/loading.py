@@ -133,7 +133,9 @@ def _from_offload(model: nn.Module, module: nn.Module, device: Device, writes: b
     inside = {*module.modules()}
     hooked = [m for m in inside if hasattr(m, "_hf_hook") and "forward" in vars(m)]
     forwards = [m.forward for m in hooked]
-    tensors = [each for each in _offloaded(model) if each.owner in inside]  # a hook may be around the module
+    has_placeholders = any(t.is_meta for t in itertools.chain(module.parameters(), module.buffers()))
+    every = _offloaded(model) if has_placeholders else ()  # of the whole model, since a hook may be around the module
+    tensors = [each for each in every if each.owner in inside]
     try:
         for m in hooked:
             m.forward = m._old_forward  # type: ignore[assignment]

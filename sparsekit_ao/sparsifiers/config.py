@@ -92,11 +92,11 @@ def _left_dense(model: nn.Module) -> dict[str, str]:
 
     A router is a matrix in the module around the experts, with one row for each expert.
     """
-    reasons, modules = dict[str, str](), dict(model.named_modules())
+    modules = dict(model.named_modules())
+    getters = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
+    heads = [get_head() for get_head in getters if callable(get_head)]
+    reasons = {f"{n}.weight": "the output embedding" for n, m in modules.items() if any(m is head for head in heads)}
     for prefix, module in modules.items():
-        get_head = getattr(module, "get_output_embeddings", None)
-        head = get_head() if callable(get_head) else None
-        reasons |= {f"{n}.weight": "the output embedding" for n, m in modules.items() if m is head}
         path, _, name = prefix.rpartition(".")
         packed, is_list = packed_experts(module), isinstance(module, nn.ModuleList) and "experts" in name
         count = len(parameter_of(module, packed[0])) if packed else len(module) if is_list else 0

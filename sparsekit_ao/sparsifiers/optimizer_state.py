@@ -48,7 +48,7 @@ def unwrap_optimizers(optimizers: object) -> list[Optimizer]:
 
 def options_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any] | None:
     """Return the `param_groups` entry that a parameter is in, or None."""
-    return next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+    return next((g for g in optimizer.param_groups if id(parameter) in map(id, g["params"])), None)
 
 
 def trainer_of(

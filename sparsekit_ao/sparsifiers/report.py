@@ -213,10 +213,14 @@ def check_masks(
     """
     wrong: list[str] = []
     checked = 0
+    of_tensors: dict[str, list[PruningGroup]] = {}
+    for pruning in pruning_groups:
+        for name in pruning.specs:
+            of_tensors.setdefault(name, []).append(pruning)
     for pruning in progress_bar(pruning_groups, "check", "tensors", elements=numel_of_groups(pruning_groups)):
         is_exact = all(masks[name][1] for name in pruning.specs)
         of_group = {spec: full_tensor(masks[name][0]) for name, spec in pruning.specs.items()}
-        others = [c for c in pruning_groups if c is not pruning and not c.specs.keys().isdisjoint(pruning.specs)]
+        others = [c for c in dict.fromkeys(c for name in pruning.specs for c in of_tensors[name]) if c is not pruning]
         earlier = [c for c in others if c.stage < pruning.stage]
         low: int | None = 0  # blocks of which a later stage dropped a part may be kept in part, or not at all
         if is_exact and len(earlier) == len(others):

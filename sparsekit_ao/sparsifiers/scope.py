@@ -158,7 +158,7 @@ class BudgetSparsifier(MaskSparsifier):
         return " then ".join(text or "single elements over the tensor" for text in texts)
 
     def _rows(self) -> Iterator[Row]:
-        pruning_groups, entries = self.pruning_groups(), self._resolved.entries
+        pruning_groups, entries, named = self.pruning_groups(), self._resolved.entries, groups_by_name(self.groups)
         stages_of_tensors: dict[str, list[PruningGroup]] = {}
         for pruning in pruning_groups:
             for name in pruning.specs:
@@ -171,7 +171,7 @@ class BudgetSparsifier(MaskSparsifier):
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
             pattern = " then ".join(pruning.pattern(name) for pruning in stages)
             key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
-            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(groups_by_name(self.groups)))
+            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))
             yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
@@ -245,8 +245,9 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         super()._check_groups(groups)
+        named = groups_by_name(groups)
         for pruning in self.pruning_groups(groups):
-            pruning.budget(groups_by_name(groups))
+            pruning.budget(named)
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
         """Write the level that equals a count as `level_of_nnz`. A changed `sparsity_level` overrides the count."""

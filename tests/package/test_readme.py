@@ -69,8 +69,6 @@ def test_what_pages_say_about_tables_is_true():
     assert all(sum((r["method"], r["level"]) == one for r in digits) == 10 for one in methods)
     for level in ("0.9", "0.95"):
         assert len({r["nonzeros"] for r in table_rows("results/dst_language_model") if r["level"] == level}) == 1
-    steps = [r for r in table_rows("benchmarks/results/dst_overhead") if r["step"] == "closed"]
-    assert max(float(r["times stock"]) for r in steps) <= 1.05
     methods = ["magnitude", "wanda", "sparsegpt", "wanda + least_squares", "admm", "admm", "admm, recovered"]
     for name in ("2_4", "unstructured"):
         rows = table_rows(f"results/prune_minilm_{name}")
@@ -81,8 +79,6 @@ def test_what_pages_say_about_tables_is_true():
     runs = [r for r in table_rows("results/proximal") if r["method"] == "Adam, conditioned"]
     assert not any(int(r["inputs left"]) for r in runs if float(r["strength"]) == 15)  # "15 leaves none"
     assert len([r for r in table_rows("benchmarks/results/masked_linear") if r["mode"] == "eager"]) == 128
-    prepare = {r["kind"]: float(r["prepare ms"]) for r in table_rows("benchmarks/results/prepare")}
-    assert prepare["ScopeSparsifier"] < 300  # as stated in the changelog
     for network, (sign, _) in figures.EQUAL_FLOPS.items():
         rows = table_rows(f"benchmarks/results/compare_accuracy_{network.lower()}")
         ours = figures.best(network, "sparsekit_ao", "recovered, fine-tuned")
