@@ -34,8 +34,8 @@ class Recording:
 
     Attributes:
         token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, or None for all. Set it before
-            each forward pass. A layer whose input has another leading shape counts all of it. Only tokens that the
-            model gathers by index, as for experts, are followed.
+            each forward pass. If the leading shape of a layer's input differs, all of the input counts, unless the
+            model gathered its tokens by index, as for experts: then the mask is gathered too.
         statistics: {tensor_fqn: Statistics}, of the layers that were reached.
     """
 

@@ -268,8 +268,8 @@ class GradientCapture(StepHooks):
             name, grad = group["tensor_fqn"], original(group).grad
             if _is_unchanged(grad, self._before_open.get(name)):
                 raise SparsityError(
-                    f"{name}: its gradient was made before the masks were opened for the coming update. Call "
-                    "sparsifier.step() after optimizer.step(), and backward before the next one."
+                    f"{name}: its gradient was made before the masks were opened for the coming update. "
+                    "After optimizer.step(), call sparsifier.step(), then backward() before the next optimizer.step()."
                 )
         for group, parameter in self.gradients_of(optimizer) if self.is_open else ():
             name, noted = group["tensor_fqn"], self._before_closure
@@ -282,7 +282,7 @@ class GradientCapture(StepHooks):
         return {g["tensor_fqn"]: momentum_of(self.optimizers, original(g)) for g in self.groups}
 
     def is_ready(self, needs_gradient: bool, momenta: Mapping[str, Tensor | None]) -> bool:
-        """Return whether, on every rank, all optimizers have stepped and all that updates read exists and is finite."""
+        """Return whether on every rank all optimizers have stepped, and what an update reads is there and is finite."""
         values = [*self.gradients.values(), *momenta.values()]
         is_ready = self.has_stepped and all(t is not None for t in values)
         is_ready = is_ready and (not needs_gradient or all(g["tensor_fqn"] in self.gradients for g in self.groups))

@@ -246,8 +246,8 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write sizes of layers that differ from the config into the config, for decoders like Llama's; return a note.
 
-    This is `per_layer_config` of transformers 5. It stays here although no model reads it yet, because configs do,
-    and tests load it with `AutoConfig`.
+    This is `per_layer_config` of transformers 5. Its configs accept the key, as tests with `AutoConfig` show, although
+    no model reads it yet.
     """
     data, sizes = json.loads(path.read_text()), layer_sizes(model)
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
@@ -255,7 +255,7 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # it stays with fewer heads
     differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
     if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
-        differing = []  # all layers have one hidden_size; a cut head is rotated differently from one made small
+        differing = []  # hidden_size is one for all; RoPE rotates a cut head unlike a head constructed with that size
     try:
         type(model.config).from_dict(
             data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}

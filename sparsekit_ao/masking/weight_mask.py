@@ -76,7 +76,7 @@ class _Kept(NamedTuple):
 
 
 def marked(weight: Tensor) -> Tensor:
-    """Return a masked weight, marked if it looks like a parameter so that `structure` does not take it for one."""
+    """Return a masked weight. A leaf gets a mark, so that `structure` does not take it for a parameter."""
     if not torch.compiler.is_compiling() and weight.is_leaf:
         weight.is_masked_weight = True  # type: ignore[attr-defined]
     return weight
@@ -112,7 +112,7 @@ class WeightMask(FakeSparsity):
         return marked(_selected(x, self.mask_for(x)))
 
     def mask_for(self, x: Tensor) -> Tensor:
-        """Return the mask, placed like a weight, as autograd may save it: on a CPU in the weight's dtype.
+        """Return the mask in a form that autograd may save, placed like the weight; on a CPU, in the weight's dtype.
 
         Raises:
             SparsityError: The shapes of mask and weight differ.

@@ -73,7 +73,7 @@ class Solving(Protocol):
         """Return a tensor as it is in the model now, with the statistics to record for it."""
 
     def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored."""
+        """Return a context in which these masks keep everything; on exit each holds what was chosen, or is restored."""
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
         """Prune all of these tensors, or none after an error, and return a row of the report for each."""
@@ -112,7 +112,7 @@ class Walk:
         stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files.
 
     Attributes:
-        blocks: The repeated blocks; empty if the model runs once for each layer.
+        blocks: The repeated blocks. Without any there is no stream: the whole model runs anew for each layer.
         names: Their names.
         reached: Targets in the order of the forward pass, each with a number for the tensor that it reads.
         unreached: Targets that no batch reaches.

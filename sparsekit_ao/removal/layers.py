@@ -48,8 +48,8 @@ def shrink_experts(
     model's by `report.difference` on the first batch, and are not compared otherwise.
 
     Args:
-        model: A model with experts of `expert_couplings`, packed as in transformers 5; it is not changed. All batches
-            pass a block before the next one is loaded, so accelerate may offload the model and then the result.
+        model: A model with experts of `expert_couplings`, packed as in transformers 5; it is not changed. It may be
+            offloaded by accelerate, since all batches pass a block before the next is loaded; so is the result then.
         batches, forward: As for `expert_scores`.
         ratio: Fraction of the experts that is removed, rounded so that a multiple of `multiple_of` is kept.
 
@@ -121,8 +121,8 @@ def shrink_layers(
     Args:
         model: The model, which is not changed.
         batches, forward: As for `expert_scores`.
-        ratio: Fraction of the blocks that is removed, or of all attention and MLPs of these kinds. One attention of
-            each type in a cache is kept.
+        ratio: Fraction of the blocks that is removed, or of all attention and MLPs of these kinds. At least one
+            attention of each type (full, sliding) is kept, for the cache.
         kinds: `("blocks",)`, or one or both of `("attention", "mlp")`. These are modules of a block with such a name,
             whose outputs are added to the hidden states. No norm may follow the sum.
         blocks: Name of an `nn.ModuleList`; None takes the one with the most parameters.
@@ -249,7 +249,7 @@ def _without(
 ) -> tuple[nn.Module, Compaction]:
     """Remove units that are not zero; the report's difference is that of the outputs on the first batch.
 
-    Without parts of blocks, outputs must be those of the model in which these give zeros.
+    If parts of blocks are removed, outputs must equal those of the model in which these parts give zeros.
     """
     calls: list[Any] = []
     record = lambda _, args, kwargs: calls.append(kwargs or args)  # noqa: E731

@@ -71,17 +71,17 @@ def shrink(
     tensor_parallel: int = 1,
     tolerance: float = 1e-5,
 ) -> tuple[nn.Module, Compaction]:
-    """Make a model smaller: drop units that can be removed, a fraction of each kind or down to a cost, and remove them.
+    """Make a model smaller: remove a fraction of the units of each kind, or as many as a cost requires.
 
     Couplings from which `compact` cannot remove units are left out (see `removable`). Several may divide one dimension
     of a tensor (key heads, the query heads of each, the elements of a head). Then only one of them is pruned: whole
     heads if possible, else the coupling that removes most parameters. The report lists what is left out, and why.
 
     With a cost, or with `scope="global"`, one budget is spent on all layers, so that each has its own number of units.
-    Units are dropped by importance and cost until the model costs `1 - ratio` of what it did. If every dropped unit
-    lowers the cost, it ends at most a hundredth of that, or one step (a unit, or `multiple_of`, in every scope), below
-    it. If the model has a `config`, layers of one coupling with equal numbers of units keep equal numbers, so that the
-    config can hold them, except with `uniform=False`.
+    Units are dropped by importance and cost until the model costs at most `1 - ratio` of what it did. If every dropped
+    unit lowers the cost, the result is below this target by at most 1 % of it, or by one step (a unit, or `multiple_of`
+    units, in every scope). If the model has a `config`, layers of one coupling with equal numbers of units keep equal
+    numbers, so that the config can hold them, except with `uniform=False`.
 
     With batches, the layers that read dropped units make up for them. With `recover=True` each block of the smaller
     model is then trained to match the block of the dense model. Neither needs labels.

@@ -97,7 +97,8 @@ def find_removable(
     """Find couplings as `removable`, by trials of a short twin where there is one.
 
     If the twin does not run, or its couplings cannot be removed from the whole model, the whole model is tried.
-    Without `is_verified`, the caller removes them from the whole model, and they are discovered in a short model, too.
+    With `is_verified=False`, discovery also uses a short model, and nothing is tried in the whole one: the caller
+    removes the couplings from it.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -133,7 +134,7 @@ def _found(
     """Find by trials which couplings of a discovery can be removed; arguments as of `find_removable`.
 
     Raises:
-        _TwinError: The twin's couplings cannot be removed from the whole model, which with `in_whole` is tried instead.
+        _TwinError: Only without `in_whole`: there is no twin whose couplings can be used. With it, the model is tried.
     """
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
     tried, left_out = _tried(model, discovery, excluded, ratio)
@@ -266,7 +267,7 @@ def _divided(
     of_layers: dict[Coupling, str] = {}  # why layers of replaced couplings cannot be removed
     for coupling in failing:
         if coupling not in replaced and len({bound.grid for bound in coupling.bind(model)}) > 1:
-            # Layers of other widths are stages whose code may branch differently.
+            # Layers of different widths are stages (as in a ResNet), and the code of each may take another branch.
             layers, why = first.divide(coupling.of_layers(model))
             if layers:
                 fitted += layers
@@ -281,7 +282,7 @@ def _divided(
 
 
 class Trials:
-    """Runs smaller models: units that `known` lists are zero in one model, and a trial removes those of some couplings.
+    """Runs smaller models: all units in `known` are zero in a masked model; a trial removes those of some couplings.
 
     `reference_of` returns the reference of the masked model. `done` is called after each trial, and `failed` counts for
     each kind the couplings that could not be removed.
@@ -351,8 +352,8 @@ class Trials:
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
 
-        These are tried in turn: all candidates; those outside of configs; the latter with the widths that forwards
-        read; and sets of `together` nearest ones (if it is more than 1, only such sets).
+        With `together=1`, these are tried in turn: all candidates; those outside of configs; these and the widths that
+        forwards read; each of the nearest alone. With more, only sets of `together` of the nearest are tried.
         """
         if self.has_failed(coupling, together):
             return None
@@ -406,7 +407,7 @@ class Trials:
         return good, failing | more | contradicting
 
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Add to couplings that can be removed together those of the others that can too, all at once or one by one."""
+        """Extend couplings that can be removed together by those others that can join, at once or one by one."""
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
         failing = {}
@@ -430,7 +431,7 @@ def in_config(
 
     Couplings that fail are tried again together with others that have as many units, since one field may hold both.
     Trials are of a short twin, if its config describes that.
-    Also returns `multiples`. With `any_width`, one is larger if the config cannot hold every multiple of the given one.
+    Also returns `multiples`. With `any_width`, a number in it is raised if the config cannot hold every multiple of it.
     """
     twin, trials, couplings = make_twin(model, discovery.couplings), None, discovery.couplings
     with contextlib.suppress(SparsityError):

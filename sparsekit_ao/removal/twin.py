@@ -1,4 +1,4 @@
-"""A short model with two blocks of each kind in lists of repeated ones, for discovery and trials of removals.
+"""A short model, which keeps two blocks of each kind from every list of blocks, for discovery and trials.
 
 Blocks are of one kind if their modules have the same classes, shapes and attributes, and if couplings have the same
 tensors in them. What can be removed from two of them can be removed from all.
@@ -22,7 +22,7 @@ from .modules import drop_modules
 from .remove import Removal
 from .sizes import Change, apply_changes, config_sizes, has_config, misfits, undone
 
-_ALIKE = 2  # so many blocks of each kind are kept: one reads what another one of its kind has written
+_ALIKE = 2  # blocks kept of each kind: two, so that one reads what another of its kind has written
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 _Kept = Mapping[str, Sequence[int]]  # {path of a list, with a dot: the indices of the blocks that are kept}
@@ -60,7 +60,7 @@ class Twin:
 
 
 def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
-    """Return a short model and couplings in it; None if no blocks are alike, or the model needs those left out.
+    """Return a short model and couplings in it; None if no blocks are alike, or if it cannot run without the others.
 
     Blocks that are left out are not copied. Numbers of layers in a config are changed accordingly.
     """
@@ -164,7 +164,7 @@ def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value with a hash: a shape, an int, a name; of other objects, also of floats (which only scale), the class."""
+    """Return a hashable stand-in: a shape, an int or a name; of others (also floats, which only scale) the class."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, (tuple, list)):
