@@ -99,7 +99,10 @@ JOBS = {  # in the order in which the tests need them
     "test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes": lambda: _tiny(
         "fsdp2.py", run_by=("-m", "torch.distributed.run", "--nproc-per-node", "2")
     ),
-    "test_minilm_is_pruned_over_two_ranks": lambda: _tiny("benchmarks/prune_ranks.py"),
+    **{
+        f"test_every_long_benchmark_runs[{name}]": lambda name=name: _tiny(f"benchmarks/{name}.py")
+        for name in ("prune_ranks", "recover_rate", "compare_llmcompressor")
+    },
     "test_the_trained_language_model_is_pruned_by_every_method": lambda: _script("one_shot_language_model.py"),
     "test_minilm_is_exported_to_every_target": lambda: _script("export_minilm.py", "--threads", "1"),
     "test_minilm_2_4_is_pruned_recovered_saved_and_loads_again": lambda: _script("prune_minilm.py", "--threads", "1"),
