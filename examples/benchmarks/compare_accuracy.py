@@ -274,6 +274,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="*", help="names of some methods, whose rows alone are made anew")
     parser.add_argument("--tiny", action="store_true", help="one seed, two methods, a few steps; nothing is written")
     args = parser.parse_args(argv)
+    path = RESULTS / f"compare_accuracy_{args.network}.csv"
+    if args.methods and not args.tiny and (args.seeds != 5 or args.flops or not path.exists()):
+        parser.error("single methods are made anew in a whole table, with its five seeds and FLOPs")
     torch.set_num_threads(1)
     task: Any = {"digits": Digits, "text": Text, "minilm": MiniLM}[args.network]()
     if args.tiny:
@@ -294,7 +297,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             found.setdefault(name, []).append(numbers)
         if not args.tiny:
             rows = [row(args.network, task, *item) for item in found.items()]
-            path = RESULTS / f"compare_accuracy_{args.network}.csv"
             write_csv(rows if args.methods is None else with_others(rows, path), path)
     for item in found.items():
         show(row(args.network, task, *item))

@@ -1,7 +1,8 @@
 """Hooks on the steps of optimizers: capture dense gradients before a step, or add decay to gradients.
 
 While masks are open, backward computes dense gradients. Before an optimizer reads `.grad`, `GradientCapture` copies
-the dense gradient and masks `.grad`, so dropped weights do not move. `DecayHooks` adds the decay of SR-STE.
+the dense gradient and masks `.grad` (except for momentum), so dropped weights do not move. `DecayHooks` adds the decay
+of SR-STE.
 """
 
 import math

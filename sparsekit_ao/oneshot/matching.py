@@ -205,7 +205,9 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
     for name, module in model.named_modules():
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
         if name not in modules and not is_of_mask:
-            raise SparsityError(f"recover: the dense model has no module {name!r}; give the model that was pruned")
+            raise SparsityError(
+                f"recover: the dense model has no module {name!r}; give the model as it was before pruning"
+            )
     _refuse_exchanged(model, dense)
 
 

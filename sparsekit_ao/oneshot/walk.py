@@ -21,7 +21,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -445,8 +444,9 @@ class Checkpoint:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if about.exists():
-                    lines = zip_longest(_PARTS, about.read_text().split("\n"), call.split("\n"))
-                    found = [[part for part, was, now in lines if was != now], 0]
+                    saved, given = about.read_text().split("\n"), call.split("\n")
+                    differing = [part for part, was, now in zip(_PARTS, saved, given, strict=False) if was != now]
+                    found = [differing if len(saved) == len(given) == len(_PARTS) else ["another version"], 0]
                     while self._path(found[1]).exists():
                         found[1] += 1
                 else:
@@ -498,7 +498,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 def call_of(model: nn.Module, *arguments: object) -> str:
     """Return a text that identifies a call: a line for the model's tensors, and a line for other arguments."""
-    text = re.sub(r" at 0x[0-9a-f]+|\n", "", repr(arguments))  # without addresses of objects in memory
+    text = re.sub(r" at 0x[0-9a-f]+|[\r\n]", "", repr(arguments))  # without addresses of objects in memory
     return f"{fingerprint({**dict(model.named_parameters()), **dict(model.named_buffers())})}\n{text}"
 
 

@@ -249,7 +249,7 @@ def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[
 
 
 def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: Sequence[int]) -> Tensor:
-    """Cut out what all removals keep, in the tensor's order; no unit may vary more slowly than its scopes."""
+    """Keep what all removals keep, in the tensor's order; no unit may vary more slowly than its scopes."""
     keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for member, removal in cuts:
         keep &= kept_elements(member, removal, tuple(tensor.shape))

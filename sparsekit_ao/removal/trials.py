@@ -97,8 +97,8 @@ def find_removable(
     """Find couplings as `removable`, by trials of a short twin where there is one.
 
     If the twin does not run, or its couplings cannot be removed from the whole model, the whole model is tried.
-    With `is_verified=False`, discovery also uses a short model, and nothing is tried in the whole one: the caller
-    removes the couplings from it.
+    With `is_verified=False`, discovery uses a short model, too. Where its couplings cannot be removed from the whole
+    one, discovery is repeated there.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -112,7 +112,7 @@ def find_removable(
         return _found(model, given, reference_of, **how)
     if not is_verified and (short := discover_in_twin(model, example_inputs)) is not None:
         with contextlib.suppress(_TwinError):
-            return _found(model, short, reference_of, **how, in_whole=False)
+            return _found(model, short, reference_of, **{**how, "is_verified": True}, in_whole=False)
     return _found(model, discover(model, example_inputs), reference_of, **how)
 
 

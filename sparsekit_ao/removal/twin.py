@@ -16,6 +16,7 @@ from torch import nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, discover
 from ..coupling.bound import is_list
+from ..coupling.discovery.tracing import UNUSED
 from ..errors import SparsityError
 from ..masking.normalized import computed_tensors
 from .modules import drop_modules
@@ -23,6 +24,7 @@ from .remove import Removal
 from .sizes import Change, apply_changes, config_sizes, has_config, misfits, undone
 
 _ALIKE = 2  # blocks kept of each kind: two, so that one reads what another of its kind has written
+_NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 _Kept = Mapping[str, Sequence[int]]  # {path of a list, with a dot: the indices of the blocks that are kept}
@@ -86,9 +88,10 @@ def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
 
 
 def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
-    """Find couplings as `discover` does, in a short model; None unless they hold for all blocks of each kind.
+    """Find couplings as `discover` does, in a short model; None if there is a sign that they differ in the whole one.
 
-    Counts, and the places of what is frozen, are those of the short model.
+    Counts, values, and the places of what is frozen, are those of the short model. Where a block reads what a block far
+    from it has written, couplings may join more blocks than those of the whole model.
     """
     kept = _kept_blocks(model, {})
     numbers = {path: {str(k): str(at) for k, at in enumerate(some)} for path, some in kept.items()}
@@ -100,10 +103,20 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
         return text
 
     try:
-        found = discover(_without_others(model, kept), example_inputs) if kept else None
+        found = discover(_without_others(model, kept), example_inputs) if kept and "" not in kept else None
     except Exception:  # it does not run without the others, or cannot be copied
         return None
     if found is None or any(name.startswith((*kept,)) for name in found.uncalled):
+        return None
+    names = {unused: set[str]() for unused in (True, False)}  # without their numbers
+    for axis, _ in found.frozen:
+        frozen_names = [name for name, _ in axis.places]
+        names[axis.why == UNUSED] |= {_NUMBERS.sub("*", name) for name in frozen_names}
+        is_outside = axis.why.startswith(("input", "output"))  # blocks whose outputs are, say, by their position
+        if is_outside and any(name.startswith((*kept,)) and "**" not in name for name in frozen_names):
+            return None
+    names[False] |= {_NUMBERS.sub("*", name) for coupling in found.couplings for name in coupling.members}
+    if names[True] & names[False]:  # layers beside the blocks, of which the short model uses some
         return None
     members = [{in_whole(name): axes for name, axes in c.members.items()} for c in found.couplings]
     couplings = [replace(c, members=m, name="") for c, m in zip(found.couplings, members, strict=True)]

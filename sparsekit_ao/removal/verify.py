@@ -20,7 +20,7 @@ Outputs = list[tuple[str, Tensor]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Values = Mapping[str, Tensor] | None
 
-LARGE = 1 << 16  # larger tensors are not stored, but computed when they are read
+LARGE = 1 << 16  # tensors of so many elements or more are not stored, but computed when they are read
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
 _PART = 1 << 20  # elements of a weight that are converted at a time
 _ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64

@@ -160,7 +160,7 @@ def test_the_sparsifiers_step_before_the_optimizers_is_refused_before_the_weight
     sparsifier.step()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        SparsityError, match="0.weight: its gradient was made before the masks were opened.*after optim"
+        SparsityError, match="0.weight: its gradient was made before the masks were opened.*After optim"
     ):
         optimizer.step()
     assert equal(before, model.state_dict())

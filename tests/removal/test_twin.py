@@ -171,6 +171,60 @@ def test_couplings_that_name_blocks_are_discovered_in_the_whole_model():
     assert trials.discover_in_twin(model.eval(), inputs) is None
 
 
+class Mlp(nn.Module):
+    """Hidden units between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def hidden(self, x):
+        return self.up(x).relu()
+
+    def forward(self, x):
+        return x + self.down(self.hidden(x))
+
+
+class ByPosition(Stack):
+    """Blocks that look alike, whose hidden units are read elsewhere by the number of the block."""
+
+    def __init__(self, how):
+        super().__init__([Mlp() for _ in range(6)])
+        self.how = how
+        self.beside = nn.ModuleList(nn.Linear(16, 16) for _ in range(6 if how == "layers beside the blocks" else 1))
+
+    def forward(self, x):
+        hidden, taps = [], []
+        for at, block in enumerate(self.blocks):
+            h = block.hidden(x)
+            if self.how == "one block reads another" and at == 3:
+                h = h + hidden[1]
+            taps += [h] if (at == 3, at < 2)[self.how == "the first are outputs"] and "output" in self.how else []
+            hidden.append(h)
+            x = x + block.down(h)
+            x = self.beside[at](x) if self.how == "layers beside the blocks" else x
+        return self.head(x), taps
+
+
+@pytest.mark.parametrize(
+    "how", ["one is an output", "the first are outputs", "one block reads another", "layers beside the blocks"]
+)
+def test_blocks_that_differ_by_their_position_lose_what_the_whole_model_shows(how, monkeypatch):
+    model, x = ByPosition(how).eval(), torch.randn(4, 16)
+    small, report, _ = shrunk(model, x, monkeypatch, whole=False)
+    other, wanted, _ = shrunk(model, x, monkeypatch, whole=True)
+    assert report.after.parameters < report.before.parameters
+    check_equal(states(small), states(other))
+    assert report.left_out == wanted.left_out
+
+
+def test_a_model_that_is_a_sequence_itself():
+    blocks = [Mlp() for _ in range(5)]
+    model = nn.Sequential(*blocks, nn.Linear(16, 3)).eval()
+    assert trials.discover_in_twin(model, torch.randn(4, 16)) is None
+    assert shrink(model, torch.randn(4, 16), 0.5)[0][0].up.out_features == 16
+
+
 def test_most_forwards_run_two_blocks():
     model, inputs = llama(layers=9)
     runs = []

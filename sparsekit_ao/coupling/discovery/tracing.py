@@ -40,6 +40,7 @@ from .operation import AxisRule, Label, Operation
 
 NOT_UNDERSTOOD = "not understood"
 COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
+UNUSED = "not used in this forward"
 
 
 class Trace(TorchDispatchMode):
@@ -151,7 +152,7 @@ class Trace(TorchDispatchMode):
         self._steps = []
         for name, label in self.named.items():
             for axis in label if name not in self.used else ():
-                freeze(axis, "not used in this forward")
+                freeze(axis, UNUSED)
 
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
