@@ -157,7 +157,7 @@ def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
     assert report.manifest == wanted.manifest and report.left_out == wanted.left_out
 
 
-@pytest.mark.parametrize("make", [llama, vit, slow(t5)])
+@pytest.mark.parametrize("make", [llama, vit])
 def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch):
     model, inputs = make()
     found = trials.discover_in_twin(model.eval(), inputs)
@@ -166,8 +166,9 @@ def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch)
     assert (found.values, found.uncalled) == (wanted.values, wanted.uncalled)
 
 
-def test_couplings_that_name_blocks_are_discovered_in_the_whole_model():
-    model, inputs = gemma()
+@pytest.mark.parametrize("make", [gemma, t5])
+def test_couplings_that_name_blocks_are_discovered_in_the_whole_model(make):
+    model, inputs = make()
     assert trials.discover_in_twin(model.eval(), inputs) is None
 
 
