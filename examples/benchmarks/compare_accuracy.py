@@ -287,6 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, prune in methods(task, args.flops or (0.5 if args.network == "minilm" else 0.3)).items()
         if args.methods is None or name in args.methods
     }
+    if unknown := sorted({*(args.methods or ())} - {*chosen}):
+        parser.error(f"unknown method {unknown[0]!r}")
     if args.network == "minilm":  # whose dense model is one
         chosen = {
             n: prune if n.startswith("Torch-Pruning random") else pruned_once(prune) for n, prune in chosen.items()

@@ -49,6 +49,10 @@ def main() -> None:
     parser.add_argument("--offloaded", action="store_true", help="time and memory on a model that lies on disk")
     parser.add_argument("--measure", choices=(THEIRS, *METHODS), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.offloaded and chosen.tiny:
+        parser.error("--offloaded has no tiny form; leave out one of the two")
+    if chosen.offloaded and importlib.util.find_spec("llmcompressor") is None:
+        parser.error("--offloaded needs llmcompressor (pip install llmcompressor)")
     if chosen.measure:
         print(json.dumps(of_offloaded(chosen.measure)))
         return

@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a smoke test: a small size, once, without CSV")
     args = parser.parse_args()
+    if args.minilm and args.tiny:
+        parser.error("--minilm has no tiny form; leave out one of the two")
     torch.set_num_threads(args.threads)
     widths, tokens, rows = ((128,), (1, 4), (32, 128)) if args.tiny else (WIDTHS, TOKENS, ROWS)
     lines = minilm(args.repeat) if args.minilm else []
