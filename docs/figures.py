@@ -35,6 +35,7 @@ def span(numbers: Iterable[float], places: int = 0) -> str:
 MINILM = {name: f"results/prune_minilm_{name}" for name in ("2_4", "unstructured", "1x4", "16x16")}
 DIGITS = ("static", "SET", "RigL", "SNFS", "GMP")
 METHODS = "wanda + least_squares"  # as the CSVs write it
+HALF, BOTH = "half of the MLP units", "half of the MLP units and a third of the heads"
 
 
 def mask_update() -> Table:
@@ -58,7 +59,7 @@ def targets() -> Table:
     """MiniLM on every target of a machine without a GPU."""
     rows = read("results/export_minilm")
     names = ["pattern", "target", "ms, 1 sentence", "ms, 32 sentences", "MB", "cosine", "ran sparse"]
-    return [names, *([r[name] for name in names] for r in rows)]
+    return [[*names[:-1], "sparse layers"], *([r[name] for name in names] for r in rows)]
 
 
 def one_pass() -> Table:
@@ -131,7 +132,7 @@ def crepe() -> Table:
 def units() -> Table:
     """Cosine of MiniLM without units, by score, without compensation and with."""
     found = [["removed", "score", "without compensation", "least squares"]]
-    for removed, name in (("half of the MLP units", "units"), ("and a third of the heads", "heads_and_units")):
+    for removed, name in ((HALF, "units"), (BOTH, "heads_and_units")):
         for r in read(f"results/one_shot_{name}"):
             found.append([removed, r["score"], three(r["cosine"]), three(r["with least squares"])])
     return found
@@ -142,7 +143,7 @@ def units_recovered() -> Table:
     rows = read("results/shrink_minilm_recovered")
     return [
         ["removed", "before", "recovered"],
-        *([r["removed"], three(r["before"]), three(r["recovered"])] for r in rows),
+        *([name, three(r["before"]), three(r["recovered"])] for name, r in zip((HALF, BOTH), rows, strict=True)),
     ]
 
 
@@ -238,9 +239,9 @@ def equal_flops() -> Table:
 def walk_memory() -> Table:
     """Memory and time of a walk over models on disk."""
     names = {
-        **{"blocks": "blocks", "model MiB": "model", "peak MiB": "peak over before"},
-        **{"resident MiB in all": "resident in all", "seconds a block": "seconds a block"},
-        **{"of which solving": "solving", "of which matching": "matching"},
+        **{"blocks": "blocks", "model MiB": "model", "peak MiB": "peak above the start"},
+        **{"resident MiB in all": "whole process", "seconds a block": "seconds per block"},
+        **{"of which solving": "of which pruning", "of which matching": "of which recovery"},
     }
     return [list(names.values()), *([r[name] for name in names] for r in read("benchmarks/results/walk_memory"))]
 
@@ -251,13 +252,13 @@ def pattern_cost() -> Table:
     removed = {r["removed"]: three(r["recovered"]) for r in read("results/shrink_minilm_recovered")}
     rows = [r for r in read("results/one_shot_language_model") if r["method"] == "recovered"]
     loss = {r["structure"]: three(r["loss"]) for r in rows}
-    half, heads, columns = "half of the MLP units", "and a third of the heads", "8 rows x 1 column, 8 of 16"
+    columns = "8 rows x 1 column, 8 of 16"
     return [
         ["for", "pattern and level", "cosine of MiniLM", "loss of the small transformer"],
         ["smaller files; the least loss of quality", "50 %, single weights", cosine["unstructured"], loss["50 %"]],
         ["sparse tensor cores of NVIDIA", "2:4", cosine["2_4"], loss["2:4"]],
-        ["any device, as a smaller dense model", half, removed[half], loss[half]],
-        ["the same, smaller still", heads, removed[heads], ""],
+        ["any device, as a smaller dense model", HALF, removed[HALF], loss[HALF]],
+        ["the same, smaller still", BOTH, removed["and a third of the heads"], ""],
         ["vector kernels", "1x4 blocks at 50 %", cosine["1x4"], ""],
         ["vector kernels", columns, "", loss[columns]],
         ["block kernels", "16x16 blocks at 50 %", cosine["16x16"], ""],
@@ -288,15 +289,15 @@ def method_cost() -> Table:
         line("1x4 blocks at 50 %", recovered, "1x4", -1, "", ""),
         line("16x16 blocks at 50 %", recovered, "16x16", -1, "", ""),
         [
-            "half of the MLP units",
-            "`shrink`, then `recover`",
-            removed["half of the MLP units"],
-            loss["half of the MLP units", "recovered"],
+            HALF,
+            "`one_shot` and `compact` with couplings, then `recover`",
+            removed[HALF],
+            loss[HALF, "recovered"],
             "",
         ],
         [
-            "and a third of the heads",
-            "`shrink`, then `recover`",
+            BOTH,
+            "the same",
             three(small["cosine"]),
             "",
             "",
@@ -352,7 +353,7 @@ def prune_ranks() -> Table:
     """Quality and time of pruning over ranks."""
     names = ["ranks", "same zeros", "cosine", "cosine, recovered", "seconds, recovered"]
     rows = read("benchmarks/results/prune_ranks")
-    return [names, *([r["ranks"], *(three(r[n]) for n in names[1:4]), r[names[4]]] for r in rows)]
+    return [["processes", *names[1:]], *([r["ranks"], *(three(r[n]) for n in names[1:4]), r[names[4]]] for r in rows)]
 
 
 def offloaded() -> Table:

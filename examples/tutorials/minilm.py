@@ -1,4 +1,4 @@
-"""MiniLM, twice smaller: 2:4, and half of its MLP units
+"""MiniLM, made smaller in two ways: 2:4, and half of its MLP units
 
 You have a trained model and no labels. In five minutes on two CPU cores, this tutorial makes two models of it: one with
 2:4 zeros, which sparse tensor cores run faster, and one that is really smaller, which runs faster anywhere. Both are
