@@ -501,8 +501,11 @@ def _of_speed() -> dict[str, str]:
     ).items():
         times = [float(r["ms"]) / scope[r["pattern"]] for r in rows if r["kind"] == kind]
         found[f"slower_{name}"] = span(times, 1) if len(times) > 1 else f"{times[0]:.1f}"
+    clones = [float(r["ms"]) / float(r["times one copy"]) for r in rows if r["kind"] == "stock"]
+    found["clone_ms"] = f"{statistics.median(clones):.0f}"
     for dtype in ("float32", "bfloat16"):
         patterns = [r for r in read("benchmarks/results/cpu_patterns") if r["dtype"] == dtype]
+        found[f"copy_ms_{dtype}"] = f"{statistics.median(float(r['copy ms']) for r in patterns):.0f}"
         copies, pattern = max((float(r["times one copy"]), r["pattern"]) for r in patterns)
         found[f"slowest_{dtype}"] = f"{copies} copies ({pattern})"
     proximal = {r["block"]: r for r in read("benchmarks/results/proximal_map")}

@@ -101,7 +101,7 @@ class LayerAdapter:
         return matrix.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
 
     def reads(self, product: Product, place: Place, shape: Sequence[int]) -> Read | None:
-        """What a product reads of a weight of this shape; None where this is no matrix of the adapter."""
+        """Return what a product reads of a weight of this shape, or None if that is not a matrix of the adapter."""
         if product.kind != self.kind:
             return None
         if self.kind != "matrix":
@@ -272,7 +272,7 @@ def token_rows(x: Tensor, token_mask: Tensor | None, counts: Tensor | None = Non
     """[..., inputs] as [tokens, inputs], without tokens for which the mask, of the leading shape, is False.
 
     Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Where the model gathered tokens,
-    `counts`, bool [tokens], says which of them are taken. Inputs of another leading shape (a pooled token, say)
+    `counts`, bool [tokens], says which of them are taken. Inputs of another leading shape (such as a pooled token)
     are taken whole.
     """
     if counts is not None and len(counts) == len(x):
@@ -297,7 +297,7 @@ def unfolded(
 ) -> Iterator[Tensor]:
     """What every position of a kernel covers: [groups, positions, channels of the group x kernel], some at a time.
 
-    With `sampled`, at most so many positions, drawn with a fixed seed.
+    With `sampled`, at most this number of positions, drawn with a fixed seed.
     """
     n, x = len(kernel), padded
     for k in range(n):

@@ -291,7 +291,7 @@ def _keys(windows: Sequence[Window], request: Request, member: ScopeMember, dtyp
         scored = [replace(m, values=torch.where(m.mask != 0, m.values, 0)) for m in windows]  # type: ignore[arg-type]
     scores = block_scores(scored, request.norm, ndim, request.scope.as_mean)
     keys = order_keys(scores.to(dtype), magnitude=request.norm is not None)
-    if request.within_mask:  # blocks of which the masks keep nothing are no candidates
+    if request.within_mask:  # blocks of which the masks keep nothing cannot be chosen
         masks = [replace(m, values=(m.mask != 0).float()) for m in windows]  # type: ignore[union-attr]
         keys.masked_fill_(block_scores(masks, math.inf, ndim) == 0, absent(dtype))
     return keys

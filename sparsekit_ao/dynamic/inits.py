@@ -144,7 +144,7 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
         rows = slots.active
         whole = slots.masks_of(rows)
         for spec, mask in slots.masks.items():
-            if not is_weight[spec] and not torch.equal(whole[spec], mask):  # in weights, single zeros are no pruning
+            if not is_weight[spec] and not torch.equal(whole[spec], mask):  # single zeros of weights are by chance
                 raise SparsityError(
                     f"{spec.name}: the saved mask keeps parts of blocks; give the block_shape that it was made with"
                 )

@@ -1,6 +1,6 @@
 """Running a user's model on batches and example inputs, and finding tensors in nested arguments and outputs.
 
-Tuples, lists, mappings and dataclasses are searched for tensors. Objects of other types (a cache, say) are not
+Tuples, lists, mappings and dataclasses are searched for tensors. Objects of other types (such as a cache) are not
 inspected; `opaque_in` lists them.
 """
 
@@ -60,7 +60,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     """
     args, kwargs = arguments(batch)
     try:
-        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)  # an exported model is no module
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)  # an exported model is not a module
     except TypeError as e:
         how = f"the keyword arguments {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} positional arguments"
         raise SparsityError(

@@ -174,13 +174,13 @@ def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | Non
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            raise SparsityError(f"blocks={name!r} is no module of the model") from None
+            raise SparsityError(f"blocks={name!r} is not a module of the model") from None
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             kind = type(module).__name__
             raise SparsityError(f"blocks={name!r} is a {kind}, not a ModuleList or Sequential")
         return list(module)
     ids = {id(layer) for layer in layers}
-    lists: dict[int, list[nn.Module]] = {}  # {number of layers: the first list that holds so many}
+    lists: dict[int, list[nn.Module]] = {}  # {number of layers: the first list with that number}
     for m in model.modules():
         count = sum(id(x) in ids for x in m.modules())
         is_list = isinstance(m, nn.Sequential) and len({type(x) for x in m}) == 1 and 2 * count > len(ids)
@@ -230,7 +230,7 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
 
 
 def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
-    """Return each block's outputs after the first, or None without any; a shorter list means that it is no chain.
+    """Return each block's outputs after the first, or None without any. The list is shorter if they are not a chain.
 
     Each block runs twice: in the model, and on copies of what the one before gave, as it will in the walk.
     """
@@ -311,7 +311,7 @@ def calls_of(modules: Iterable[nn.Module], calls: list[Arguments]) -> Iterator[N
 
 
 def output_of(block: nn.Module, arguments: Arguments) -> Any:
-    """Run a block on copies of its arguments, which it may change in place (a cache of keys and values, say)."""
+    """Run a block on copies of its arguments, which it may change in place (such as a cache of keys and values)."""
     args, kwargs = copied_tensors(arguments)
     return block(*args, **kwargs)
 

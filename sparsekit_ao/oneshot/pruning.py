@@ -135,7 +135,7 @@ def one_shot(
         blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds it.
         token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None (default)
             takes the `attention_mask` of batches that have one, and False counts all tokens. The mask applies to layers
-            that read [batch, tokens, inputs]; convolutions and layers that read something else (a pooled token, say)
+            that read [batch, tokens, inputs]; convolutions and layers that read something else (such as a pooled token)
             count every position.
         recover: If True, each block is trained to give the dense block's outputs before the next one is pruned; see
             `recover`. The dense model is this model as it is now, unless another one is given here. False by default.

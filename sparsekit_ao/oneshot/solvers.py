@@ -21,7 +21,7 @@ CG_STEPS = 30
 FEW_STEPS = 10  # of conjugate gradients, for the weights at which ADMM starts, and from those at which it ends
 ADMM_STEPS = 27
 RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
-GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor, after so many steps: each growth is a factorization
+GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor every so often; each time, a matrix is factorized anew
 WIDTH = 128  # columns after which those to the right are compensated; SparseGPT's scope without N:M
 WIDEST_SCOPE = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
 

@@ -25,7 +25,7 @@ def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> No
         for path in removal.coupling.lists:
             module = modules.get(path)
             if module is None or not is_list(module) or len(module) != units:
-                raise SparsityError(f"{where}coupling {name!r}: {path!r} is no nn.ModuleList of {units} modules")
+                raise SparsityError(f"{where}coupling {name!r}: {path!r} is not an nn.ModuleList of {units} modules")
             if id(module) in seen:
                 raise SparsityError(
                     f"{where}the couplings {seen[id(module)]!r} and {name!r} both drop modules of {path!r}"
@@ -152,7 +152,7 @@ def config_of(model: nn.Module, path: str) -> tuple[str, Any]:
 
 
 def layer_fields(model: nn.Module, path: str) -> dict[str, list[Any]]:
-    """Return {path: entries} of the fields of a config that have one for each block of a list: `layer_types`, say."""
+    """Return {path: entries} of the config's fields with an entry for each block of a list, such as `layer_types`."""
     (place, config), blocks = config_of(model, path), [*model.get_submodule(path).children()]
     if config is None or not any("layer_idx" in vars(m) for block in blocks for m in block.modules()):
         return {}

@@ -402,7 +402,7 @@ def _fit_attention(module: nn.MultiheadAttention, where: str) -> None:
     (rows, embed_dim), (_, kdim), (_, vdim) = (weight.shape for weight in weights if weight is not None)
     if rows % module.head_dim:
         raise SparsityError(
-            f"{where}: its queries keep {rows} rows, which is no multiple of the head size {module.head_dim}. A "
+            f"{where}: its queries keep {rows} rows, which is not a multiple of the head size {module.head_dim}. A "
             "MultiheadAttention can lose whole heads only; write its rows as '(three u d)', with d the size of a head."
         )
     module.num_heads, module.embed_dim, module.kdim, module.vdim = rows // module.head_dim, embed_dim, kdim, vdim

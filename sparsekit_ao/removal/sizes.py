@@ -22,9 +22,9 @@ from .remove import Removal, plain_tensors, sizes_of
 from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
-_AXES = 6  # so many axes beside the unit are multiplied with it
-_ENTRIES = 16  # so many entries of a tuple or list are looked at
-_ORDERS = 4  # so many orders of changes to a config are tried
+_AXES = 6  # at most this many axes beside the unit are multiplied with it
+_ENTRIES = 16  # at most this many entries of a tuple or list are looked at
+_ORDERS = 4  # at most this many orders of changes to a config are tried
 FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
 
 
@@ -116,7 +116,7 @@ def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
         for full, holder, name in _holders(model, change.path, "cut_to: "):
             is_config = change.path.rpartition(".")[0].endswith("config")
             if not (isinstance(holder, nn.Module) or is_config) or _is_fixed(holder, name):
-                raise SparsityError(f"cut_to: {full!r} is no integer of a module or its config that can be set")
+                raise SparsityError(f"cut_to: {full!r} is not an integer of a module or its config that can be set")
             if type(_value(holder, name)) is not type(change.was) or _value(holder, name) != change.was:
                 raise SparsityError(
                     f"cut_to: {full!r} is {_value(holder, name)!r}, but was {change.was!r} in the dense model; "
@@ -152,7 +152,7 @@ def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Seque
             sizes.add(math.prod(pattern.sizes.get(axis, 0) for axis in dimension))
         names = [member.fqn for member in coupling.members]
         for path, value, depth in _integers_around(small, names, names):
-            # A config, or a module without tensors, holds many small numbers that are no sizes (a stride of 2).
+            # A config, or a module without tensors, holds many small numbers that are not sizes (a stride of 2).
             if value in sizes and depth <= 2 and (depth or value >= 4) and "[" not in path and path not in changed:
                 texts.setdefault(path, f"{path} = {value}, as {coupling.name!r} had")
     return list(texts.values())
@@ -489,14 +489,14 @@ def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
     heads = getattr(config, "num_attention_heads", None)
     if heads is None or config.model_type not in _OF_ENGINES or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        return ("transformers", f"other engines were not judged: {name} is no decoder that all of them know")
+        return ("transformers", f"other engines were not judged: {name} is not a decoder that all of them know")
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     parts = [heads, getattr(config, "moe_intermediate_size", None), getattr(config, "intermediate_size", None)]
     wrong = [n for n in parts if n and n % ranks] + [key_heads] * (key_heads % ranks != 0 != ranks % key_heads)
     odd = [name for name, p in model.named_parameters() if p.ndim > 1 and p.shape[-1] % 32]
     split = f"on {ranks} ranks" if ranks > 1 else "on one rank"
     split = f"on one rank only, since {ranks} ranks do not divide {wrong[0]}" if wrong else split
-    blocks = f", not quantized: the rows of {odd[0]} are no multiple of 32" if odd else ""
+    blocks = f", not quantized: the rows of {odd[0]} are not a multiple of 32" if odd else ""
     return ("transformers", f"vLLM, SGLang (by their rules; {split})", f"llama.cpp (by its rules{blocks})")
 
 

@@ -336,7 +336,7 @@ class MaskSparsifier(Trainable, Checkpointed):
 
 
 def _moved_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> tuple[list[str], list[str]]:
-    """Return messages about masked layers that an adapter (peft's LoRA, say) now contains, and about removed ones."""
+    """Return messages about masked layers that an adapter (peft's LoRA) now contains, and about removed layers."""
     moved = []
     for group in groups:
         try:

@@ -77,8 +77,8 @@ class Calibrated(MaskSparsifier):
                 gradients, it must return the loss.
             token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None
                 (default) takes the `attention_mask` of batches that have one, and False counts all tokens. The mask
-                applies to layers that read [batch, tokens, inputs]; convolutions and layers that read something else (a
-                pooled token, say) count every position.
+                applies to layers that read [batch, tokens, inputs]; convolutions and layers that read something else,
+                such as a pooled token, count every position.
             needs: Names of further statistics to record for every tensor, from `calibration.NEEDS`.
             progress: If True (default), show a progress bar on a terminal.
 

@@ -198,7 +198,7 @@ class Checkpointed(BaseSparsifier):
         weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:
             is_copy = model is not None and model is not self.model
-            other = " in the given model, or that is no deep copy made after prepare (so for an EMA)" if is_copy else ""
+            other = " in the given model, or it is not a copy made after prepare (as an EMA must be)" if is_copy else ""
             raise SparsityError(
                 f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
                 "again, call prepare on a model without masks."

@@ -240,7 +240,7 @@ def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where
     if fqn is None and isinstance(module, nn.Module):  # a module stands for its name in the model
         name = next((name for name, m in model.named_modules() if m is module), None)
         if name is None:
-            raise SparsityError(f"{where}'module', a {type(module).__name__}, is no module of the model")
+            raise SparsityError(f"{where}'module', a {type(module).__name__}, is not a module of the model")
         patterns = [f"{name}.{entry.get('tensor_name', 'weight')}".removeprefix(".")]
     is_named = (
         isinstance(patterns, (list, tuple)) and bool(patterns) and all(isinstance(r, str) and r for r in patterns)
@@ -315,7 +315,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
         if isinstance(excluded, nn.Module):
             left_out = [n for n in names if any(modules.get(name) is excluded for name in ("", *around[n]))]
             if not left_out:
-                raise SparsityError(f"{where}, a {type(excluded).__name__}, is no module of the model with parameters")
+                raise SparsityError(f"{where}, a {type(excluded).__name__}, is not in the model, or has no parameters")
         elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
         elif isinstance(excluded, str) and excluded:

@@ -167,7 +167,7 @@ class AxisPattern:
 
 
 def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
-    """The axes of every dimension of a pattern, outermost first; raises where the text is no pattern."""
+    """The axes of every dimension of a pattern, outermost first; raises an error if the text is not a pattern."""
     if not isinstance(axes, str):
         raise SparsityError(f"{where}axes must be a str such as 'o (s m)', got {axes!r}")
     text, _ = _parsed(axes, where)

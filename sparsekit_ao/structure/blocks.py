@@ -263,7 +263,7 @@ def aligned_members(
     for order, permutation, s in zip(orders, full, specs, strict=True):
         if order is not None and sorted(permutation) != list(range(ndim)):
             raise CouplingError(
-                f"{where}{s.name or 'a member'}: order {tuple(order)} is no permutation of the {ndim} aligned grid "
+                f"{where}{s.name or 'a member'}: order {tuple(order)} is not a permutation of the {ndim} aligned grid "
                 "dimensions"
             )
     grids = [aligned_grid(s.grid_shape, order, ndim) for s, order in zip(specs, full, strict=True)]

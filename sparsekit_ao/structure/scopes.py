@@ -29,7 +29,7 @@ def checked_level(level: object, where: str) -> float:
     if is_number(level) and 0 <= float(level) <= 1:
         return float(level)
     is_scalar = isinstance(level, (numbers.Number, str, type(None)))
-    text = repr(level) if is_scalar else f"a {type(level).__name__}, which is no number"
+    text = repr(level) if is_scalar else f"a {type(level).__name__}, which is not a number"
     if is_number(level) and 2 <= level <= 100:
         text += f"; it is a fraction, so {level} % is {float(level) / 100:g}"
     raise SparsityError(f"{where}sparsity level must lie in [0, 1], got {text}")

@@ -87,7 +87,7 @@ def test_a_model_without_blocks_and_blocks_that_are_none():
     report = one_shot(prepared(nn.Sequential(*parts), sparsity_level=0.5), [b[:, None] for b in correlated()])
     assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"]
     assert all(r.after < r.before for r in report)
-    with pytest.raises(SparsityError, match="blocks='block' is no module of the model"):
+    with pytest.raises(SparsityError, match="blocks='block' is not a module of the model"):
         one_shot(prepared(), correlated(), blocks="block")
     with pytest.raises(SparsityError, match="blocks='head' is a ParametrizedLinear, not a ModuleList"):
         one_shot(prepared(), correlated(), blocks="head")

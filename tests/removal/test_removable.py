@@ -245,7 +245,7 @@ def test_a_part_of_a_head_of_torchs_attention_is_refused():
     members = {"attention.in_proj_weight": "(three u h) i", "attention.in_proj_bias": "(three u h)"}
     part = Coupling({**members, "attention.out_proj.weight": "o (u h)"}, sizes={"three": 3, "h": 1})
     x = torch.randn(1, 3, 8)
-    with refuses("attention: its queries keep 5 rows, which is no multiple of the head size 2"):
+    with refuses("attention: its queries keep 5 rows, which is not a multiple of the head size 2"):
         compact(pruned_jointly(model, [part], level=0.4), part, {"q": x, "k": x, "v": x})
 
 

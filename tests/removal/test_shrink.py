@@ -419,7 +419,7 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
     assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
     assert report.fits == (
         "transformers",
-        "other engines were not judged: SegformerModel is no decoder that all of them know",
+        "other engines were not judged: SegformerModel is not a decoder that all of them know",
     )
 
 

@@ -59,7 +59,7 @@ CONFIGS = [
     ([{"tensor_fqn": "re:("}], "'re:(' is not a regular expression"),
     ([{"tensor_fqn": "re:" + "(" * 5000}], "is not a regular expression"),
     ([{"tensor_fqn": ["0.weight", "0.weight"]}], "config[0]: 'tensor_fqn' has '0.weight' twice; name each tensor once"),
-    ([{"module": nn.Linear(2, 2)}], "config[0]: 'module', a Linear, is no module of the model"),
+    ([{"module": nn.Linear(2, 2)}], "config[0]: 'module', a Linear, is not a module of the model"),
     (
         [LINEAR | {"stages": [{"scope_shpe": (1, 4)}]}],
         "stages[0]: unknown key 'scope_shpe'. Did you mean 'scope_shape'?",
@@ -81,7 +81,7 @@ ENTRIES = [
     ({"sparsity_level": 50}, "sparsity level must lie in [0, 1], got 50; it is a fraction, so 50 % is 0.5"),
     ({"sparsity_level": float("nan")}, "sparsity level must lie in [0, 1], got nan"),
     ({"sparsity_level": "0.5"}, "sparsity level must lie in [0, 1], got '0.5'"),
-    ({"sparsity_level": torch.tensor([0.5, 0.5])}, "must lie in [0, 1], got a Tensor, which is no number"),
+    ({"sparsity_level": torch.tensor([0.5, 0.5])}, "must lie in [0, 1], got a Tensor, which is not a number"),
     ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are mutually exclusive"),
     ({"nnz": 33}, "0.weight: nnz must lie in 0 .. 32 (a scope has 32 blocks), got 33"),
     ({"nnz": 1.5}, "0.weight: nnz must be an int or an integer tensor, got 1.5"),
@@ -164,7 +164,7 @@ def test_an_exclude_that_cannot_be_meant(config, exclude, text):
     [
         ("block_coupling", {"block_shape": (1, -1)}, {"block_shape": (1, -1)}, "2.weight has the aligned block grid"),
         ("block_coupling", {"norm": 1}, {}, "members need the same norm, but 0.weight gives 1 and 2.weight 2"),
-        ("block_coupling", {}, {"coupling_order": (0, 0)}, "2.weight: order (0, 0) is no permutation of the 2 aligned"),
+        ("block_coupling", {}, {"coupling_order": (0, 0)}, "2.weight: order (0, 0) is not a permutation of the 2"),
         (
             *("scope_coupling", {"sparsity_level": 0.0}, {"sparsity_level": 0.5}),
             "scope coupling 'all': members share one budget, but 0.weight asks for sparsity_level=0.0 and 2.weight",
@@ -254,7 +254,7 @@ MISTAKES = {
     "'fc' is not a sparsified module; choose from ['0', '2']": lambda: prepared().squash_mask(None, {"fc": ("nnz",)}),
     "params_to_keep must be a tuple of keys, got 'nnz'": lambda: prepared().squash_mask("nnz"),
     "params_to_keep_per_layer must be a dict {module: keys}, got ['0']": lambda: prepared().squash_mask(None, ["0"]),
-    "its mask was removed in the given model, or that is no deep copy": lambda: prepared().squash_mask(
+    "its mask was removed in the given model, or it is not a copy": lambda: prepared().squash_mask(
         model=linear_model(8, 4, 4)
     ),
     "resume: masks must be a dict of names and masks, got 3": lambda: dynamic.inits.resume(3),

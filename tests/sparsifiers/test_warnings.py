@@ -117,7 +117,7 @@ def test_an_average_is_made_after_prepare_and_copies_the_masks(use_buffers):
     model, sparsifier = linear_model(8, 8, 4), ScopeSparsifier(0.5)
     early = AveragedModel(model, use_buffers=use_buffers)
     sparsifier.prepare(model)
-    with pytest.raises(SparsityError, match=r"that is no deep copy made after prepare \(so for an EMA\)"):
+    with pytest.raises(SparsityError, match=r"it is not a copy made after prepare \(as an EMA must be\)"):
         sparsifier.squash_mask(model=early.module)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
     for _ in range(4):

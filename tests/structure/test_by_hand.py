@@ -116,7 +116,7 @@ SCOPES = [  # scope shape, error
 ]
 ORDERS = [
     ([None], "mlp: 2 members but 1 orders; give one for each member, or None"),
-    ([None, (0, 0)], "mlp: down: order (0, 0) is no permutation of the 2 aligned grid dimensions"),
+    ([None, (0, 0)], "mlp: down: order (0, 0) is not a permutation of the 2 aligned grid dimensions"),
     (None, "mlp: down has the aligned block grid (1, 4), but up has (4, 1). Give an order that permutes one onto"),
 ]
 PARTIAL = BlockSpec(count(3, 3), (2, 2), "w", edge="partial")

@@ -94,8 +94,8 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     that is not frozen can be pruned: its units can be removed as soon as their parameters are zero. These are frozen:
     dimensions of inputs and outputs, the axes that LayerNorm or softmax normalizes, what is read by index, and
     everything that an unknown operation reads. The result lists them. Outputs are searched for in tuples, mappings and
-    dataclasses; objects of other types (a cache, say) are listed but not inspected. Axes are named as in einops: `u` is
-    the unit, `s` and `t` are scope axes, and sizes are as the forward split them. It is a suggestion: print it, read
+    dataclasses; objects of other types, such as a cache, are listed but not inspected. Axes are named as in einops: `u`
+    is the unit, `s` and `t` are scope axes, and sizes are as the forward split them. It is a suggestion: print it, read
     it, keep the lines you want. Tied parameters have their first name. Tensors of a parametrization are frozen. A
     forward that reads values runs with the real values; the result lists what was read.
 
@@ -232,8 +232,9 @@ def _companions(labels: Iterable[Label]) -> dict[Factor, set[Factor]]:
 
 def _coupling(unit: Factor, labels: Mapping[str, Sequence[_Row]], companions: set[Factor]) -> Coupling:
     order = [[factor for row in label for factor in row.factors] for label in labels.values()]
-    # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is no scope. Only factors
-    # left of the unit are scopes, as heads are left of their dimensions; else two axes would be each other's scope.
+    # An operation that mixes entries of a factor (GroupNorm inside a group) freezes it, so it is not a scope. Only
+    # factors left of the unit are scopes, as heads are left of their dimensions. Otherwise two axes would be each
+    # other's scope.
     together = [factor for factor in dict.fromkeys(order[0]) if factor in companions - {unit} and not factor.frozen]
     once = all(row.count(unit) == 1 for row in order)
     outer = [f for f in together if once and all(row.count(f) == 1 and row.index(f) < row.index(unit) for row in order)]

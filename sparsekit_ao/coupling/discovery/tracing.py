@@ -215,7 +215,7 @@ class Trace(TorchDispatchMode):
         return any(t.untyped_storage()._cdata == memory for t in later)
 
     def _not_understood(self, op: Operation) -> list[Label]:
-        if op.outs:  # an assertion, say, returns nothing
+        if op.outs:  # an assertion, for example, returns nothing
             op.freeze(*(axis for t in op.tensors for axis in self.label_of(t)), what=NOT_UNDERSTOOD)
         return [op.fixed(*out.shape) for out in op.outs]
 

@@ -116,7 +116,7 @@ def launch(selection: Selection) -> None:
 
 
 def _fits_program(scope: Operand | int, selection: Selection) -> bool:
-    """Whether a program takes scopes of this tensor whole, or rows of so many scores."""
+    """Return whether a program takes scopes of this tensor whole, or rows of this many scores."""
     most = FUSED // 2 if selection.masked or selection.within_mask else FUSED  # a mask that is read takes registers too
     width, elements = (scope, 1) if isinstance(scope, int) else (scope.block.trips, scope.element.trips)
     chunk = next_power_of_2(elements)
@@ -287,5 +287,5 @@ def _kind(keep: int | Tensor) -> str:
 
 
 def _warps(elements: int, of_warp: int) -> int:
-    """Warps of a program that holds so many elements, `of_warp` in each."""
+    """Return the number of warps of a program that holds this many elements, `of_warp` in each warp."""
     return min(16, max(4, elements // of_warp))

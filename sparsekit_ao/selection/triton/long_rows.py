@@ -36,7 +36,7 @@ READ_GATHERED = tl.constexpr(1)  # what was gathered from it,
 READ_NOTHING = tl.constexpr(2)  # or nothing, since the k-th key is an end of the bracket
 
 SAMPLE_TILE = tl.constexpr(1024)  # keys that a program samples
-MANY = tl.constexpr(64)  # ends are counted apart if more than one in so many samples equal one of them
+MANY = tl.constexpr(64)  # ends are counted apart if more than one in this many samples equals one of them
 DIGIT = tl.constexpr(8)
 BINS = tl.constexpr(256)
 
@@ -212,7 +212,7 @@ def resolve(line, keep, NARROW: tl.constexpr):
 
 @triton.jit
 def digits_found(counts, need, PASSES: tl.constexpr):
-    """The leading digits of the k-th key after so many passes, and how many keys to find among those with them."""
+    """Return the leading digits of the k-th key after some passes, and how many keys with these digits are kept."""
     prefix = 0 * need
     bins = tl.arange(0, BINS)
     for at in tl.static_range(PASSES):

@@ -77,7 +77,7 @@ def slot_offset(i: tl.constexpr, sizes, steps, FORM: tl.constexpr):
 @triton.jit
 def select_tile(part, first, scopes, scope, valid, keep, FORM: tl.constexpr):
     """Masks of scopes of any kind, read as one tile."""
-    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is no constexpr
+    NORM: tl.constexpr = FORM.norm  # before triton 3.7 a string read from FORM is not a constexpr
     SLOTS: tl.constexpr = [FORM.tile, FORM.padded]
     SORTS: tl.constexpr = FORM.padded <= SORTED
     UNIQUE: tl.constexpr = SORTS and FORM.single and FORM.bits <= 16
