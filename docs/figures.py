@@ -45,7 +45,7 @@ def mask_update() -> Table:
     kinds = ("ScopeSparsifier", "WeightNormSparsifier")
     found = [["pattern", "torch.ao"]]
     found[0] += [cell for kind in kinds for cell in (kind, "faster", "copies")]
-    found[0] += ["memory: torch.ao", "Scope", "WeightNorm"]
+    found[0] += ["memory: torch.ao", "memory: ScopeSparsifier", "memory: WeightNormSparsifier"]
     for pattern in dict.fromkeys(r["pattern"] for r in rows):
         stock, *ours = (cells[pattern, kind] for kind in ("stock", *kinds))
         line = [pattern, f"{float(stock['ms']):.0f} ms"]
@@ -193,7 +193,7 @@ def torch_pruning() -> Table:
         "exact": "smaller, with the outputs of the masked model",
         "other outputs": "other outputs (LayerNorms and GroupNorms that lost channels, channel shuffles)",
         "does not run": "does not run",
-        "error": "error, or no end within 6 s and one for each million parameters",
+        "error": "error, or not finished within 6 s plus 1 s for each million parameters",
         "nothing removed": "nothing removed",
     }
     found = [["", ours, theirs]]

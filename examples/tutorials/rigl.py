@@ -30,12 +30,13 @@ images, test_images = images - images.mean(0), test_images - images.mean(0)
 # %%
 # ## The loop
 #
-# The model and the loop are those of dense training, with two more lines: `prepare` before it, and `sparsifier.step()`
-# after `optimizer.step()`. A sparsifier that looks at gradients or momentum knows the optimizer.
+# The model and the loop are those of dense training, with three more lines: `prepare` and `widen` (below) before the
+# loop, and `sparsifier.step()` after `optimizer.step()`. A sparsifier whose masks change needs the optimizer, so it
+# is passed to the constructor.
 
 
 def fit(make):
-    """Train one model; the sparsifier, and the accuracy on the held-out images in percent."""
+    """Train one model, and return the sparsifier and the accuracy on the held-out images in percent."""
     torch.manual_seed(0)
     sizes = (64, 64, 32, 10)
     layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
@@ -57,13 +58,14 @@ def fit(make):
 
 
 # %%
-# Layers are initialized for the inputs that they have, so a sparse layer needs larger weights: a neuron with `k` kept
-# inputs gets normal weights of variance 2 / k. Assigning to a masked weight keeps its zeros.
+# torch initializes a layer for its full number of inputs. A sparse layer has fewer, so it needs larger weights: the
+# weights of a neuron with `k` kept inputs are drawn from a normal distribution with variance 2 / k. When a masked
+# weight is assigned, dropped elements stay zero.
 
 
 @torch.no_grad()
 def widen(model):
-    """Draw the kept weights anew, with the variance that suits the number of kept inputs."""
+    """Draw new values for the kept weights, with a variance that fits the number of kept inputs."""
     for layer in model:
         if isinstance(layer, nn.Linear):
             kept = (layer.weight != 0).sum(1, keepdim=True).clamp(min=1)
@@ -73,7 +75,7 @@ def widen(model):
 # %%
 # ## Dense, static, RigL
 #
-# `until` is the last step that may change masks: the end of training is left to the weights alone. `RigL(...)` is
+# `until` is the last step that may change the masks. After it, only the weights are trained. `RigL(...)` is
 # `DynamicSparsifier(...)` with the arguments of the paper.
 
 for name, make in METHODS.items():
@@ -83,9 +85,9 @@ for name, make in METHODS.items():
 # %%
 # ## What RigL did
 #
-# The report of the last sparsifier shows how many weights each layer has: `init="erk"` gives small layers more. Unless
-# every budget holds exactly, `check` raises. The last update is in `last_update`. It pruned and grew almost nothing,
-# since the replaced fraction falls to 0 by a cosine.
+# The report of the last sparsifier shows how many weights each layer keeps: with `init="erk"`, small layers keep a
+# larger fraction of theirs. `check` raises an error if any budget does not hold exactly. `last_update` describes the
+# last update. It pruned and grew nothing, because the fraction that is replaced falls to 0 along a cosine.
 
 print(sparsifier.report())
 print("scopes that hold their budget:", sparsifier.check())
@@ -99,5 +101,5 @@ print(sparsifier.last_update)
 sparsifier.squash_mask()
 
 # %%
-# Over ten seeds RigL is far ahead of static masks at this sparsity, and random growth (`SET`) is in between: the table
-# on the page [Benchmarks](../benchmarks.md#trained-sparse), from `examples/rigl_digits.py`.
+# Over ten seeds, RigL is far ahead of static masks at this sparsity, and random growth (`SET`) is in between. The
+# table is on the page [Benchmarks](../benchmarks.md#trained-sparse), and comes from `examples/rigl_digits.py`.

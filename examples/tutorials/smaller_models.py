@@ -1,9 +1,8 @@
 """Models that really get smaller: a convolutional network and a Llama, down to ONNX
 
-Zeros alone make no dense kernel faster. This tutorial removes what was pruned: channels of a residual network, in one
-call and by hand, then hidden units and heads of a Llama. Each smaller model is checked against the masked one, and the
-last runs in onnxruntime.
-"""
+Zeros alone make no dense kernel faster. This tutorial removes the pruned units from models: first channels of a
+residual network, in one call and then by hand, and then hidden units and heads of a Llama. Each smaller model is
+checked against the masked one, and the last runs in onnxruntime."""
 
 import pathlib
 import tempfile
@@ -23,19 +22,20 @@ print(report)
 print(f"half of all channels, trained on: accuracy {fit(small, 1 if TINY else 20):.3f}")
 
 # %%
-# The network has a stem, two residual blocks, and a classifier, and learns scikit-learn's digits
-# (`examples/tutorials/data`). Where you want a say in what is removed, do the steps of `shrink` by hand.
+# The network, which is defined in `examples/tutorials/data`, has a stem, two residual blocks and a classifier, and is
+# trained on scikit-learn's digits. To choose yourself what is removed, do the steps of `shrink` by hand.
 #
 # ## Which channels go together?
 #
-# `discover` runs the model once and prints a line for each coupling, which you can copy into code, edit and keep. The
-# channels inside of a block are coupled in the two convolutions and the norm between them.
+# `discover` runs a copy of the model once and finds the couplings. Printed, they are code that you can copy, edit and
+# keep, with one line for each tensor. The channels inside a block couple its two convolutions and the norm between
+# them.
 
 found = coupling.discover(net, images)
 print(found)
 
 # %%
-# Here only the channels inside of the blocks are pruned, half of them. `*` stands for the number of the block.
+# Here only half of the channels inside the blocks are pruned. `*` stands for the number of the block.
 
 inner = coupling.Coupling(
     {
@@ -57,7 +57,7 @@ small, report = compact(net, inner, images)
 print(report)
 
 # %%
-# The smaller network is an ordinary one, which can be trained on.
+# The smaller network is an ordinary one, which can be trained further.
 
 print(f"smaller, trained on: accuracy {fit(small, 1 if TINY else 20):.3f}")
 print(small.blocks[0].first)
@@ -65,9 +65,10 @@ print(small.blocks[0].first)
 # %%
 # ## A Llama
 #
-# `removable` finds the couplings of any model, with the integers of its config that hold the removed sizes. The model
-# here has the shape of a Llama with grouped queries and random weights, since the point is what happens to its shapes;
-# use your own. Hidden units and whole key heads with their queries are chosen here; they share no tensor.
+# `removable` finds the couplings that `compact` can remove from a model, and the integers of the config that must
+# change with them. The model here is a small Llama with grouped queries and random weights, because this example is
+# about its shapes; use your own model. Two kinds of couplings are chosen here: hidden units, and whole key heads with
+# their query heads. They have no tensor in common.
 
 size = 64 if TINY else 256
 config = LlamaConfig(
@@ -121,5 +122,5 @@ with tempfile.TemporaryDirectory() as folder, torch.no_grad():
 print(f"onnxruntime differs by less than 1e-4: {bool(difference < 1e-4)}")
 
 # %%
-# A trained model, with its accuracy before and after and its measured times, is pruned in `examples/shrink_minilm.py`;
-# its numbers are on the page [Benchmarks](../benchmarks.md#made-smaller).
+# `examples/shrink_minilm.py` makes a trained model smaller, and measures its quality and speed before and after. The
+# results are on the page [Benchmarks](../benchmarks.md#made-smaller).

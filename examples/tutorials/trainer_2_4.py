@@ -1,7 +1,8 @@
-"""2:4 in a fine-tuning with the Hugging Face Trainer
+"""Fine-tune at 2:4 with the Hugging Face Trainer
 
 Fine-tune a sentence model as a classifier while every Linear layer of its encoder is pruned to 2:4, and save a plain
-checkpoint. Three lines are new beside those of a dense fine-tuning: the sparsifier, `prepare`, and the callback.
+checkpoint. Compared with dense fine-tuning, four steps are new: make the sparsifier, call `prepare`, pass the callback,
+and call `squash_mask` at the end.
 
 The model is all-MiniLM-L6-v2. The task is to tell from a sentence of a docstring which package of the Python standard
 library it comes from, so nothing has to be downloaded (`examples/tutorials/data`).
@@ -24,7 +25,7 @@ callback = SparsifierCallback(sparsifier)
 # The classifier is new and small, so `exclude` leaves it dense. The callback calls `sparsifier.step()` after every
 # optimizer step, so masks follow the weights while they learn.
 #
-# ## The Trainer, as always
+# ## The Trainer, as usual
 
 tokenizer = minilm("AutoTokenizer")
 train, held_out = sentences_by_package(tokenizer)
@@ -67,7 +68,7 @@ print(f"{len(train)} sentences to train on, {len(held_out)} held out, {len(PACKA
 print(f"2:4: accuracy {trainer.evaluate()['eval_accuracy']:.3f}, {sparsifier.check():,} groups of four checked")
 
 # %%
-# The same without a sparsifier:
+# For comparison, fine-tune the same model without a sparsifier:
 
 trainer = make_trainer(minilm("AutoModelForSequenceClassification", num_labels=len(PACKAGES)))
 trainer.train()
@@ -87,6 +88,7 @@ weight = again.bert.encoder.layer[0].intermediate.dense.weight
 print("nonzeros in each group of four, at most:", int((weight != 0).view(-1, 4).sum(1).max()))
 
 # %%
-# To save one while training goes on, use `export.dense_state_dict(model)`: see [Questions](../questions.md). What runs
-# 2:4 faster, and where, is on the page [Export](../export.md). [Settings to begin
-# with](../training.md#settings-to-begin-with) has learning rates and lengths of a fine-tuning.
+# To save a plain checkpoint while training continues, use `export.dense_state_dict(model)`, as
+# [Checkpoints](../integrations/checkpoints.md) explains. The page [Deploy](../export.md) lists the hardware and the
+# libraries that run 2:4 faster. [Settings to begin with](../training.md#settings-to-begin-with) recommends learning
+# rates and numbers of steps for fine-tuning.
