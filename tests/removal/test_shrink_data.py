@@ -139,7 +139,7 @@ def test_numbers_for_the_tensors_and_modules_of_single_layers():
     model, x = mlp(4, 16, 16, 16, 2), torch.randn(5, 4)
     small, report = shrink(model, x, {"0": 0.25, "4.bias": 0.75})
     assert [small[k].out_features for k in (0, 2, 4)] == [12, 16, 4]
-    assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
+    assert report.left_out == ("2.weight: ratio is 0 for it, or does not name it",)
     small, _ = shrink(model, x, {"0": 0.25, "*": 0.5})
     assert [small[k].out_features for k in (0, 2, 4)] == [12, 8, 8]
     small, _ = shrink(model, x, 0.5, multiple_of={"2.bias": 12})
