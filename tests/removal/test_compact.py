@@ -523,8 +523,8 @@ def test_outputs_that_are_not_finite_are_never_called_equal():
     with torch.no_grad():
         model[2].bias[0] = float("nan")
     assert refusal(SparsityError, model, PAIR, x()) == (
-        "the model's output contains nan on example_inputs, and nan equals nothing. Pass inputs and attention masks for "
-        "which every output is a number."
+        "the model's output contains nan on example_inputs, and nan equals nothing. Pass inputs and attention "
+        "masks for which every output is a number."
     )
     with torch.no_grad():
         model[2].bias[0] = float("inf")
