@@ -88,12 +88,13 @@ def shrink(
     units keep equal numbers, so that the config can hold them. They may keep different numbers with `uniform=False`,
     and by default if the config of a transformers model can hold nothing of what can be removed.
 
-    With batches, the layers that read dropped units get weights that make up for these. With `recover=True`, each block
-    of the smaller model is then trained to match the block of the dense model. Neither needs labels.
+    With batches, the layers that read dropped units get weights that make up for these units. With `recover=True`, each
+    block of the smaller model is then trained to match the block of the dense model. Neither needs labels.
 
-    By default, a transformers model loses only units whose new number the config can hold, the same in all layers.
-    `from_pretrained` and engines then load the result without this library (`report.fits`). Other couplings, such as
-    parts of heads, are left out. `uniform=False` prunes them too, and the result needs `export.load_pretrained`.
+    By default (see `uniform`), a transformers model loses only units whose new number the config can hold, the same in
+    all layers. `from_pretrained` and engines then load the result without this library (`report.fits`). Other
+    couplings, such as parts of heads, are left out. `uniform=False` prunes them too, and the result then needs
+    `export.load_pretrained`.
 
     Args:
         model: The model, which is not changed.
@@ -104,7 +105,7 @@ def shrink(
             "*" stands for all that is not named.
         score: The name of one of `scores`, or a score object; None (default) takes the norm of a unit. The statistics
             that a score needs are recorded on the batches. If they are statistics of inputs, units are scored by the
-            layers that read them.
+            weights that read these units.
         exclude: As for `removable`.
         batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
             None (default) records what scores need on the example inputs. All other runs of the model, to find and to
@@ -192,17 +193,18 @@ def shrink(
     each = is_shared and (may_differ or not hasattr(plain, "config"))
     chosen, quotas = _divided_by_size(plain, chosen, quotas, each)
 
-    def with_zeros(some: Sequence[Coupling], scores: Rows) -> Trials:
+    # Make the units of the lowest scores zero, and remove them. Scores read the dense model alone, so that they stay
+    # the same when couplings are left out.
+    next(phase)
+    scores, errors = _scored(plain, chosen, data=data, score=score, token_mask=token_mask)
+
+    def with_zeros(some: Sequence[Coupling]) -> Trials:
         if not is_shared:
             counts = {coupling.name: quotas[coupling.name].kept for coupling in some}
         else:  # importances must add up: saliencies do, and squares of norms
             counts = counts_within(plain, some, scores, cost_of, asked, power=2 if score is None else 1, quotas=quotas)
         return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
-    # Make the units of the lowest scores zero, and remove them. Scores read the dense model alone, so that they stay
-    # the same when couplings are left out.
-    next(phase)
-    scores, errors = _scored(plain, chosen, data=data, score=score, token_mask=token_mask)
     removals, small, report, failing = _removed(chosen, scores, errors, with_zeros, is_uniform)
     if batches is not None and compensate is not None and removals:
         small, report = _with_compensation(plain, [removal for _, removal in removals], data, reference_of)
@@ -362,7 +364,7 @@ def _removed(
     couplings: Sequence[Coupling],
     scores: Rows,
     errors: Mapping[str, SparsityError],
-    with_zeros: Callable[[Sequence[Coupling], Rows], Trials],
+    with_zeros: Callable[[Sequence[Coupling]], Trials],
     uniform: bool,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Remove units of the lowest scores, and leave couplings out until the others can be removed together.
@@ -380,7 +382,7 @@ def _removed(
     left_out = [(name, str(error)) for name, error in errors.items()]
     left_out += [(name, "the score rates all of its units 0") for name in zero]
     while True:
-        trials = with_zeros(rated, scores)
+        trials = with_zeros(rated)
         try:
             removals, small, report = trials.removed(rated)
         except SparsityError:
