@@ -31,7 +31,7 @@ from .sizes import candidate_attrs, fit_config, width_attrs
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
-_NEAREST = 7  # at most this many candidates for attributes of a coupling are tried alone, or in sets of `together`
+_NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
 _ENOUGH = 3  # after this many failures in a family (see `_family`), no other coupling of the family is tried
 NOT_TRIED = f"not tried, since {_ENOUGH} like it cannot be removed: "
 
@@ -54,7 +54,7 @@ def removable(
     are compared. If they differ, fewer couplings are tried together, down to single ones. Integers near the tensors of
     a single coupling that equal a removed size (`num_heads`, `config.hidden_size`, entries of tuples) are then changed
     too. Two couplings that fail because the forward has one number for both (such as one head size for queries and
-    values) are merged. Prune by `joint_entries` of the result, and then call `compact`.
+    values) are merged. Prune the couplings of the result by `joint_entries`, and then call `compact`.
 
     Args:
         model: The model, which is not changed because copies run.
@@ -255,7 +255,7 @@ def _refitted(
         candidates = {found: _tensor_sets(found, model) for found in search().couplings} if stale else {}
         for coupling in [*stale]:
             wanted = _tensor_sets(coupling, model)
-            same = [found for found, sets in candidates.items() if sets <= wanted]
+            same = [found for found, sets in candidates.items() if sets <= wanted]  # all layers of these are in it
             fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
             if same:
                 del stale[coupling]
@@ -487,12 +487,13 @@ def in_config(
     Args:
         model, discovery, reference_of, ratio: The model, and what `find_removable` found in it with this ratio.
         multiples: {name of a coupling: the number whose multiples it keeps}.
-        any_width: Whether the couplings may later keep any multiple, and not only what the ratio leaves. A number in
-            `multiples` is then raised to a divisor of the number of units, the first one of which the config can hold
-            the largest multiple below all units. If there is none, all units are kept.
+        any_width: Whether couplings may later keep any multiple of their number, and not only what the ratio leaves.
+            Each number is then raised until the config can hold the largest multiple below all units. Only multiples of
+            the number that divide the units are tried, or the number itself if there are none. If no number is right,
+            it becomes the number of units, so that all of them are kept.
 
     Returns:
-        The discovery with the couplings that the config can hold, and the multiples.
+        The discovery with the couplings that the config can hold, and `multiples` with the numbers that were raised.
     """
     twin, couplings, trials = make_twin(model, discovery.couplings), discovery.couplings, None
     with contextlib.suppress(SparsityError):  # the twin does not run
@@ -539,8 +540,8 @@ def _random_removals(
 ) -> Known:
     """Return removals of random units of all couplings, the same in every call.
 
-    Each number of kept units is a multiple of the coupling's number in `multiples`, and of 1 if it has none. At least
-    this many units are dropped, if the scope has more.
+    The kept units of a scope are a multiple of the coupling's number in `multiples` (1 if it has none). They are at
+    least this number smaller than all units of the scope, if that is possible.
     """
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
