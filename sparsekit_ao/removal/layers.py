@@ -210,7 +210,7 @@ def _influences(
             hooks.enter_context(block.register_forward_hook(partial(record, name), with_kwargs=True))
             for child, module in block.named_children() if not of_blocks else ():
                 if isinstance(module, nn.Linear) or [*module.children()]:  # norms and dropout are neither
-                    # A hook is called with the module, its inputs and its output. `child=child` binds today's value.
+                    # A hook is called with the module, its inputs and its output. `child=child` keeps this child.
                     keep = lambda *call, child=child: outputs.update({child: _changed(torch.clone, call[-1])})  # noqa: E731
                     hooks.enter_context(module.register_forward_hook(keep))
         for batch in batches:
@@ -252,10 +252,7 @@ def _changed(change: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]) -> list[Any]:
-    """Return what a block gives if all of its modules in `outputs` give zeros, if only the first gives its output, etc.
-
-    The last state is that in which every module gives its output.
-    """
+    """Return what a block gives if the first 0, 1, 2, ... of its modules in `outputs` give these, the rest zeros."""
     constants, states = {name: _changed(torch.zeros_like, output) for name, output in outputs.items()}, []
     try:
         for last in (None, *outputs):
@@ -278,18 +275,19 @@ def _without(
     If parts of blocks are removed, outputs must equal those of the model in which these parts give zeros.
     """
     calls: list[Any] = []
-    record = lambda module, args, kwargs: calls.append(_example_inputs(module, args, kwargs))  # noqa: E731
+    record = lambda _, args, kwargs: calls.append((args, kwargs))  # noqa: E731
     with model.register_forward_pre_hook(record, with_kwargs=True), torch.no_grad(), eval_mode(model):
         (forward or call)(model, next(iter(batches)))
+    inputs = _example_inputs(model, *calls[0])
     pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.coupling.parts)]
     dropped = [name for name, kept in pairs if not kept]
     # Outputs change, so this reference accepts any finite difference, and only measures it.
-    dense = Reference(model, calls[0], sys.float_info.max)
+    dense = Reference(model, inputs, sys.float_info.max)
     with ExitStack() as hooks:
         for name in dropped:
             zeros = lambda *call: _changed(torch.zeros_like, call[-1])  # noqa: E731 (called with module, inputs, output)
             hooks.enter_context(model.get_submodule(name).register_forward_hook(zeros))
-        small, report = verified(Reference(model, calls[0]) if dropped else dense, removals, with_config=True)
+        small, report = verified(Reference(model, inputs) if dropped else dense, removals, with_config=True)
     if dropped:  # the report has the difference from the model with the hooks, which is none
         report = replace(report, difference=dense.compare(small).difference)
     if dropped and report.not_in_config:

@@ -62,18 +62,17 @@ class Twin:
             raise SparsityError(
                 f"coupling {coupling.name!r} was merged in a model that lacks blocks which couplings name"
             )
-        return coupling  # with stars for the blocks, so that it is the same in both models
+        return coupling  # its names have stars for the blocks, so it is the same in both models
 
 
 def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
     """Return a short model and couplings in it.
 
     The blocks that it does not have are not copied. Numbers of layers in a config are changed accordingly. The short
-    model is not run, so it may fail when it is.
+    model is not run here, so it may turn out that it does not run.
 
-    Returns None if a list has no more than two blocks of any kind, if the model cannot be copied without the other
-    blocks, or if the couplings, bound to the short model, differ from those of the whole model by more than its missing
-    blocks.
+    Returns None if no list has more than two blocks of one kind, if the model cannot be copied without the other
+    blocks, or if a coupling does not bind to the same tensors in both models, apart from those in missing blocks.
     """
     try:
         bounds = {coupling: coupling.bind(model) for coupling in couplings}
@@ -137,8 +136,9 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
     if names[True] & names[False]:  # a list of layers beside the blocks, of which the short model uses only some
         return None
     members = [{in_whole(name): axes for name, axes in c.members.items()} for c in found.couplings]
+    # With name="", a coupling is named after its first member again.
     couplings = [replace(c, members=m, name="") for c, m in zip(found.couplings, members, strict=True)]
-    if (twin := make_twin(model, couplings)) is None or twin.kept != kept:
+    if (twin := make_twin(model, couplings)) is None or twin.kept != kept:  # they treat blocks of one kind differently
         return None
     places = [tuple((in_whole(name), d) for name, d in axis.places) for axis, _ in found.frozen]
     axes = [replace(row[0], why=in_whole(row[0].why), places=p) for row, p in zip(found.frozen, places, strict=True)]

@@ -19,9 +19,9 @@ from ..errors import SparsityError
 from ..masking.normalized import Normed
 from ..models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
 
-Outputs = list[tuple[str, Tensor]]
+Outputs = list[tuple[str, Tensor]]  # (place in the output, tensor)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Values = Mapping[str, Tensor] | None
+_Values = Mapping[str, Tensor] | None  # {parameter: its values}
 
 LARGE = 1 << 16  # tensors of at least this many elements are not stored, but computed when they are read
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators

@@ -260,6 +260,15 @@ def test_a_forward_may_give_positional_and_keyword_arguments_together():
     other, wanted = shrink_layers(model, [batch], 0.25)
     assert report.difference == wanted.difference and torch.equal(small(**batch).logits, other(**batch).logits)
 
+    class Starred(nn.Sequential):
+        def forward(self, *xs, scale):
+            return self[0][1](self[0][0](*xs)) * scale
+
+    with pytest.raises(SparsityError, match="calls Starred with both keyword arguments and positional .*; name all"):
+        shrink_layers(
+            Starred(nn.ModuleList([Added(), Added()])), [torch.ones(2, 4)], 0.5, forward=lambda m, x: m(x, scale=2)
+        )
+
 
 class Added(nn.Module):
     """A block of two layers, whose names do not say what they are."""
