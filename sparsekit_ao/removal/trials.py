@@ -408,7 +408,7 @@ class Trials:
         return fit
 
     def has_failed(self, coupling: Coupling, together: int = 1) -> bool:
-        """Return whether so many couplings like this one have failed that it is not tried."""
+        """Return whether couplings of the same family have failed so often that this one is not tried."""
         return len(self._failures[_family(coupling, together)]) >= _ENOUGH
 
     def _fitted(self, coupling: Coupling, together: int) -> Coupling | None:

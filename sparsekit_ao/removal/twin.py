@@ -188,7 +188,7 @@ def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
             tensors = {**module._parameters, **module._buffers}
             row |= {(name, ""): type(module)} | {(name, key): _plain(value) for key, value in tensors.items()}
             row |= {(name, key): _plain(value) for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
-    offsets = defaultdict[tuple[str, str], list[Any]](list)  # an integer minus the index of the block; else None
+    offsets = defaultdict[tuple[str, str], list[Any]](list)  # an integer minus the index of its block, or None
     for at, (key, value) in ((at, item) for at, row in enumerate(rows) for item in row.items()):
         offsets[key].append(value - at if type(value) is int else None)
     same = {key: values[0] for key, values in offsets.items() if len(values) > 1 and len({*values}) == 1}

@@ -253,24 +253,25 @@ def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: floa
 
     These are as many entries as the outputs for the shorter inputs have.
     """
-    arrays = any(t.ndim for _, t in same)  # a scalar beside arrays does not count: it is a loss, a mean over the batch
+    has_arrays = any(t.ndim for _, t in same)  # a scalar beside arrays is a loss over the batch, and does not count
     for (_, few), (_, a), (_, b) in zip(short[::-1], same[::-1], other[::-1], strict=False):
         if few.ndim != a.ndim or a.ndim != b.ndim:
             return True
         for d, n in enumerate(few.shape):
             a, b = (t.narrow(d, max(t.shape[d] - n, 0), min(n, t.shape[d])) for t in (a, b))
         a, b = _real(a), _real(b)
+        # If shapes differ, the error is inf or nan, neither of which is within the bound.
         error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()) if a.shape == b.shape else a / 0
         bound = tolerance * float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
-        if (a.ndim or not arrays) and not bool((error <= bound).all()):
+        if (a.ndim or not has_arrays) and not bool((error <= bound).all()):
             return True
     return False
 
 
 def run_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype in which a model runs to be compared, or None if it runs as it is."""
-    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-    return torch.float32 if half else None
+    is_16_bit = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    return torch.float32 if is_16_bit else None
 
 
 @torch.no_grad()
