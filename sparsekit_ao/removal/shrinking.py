@@ -1,4 +1,4 @@
-"""`shrink` finds removable couplings, scores units, zeroes the lowest in a copy, removes them and verifies that."""
+"""`shrink` finds what can be removed, scores the units, removes the lowest ones from a copy and verifies the result."""
 
 import copy
 import math
@@ -44,8 +44,11 @@ from .sizes import fitting_engines, has_config
 from .trials import NOT_TRIED, Trials, find_removable, in_config
 from .verify import Reference
 
-_FEW = 3  # up to so many with the same reason are named one by one
-_Place = tuple[str, int, tuple[int, int] | None]  # a tensor, its dimension, and the part of it in a concatenation
+_FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
+_LIMIT = 0.9  # the largest fraction of its units that a coupling loses to one budget, unless `max_sparsity` gives it
+# A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
+# the last entry says how many indices lie before and after this part; otherwise it is None.
+_Place = tuple[str, int, tuple[int, int] | None]
 
 
 @with_hints
@@ -73,56 +76,62 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a cost requires.
 
-    Couplings from which `compact` cannot remove units are left out (see `removable`). Several may divide one dimension
-    of a tensor (key heads, the query heads of each, the elements of a head). Then only one of them is pruned: whole
-    heads if possible, else the coupling that removes most parameters. The report lists what is left out, and why.
+    Couplings from which `compact` cannot remove units are left out (see `removable`). Several couplings may divide one
+    dimension of a tensor, such as key heads, the query heads of each key head, and the elements of a head. No two of
+    those are pruned. Whole heads are chosen if possible, and otherwise the couplings that together remove most
+    parameters. The report lists what is left out, and why.
 
     With a cost, or with `scope="global"`, one budget is spent on all layers, so that each has its own number of units.
-    Units are dropped by importance and cost until the model costs at most `1 - ratio` of what it did. If every dropped
-    unit lowers the cost, the result is below this target by at most 1 % of it, or by one step (a unit, or `multiple_of`
-    units, in every scope). If the model has a `config`, layers of one coupling with equal numbers of units keep equal
-    numbers, so that the config can hold them, except with `uniform=False`.
+    Units are dropped by importance and cost until the model costs at most `1 - ratio` of what it cost before. If every
+    dropped unit lowers the cost, the result is below this target by at most 1 % of it, or by one step (a unit, or
+    `multiple_of` units, in every scope). If the model has a `config`, layers of one coupling with equal numbers of
+    units keep equal numbers, so that the config can hold them. They may keep different numbers with `uniform=False`,
+    and by default if the config of a transformers model can hold nothing of what can be removed.
 
-    With batches, the layers that read dropped units make up for them. With `recover=True` each block of the smaller
-    model is then trained to match the block of the dense model. Neither needs labels.
+    With batches, the layers that read dropped units get weights that make up for these units. With `recover=True`, each
+    block of the smaller model is then trained to match the block of the dense model. Neither needs labels.
 
-    In a transformers model, units are dropped only if the config can hold their number, the same in all layers.
-    Then `from_pretrained` and engines load the result without this library (`report.fits`). Other couplings, such as
-    parts of heads, are left out; `uniform=False` prunes them too, and the result needs `export.load_pretrained`.
+    By default (see `uniform`), a transformers model loses only units whose new number the config can hold, the same in
+    all layers. `from_pretrained` and engines then load the result without this library (`report.fits`). Other
+    couplings, such as parts of heads, are left out. `uniform=False` prunes them too, and the result then needs
+    `export.load_pretrained`.
 
     Args:
         model: The model, which is not changed.
-        example_inputs, tolerance: As for `compact`. None (default) takes the first of the batches.
-        ratio: Fraction of the units of every coupling that is dropped in each scope, or of the cost that is saved. Or
-            {name: fraction}, which drops nothing of others; a name is a kind ("mlp"), a coupling, or a tensor or module
-            whose outputs are the units of a layer ("layer1.0.conv1"), and "*" is all others.
-        score: One of `scores`, by name or object; None takes the norm of a unit. Statistics that it needs are recorded
-            on the batches; if these are of inputs, units are scored by the layers that read them.
+        example_inputs, tolerance: As for `compact`. If `example_inputs` is None (default), the first batch is taken.
+        ratio: The fraction of the units of every coupling that is dropped in each scope, or the fraction of the cost
+            that is saved. {name: fraction} drops nothing from couplings that it does not name. A name is a kind
+            ("mlp"), a coupling, or a tensor or module whose outputs are the units of a layer ("layer1.0.conv1"), and
+            "*" stands for all that is not named.
+        score: The name of one of `scores`, or a score object; None (default) takes the norm of a unit. The statistics
+            that a score needs are recorded on the batches. If they are statistics of inputs, units are scored by the
+            weights that read these units.
         exclude: As for `removable`.
         batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
             None (default) records what scores need on the example inputs. All other runs of the model, to find and to
             verify what can be removed, use the example inputs.
         token_mask: Which tokens of the batches count, as for `one_shot`.
-        compensate: With batches, `"least_squares"` gives each layer that reads dropped units the best weights for the
-            kept units; None leaves the weights as they are.
+        compensate: With batches, `"least_squares"` (default) gives each layer that reads dropped units the best weights
+            for the kept units. None leaves the weights as they are.
         recover: Whether to train each block of the smaller model to give the dense block's outputs, as `recover` does.
         cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, or "parameters"; or a
-            function that returns the cost of a model (a measured time, say).
+            function that returns the cost of a model, such as a measured time.
         scope: Which units compete if the cost is "units": with `"coupling"` (default) the units of one coupling in each
             of its scopes, with `"global"` the units of all couplings and layers.
         kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None (default) takes all.
-        couplings: The couplings to be considered; None takes what `discover` finds.
-        forward: `(model, batch) -> output`, called instead of the model; for scores that need gradients, it returns the
+        couplings: The couplings that may be pruned; None (default) takes those that `discover` finds.
+        forward: `(model, batch) -> output`, called instead of the model. If the score needs gradients, it returns the
             loss.
-        max_sparsity: With one budget, the largest fraction of its units that a coupling or layer loses, 0.9 by default;
-            or {name: fraction} as for `ratio`, with 0.9 for others.
-        multiple_of: The number of kept units is a multiple of this, or all; {name: number} works as for `ratio`. By
-            default, dimensions of 16-bit weights, and of packed experts (experts, out, in) in any dtype, stay multiples
-            of 16 bytes.
-        uniform: Whether to leave out what the config cannot hold. None does so for a transformers model, if neither
-            `couplings` nor a `ratio` by names says what is dropped, and the config can hold some of it.
-        tensor_parallel: Number of devices that an engine divides each layer over; numbers of kept
-            units stay multiples of this number times `multiple_of`.
+        max_sparsity: With one budget, the largest fraction of its units that a coupling or layer loses, 0.9 by default.
+            {name: fraction} works as for `ratio`, with 0.9 for what it does not name.
+        multiple_of: Each scope keeps a multiple of this number of units, or all of them. {name: number} works as for
+            `ratio`, and what it does not name keeps any number. By default, dimensions of 16-bit weights, and of packed
+            experts (experts, out, in) in any dtype, stay multiples of 16 bytes.
+        uniform: Whether to leave out what the config cannot hold. None (default) does so for a transformers model whose
+            config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names says what is
+            dropped.
+        tensor_parallel: The number of devices over which an engine divides each layer. Numbers of kept units stay
+            multiples of this number times `multiple_of`.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -152,57 +161,55 @@ def shrink(
     if scope not in ("coupling", "global"):
         raise SparsityError(f"shrink: scope must be 'coupling' or 'global', got {scope!r}")
     is_shared = cost_of is not None or scope == "global"  # one budget, of a cost or of units
-    asked = _checked_ratio(model, ratio, is_shared, kinds, couplings, uniform, tensor_parallel)
-    if max_sparsity is not None and not is_shared:
-        raise SparsityError(
-            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here each layer has its own "
-            "ratio; give cost= or scope='global', or lower the ratio"
-        )
-    level = max(asked, 0.5) if is_shared else asked  # couplings may lose more than the whole model
+    asked = _checked_ratio(model, ratio, is_shared, max_sparsity, kinds, couplings, uniform, tensor_parallel)
+    level = max(asked, 0.5) if is_shared else asked  # to meet one budget, a coupling may lose more than the ratio
     plain = plain_copy(model)
     normed = undo_weight_norms(plain)
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance, normed=normed)
-    # What can be removed, and is allowed to be
+    # Find what can be removed, and what the arguments allow to remove.
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
-    next(phase)
+    next(phase)  # begins the first phase on the progress bar, as each `next` does
     how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
-    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, is_verified=False)
+    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, verify_whole=False)
     if recover:
         discovery = _inside_blocks(plain, discovery, data)
-    limits = 0.9 if max_sparsity is None else max_sparsity
+    limits = _LIMIT if max_sparsity is None else max_sparsity
     numbers = {"ratio": ratio, "max_sparsity": limits, "multiple_of": multiple_of}
-    discovery, multiples = _by_layer(plain, discovery, numbers, kinds, tensor_parallel)
+    discovery, multiples = _divided_by_numbers(plain, discovery, numbers, kinds, tensor_parallel)
     next(phase)
     # With uniform=True, only what the config can hold is removed, even if that is nothing. With None, the same is done
     # if the call leaves open what is dropped, and the config can hold some of it.
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
-        is_any, fraction = (True, 0.5) if is_shared else (False, level)  # a config can often hold half of a size
-        described, widths = in_config(plain, discovery, reference_of, fraction, multiples, any_width=is_any)
-        if is_uniform := bool(uniform or described.couplings):
-            discovery, multiples = described, widths
-    # Which layers are pruned, and how many units each keeps
+        any_width, fraction = (True, 0.5) if is_shared else (False, level)  # a config can often hold half of a size
+        held, raised = in_config(plain, discovery, reference_of, fraction, multiples, any_width)
+        if is_uniform := bool(uniform or held.couplings):
+            discovery, multiples = held, raised
+    # Choose what is pruned, and how many units it keeps.
     quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
     chosen, left_out = _chosen(plain, discovery, quotas)
-    has_one_number = hasattr(plain, "config") and (is_uniform or not (is_open or uniform is False))
-    layers, quotas = _of_layers(plain, chosen, quotas, is_shared and not has_one_number)
+    may_differ = uniform is False or (is_open and not is_uniform)  # the layers of one coupling, although of equal size
+    each = is_shared and (may_differ or not hasattr(plain, "config"))
+    chosen, quotas = _divided_by_size(plain, chosen, quotas, each)
 
-    def pruned(some: Sequence[Coupling], scores: Rows) -> Trials:
+    # Make the units of the lowest scores zero, and remove them. Scores read the dense model alone, so that they stay
+    # the same when couplings are left out.
+    next(phase)
+    scores, errors = _scored(plain, chosen, data=data, score=score, token_mask=token_mask)
+
+    def with_zeros(some: Sequence[Coupling]) -> Trials:
         if not is_shared:
-            counts = {layer.name: quotas[layer.name].kept for layer in some}
+            counts = {coupling.name: quotas[coupling.name].kept for coupling in some}
         else:  # importances must add up: saliencies do, and squares of norms
             counts = counts_within(plain, some, scores, cost_of, asked, power=2 if score is None else 1, quotas=quotas)
         return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
-    # Their units of the lowest scores are made zero and removed
-    next(phase)
-    scored = partial(_scored, plain, data=data, score=score, token_mask=token_mask)
-    removals, small, report, failing = _removed(layers, scored, pruned, is_uniform)
+    removals, small, report, failing = _removed(chosen, scores, errors, with_zeros, is_uniform)
     if batches is not None and compensate is not None and removals:
         small, report = _with_compensation(plain, [removal for _, removal in removals], data, reference_of)
-    next(phase, None)
-    left_out += [*failing, *_unreached(removals, quotas, is_shared)]
+    next(phase, None)  # ends the last phase
+    left_out += [*failing, *_why_kept(removals, quotas, is_shared)]
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
     if recover:
         recovery = recover_blocks(small, model, data.batches, forward, token_mask=token_mask)
@@ -224,7 +231,7 @@ def _checked_data(
         data = CalibrationData.checked(model, batches, forward, token_mask, "shrink")
     example_inputs = data.batches[0] if example_inputs is None else example_inputs
     if example_inputs is None:
-        raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, whose first is taken")
+        raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, of which the first is taken")
     check_example(model, example_inputs, "shrink")
     return example_inputs, data
 
@@ -247,13 +254,13 @@ def _check_compensation(
 
 
 def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData) -> Discovery:
-    """Leave out couplings of hidden states between repeated blocks, because recovery matches these states."""
+    """Leave out couplings of the hidden states that pass between repeated blocks, because recovery matches them."""
     layers = [owner_of(model, name)[0] for name, p in named_tensors(model) if p.ndim > 1]
-    names = Walk(replace(data, model=model), (), layers=layers).names
+    blocks = Walk(replace(data, model=model), (), layers=layers).names
 
-    def is_stream(coupling: Coupling) -> bool:
+    def is_stream(coupling: Coupling) -> bool:  # its units are in several blocks
         members = ([m.fqn for m in bound.members] for bound in coupling.bind(model))
-        return any(len({n for n in names for fqn in fqns if fqn.startswith(f"{n}.")}) > 1 for fqns in members)
+        return any(len({b for b in blocks for fqn in fqns if fqn.startswith(f"{b}.")}) > 1 for fqns in members)
 
     streams = {coupling for coupling in discovery.couplings if is_stream(coupling)}
     pairs = [pair for pair in zip(discovery.couplings, discovery.counts, strict=True) if pair[0] not in streams]
@@ -266,14 +273,17 @@ def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData
     )
 
 
-def _by_layer(
+def _divided_by_numbers(
     model: nn.Module,
     discovery: Discovery,
     numbers: Mapping[str, Any],
     kinds: Sequence[str] | None,
     tensor_parallel: int,
 ) -> tuple[Discovery, dict[str, int]]:
-    """Divide couplings whose layers are given different numbers; return all, and the multiples that they keep."""
+    """Divide couplings for whose layers the arguments give different numbers.
+
+    Returns the discovery with all couplings, and {coupling: the number whose multiples it keeps}.
+    """
     _check_named(model, discovery, numbers, kinds)
     parts = divided(model, discovery.couplings, numbers)
     counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(model) for part in parts))
@@ -288,7 +298,7 @@ def _with_compensation(
     data: CalibrationData,
     reference_of: Callable[[nn.Module], Reference],
 ) -> tuple[nn.Module, Compaction]:
-    """Return the smaller model, whose kept weights make up for these removals, and its report."""
+    """Return the smaller model, whose weights make up for the removed units, and its report."""
     better, rows = compensated(model, removals, data)
     small, report = verified(reference_of(masked_copy(better, removals)), removals, with_config=True)
     return small, replace(report, compensation=tuple(rows))
@@ -297,9 +307,9 @@ def _with_compensation(
 def _check_named(
     model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any], kinds: Sequence[str] | None
 ) -> None:
-    """Raise an error if a number is given for a name that no units have."""
+    """Raise an error if an argument names what is not a coupling, a kind or a layer whose outputs can be removed."""
     couplings = discovery.couplings
-    known = {name for c in couplings for name in (c.name, c.layer_of, c.kind, "*")} - {""}
+    known = {name for c in couplings for name in (c.name, c.layer_of, c.kind, "*")} - {""}  # most have no `layer_of`
     known |= {name for name, _ in discovery.left_out}
     check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
     given = [(what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by]
@@ -319,15 +329,21 @@ def _checked_ratio(
     model: nn.Module,
     ratio: float | Mapping[str, float],
     is_shared: bool,
+    max_sparsity: object,
     kinds: Sequence[str] | None,
     couplings: Sequence[Coupling] | None,
     uniform: bool | None,
     tensor_parallel: int,
 ) -> float:
-    """Return the largest of the ratios; raise a SparsityError where it or another argument of `shrink` is wrong."""
+    """Return the largest of the ratios; raise a SparsityError if one of them or another argument is wrong."""
     for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
         how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
         raise SparsityError(f"shrink: kinds has {kind!r}, but removing whole {kind} changes outputs; use {how}")
+    if max_sparsity is not None and not is_shared:
+        raise SparsityError(
+            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here each layer has its own "
+            "ratio; give cost= or scope='global', or lower the ratio"
+        )
     if isinstance(ratio, Mapping) and (is_shared or not ratio):
         raise SparsityError(
             f"shrink: a ratio by names, {ratio!r}, gives each layer a number of its own, so it needs at least one name "
@@ -345,42 +361,44 @@ def _checked_ratio(
 
 
 def _removed(
-    layers: list[Coupling],
-    scored: Callable[[list[Coupling]], tuple[Rows, Mapping[str, SparsityError]]],
-    pruned: Callable[[list[Coupling], Rows], Trials],
+    couplings: Sequence[Coupling],
+    scores: Rows,
+    errors: Mapping[str, SparsityError],
+    with_zeros: Callable[[Sequence[Coupling]], Trials],
     uniform: bool,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
-    """Prune and remove, leaving layers out until all can be removed and, with `uniform`, the config can hold them.
+    """Remove units of the lowest scores, and leave couplings out until the others can be removed together.
 
-    Returns a list of (layer, removal), the smaller model, its report, and (name, reason) of layers left out.
+    With `uniform`, the config of the model must be able to hold the result, too. `with_zeros` chooses the units again
+    each time, because the couplings that stay may have to lose more to meet one budget.
+
+    Returns:
+        A list of (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
     """
-    left_out = list[tuple[str, str]]()
+    if errors and not scores:
+        raise list(errors.values())[-1]  # the score fits no coupling at all
+    rated = [c for c in couplings if any(bool(rows.any()) for rows in scores.get(c.name, ()))]
+    zero = [c.name for c in couplings if c.name in scores and c not in rated]
+    left_out = [(name, str(error)) for name, error in errors.items()]
+    left_out += [(name, "the score rates all of its units 0") for name in zero]
     while True:
-        scores, errors = scored(layers)
-        if errors and not scores:
-            raise list(errors.values())[-1]
-        rated = [c for c in layers if c.name in scores and any(bool(rows.any()) for rows in scores[c.name])]
-        zero = [c.name for c in layers if c.name in scores and c not in rated]
-        left_out += [(name, str(error)) for name, error in errors.items()]
-        left_out += [(name, "the score rates all of its units 0") for name in zero]
-        trials = pruned(rated, scores)
+        trials = with_zeros(rated)
         try:
             removals, small, report = trials.removed(rated)
-            layers = rated
         except SparsityError:
-            layers, failing = trials.divide(rated)
+            rated, failing = trials.divide(rated)
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
             if failing:
                 continue
-            removals, small, report = trials.removed(layers)
-        if uniform and layers and report.not_in_config:
-            rest = [[other for other in layers if other is not coupling] for coupling in layers]
-            fitting = next((at for at, some in enumerate(rest) if not trials.misfit(some)), 0)
-            why = f"the config cannot hold it together with others ({report.not_in_config}); uniform=False removes it"
-            left_out.append((layers[fitting].name, why))
-            layers = rest[fitting]
-            continue
-        return [(layers[removal.source].name, removal) for removal in removals], small, report, left_out
+            removals, small, report = trials.removed(rated)  # `divide` has added the attributes that were missing
+        if not (uniform and rated and report.not_in_config):
+            return [(rated[removal.source].name, removal) for removal in removals], small, report, left_out
+        # Leave out a coupling without which the config can hold the others; if there is none, leave out the first one.
+        without = [[other for other in rated if other is not coupling] for coupling in rated]
+        at = next((at for at, others in enumerate(without) if not trials.misfit(others)), 0)
+        why = f"the config cannot hold it together with others ({report.not_in_config}); uniform=False removes it"
+        left_out.append((rated[at].name, why))
+        rated = without[at]
 
 
 def _with_reasons(
@@ -391,30 +409,35 @@ def _with_reasons(
     left_out: Sequence[tuple[str, str]],
     tensor_parallel: int,
 ) -> Compaction:
-    """Return the report of `compact` with what was left out and why, and which engines load the model."""
+    """Return the report with what was left out, what is frozen, the reasons, and the engines that load the model."""
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
+    # Inputs and outputs keep their sizes in every model, so their axes are not listed.
     inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
     return replace(
         report,
         before=size_of(whole, report.before.flops),
         fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
-        left_out=(*_as_texts(left_out), *uncalled),
+        left_out=(*_as_lines(left_out), *uncalled),
         frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
         values=discovery.values,
     )
 
 
-def _of_layers(
+def _divided_by_size(
     model: nn.Module, couplings: Sequence[Coupling], quotas: Mapping[str, Quota], each: bool
 ) -> tuple[list[Coupling], dict[str, Quota]]:
-    """Divide couplings into layers if these differ in size, or always with `each`; return them with their quotas."""
-    layers: list[tuple[Coupling, str]] = []
+    """Divide couplings into layers where the sizes of these differ, or all couplings with `each`.
+
+    Returns the couplings with the quota of each.
+    """
+    parts: list[tuple[Coupling, Quota]] = []
     for coupling in couplings:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
-        layers += [(c, coupling.name) for c in (coupling.of_layers(model) if differ or each else [coupling])]
-    renamed = with_own_names([layer for layer, _ in layers])
-    pairs = [(layer, quotas[name]) for layer, (_, name) in zip(renamed, layers, strict=True)]
-    return renamed, {layer.name: replace(quota, units=layer.bind(model)[0].grid[-1]) for layer, quota in pairs}
+        layers = coupling.of_layers(model) if differ or each else [coupling]
+        parts += [(layer, quotas[coupling.name]) for layer in layers]
+    renamed = with_own_names([part for part, _ in parts])
+    pairs = zip(renamed, (quota for _, quota in parts), strict=True)
+    return renamed, {part.name: replace(quota, units=part.bind(model)[0].grid[-1]) for part, quota in pairs}
 
 
 def _without_lowest(
@@ -424,7 +447,7 @@ def _without_lowest(
     counts: Mapping[str, int],
     quotas: Mapping[str, Quota],
 ) -> Known:
-    """Return removals that keep the units of the highest scores, by the keys that `find_removals` looks up."""
+    """Return removals that keep the `counts` units of the highest scores, under the keys that `Trials` looks up."""
     known = Known()
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)
@@ -434,8 +457,8 @@ def _without_lowest(
     return known
 
 
-def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Write (name, reason) as lines; one line for more than a few that are left out for the same reason."""
+def _as_lines(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return (name, reason) as lines of text; more than a few names with the same reason share a line."""
     names: dict[str, list[str]] = {}
     for name, why in left_out:
         names.setdefault(why, []).append(name)
@@ -446,10 +469,10 @@ def _as_texts(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _unreached(
+def _why_kept(
     removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota], is_shared: bool
 ) -> list[tuple[str, str]]:
-    """Return (name, reason) of couplings that keep more than was asked for: all of their units, or the last one."""
+    """Return (name, reason) of couplings that keep more than was asked for: all of their units, or the last ones."""
     reasons = {}
     for name, removal in removals:
         units, quota = removal.scope_units, quotas[name]
@@ -465,16 +488,17 @@ def _unreached(
 def _scored(
     model: nn.Module, couplings: Sequence[Coupling], **how: Any
 ) -> tuple[dict[str, list[Tensor]], dict[str, SparsityError]]:
-    """Return the scores of `_all_scored`, and {name: error} of couplings that the score does not fit."""
+    """Return the scores of `_all_scored`, and {name: error} of couplings that the score does not fit.
+
+    If scoring all at once fails, the couplings are scored by halves, down to those that fail by themselves.
+    """
     try:
         return _all_scored(model, couplings, **how), {}
-    except SparsityError as e:
-        if not couplings:
-            raise
+    except SparsityError as e:  # not raised without couplings
         if len(couplings) == 1:
             return {}, {couplings[0].name: e}
     half = len(couplings) // 2
-    (scores, errors), (others, more) = (_scored(model, some, **how) for some in (couplings[:half], couplings[half:]))
+    (scores, errors), (others, more) = (_scored(model, part, **how) for part in (couplings[:half], couplings[half:]))
     return scores | others, errors | more
 
 
@@ -485,13 +509,15 @@ def _all_scored(
     score: Score | str | None,
     token_mask: TokenMask,
 ) -> dict[str, list[Tensor]]:
-    needs = needs_of(parse_score(score, "shrink: "))
+    """Return {coupling: for each of its layers, the scores of its units [scopes, units]}."""
     if not couplings:
         return {}
+    needs = needs_of(parse_score(score, "shrink: "))
     if any(need.startswith("input") for need in needs):
         couplings = [replace(coupling, member_scores="consumers") for coupling in couplings]
-    is_built_in = not needs and not callable(score)  # so weights are only read, and need not be copied
-    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_built_in}
+    # A built-in score that needs no statistics only reads weights, so the copy may share them with the model.
+    is_read_only = not needs and not callable(score)
+    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_read_only}
     copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
@@ -501,7 +527,7 @@ def _all_scored(
         return frozenset(id(parameter_of(*owner_of(copied, name))) for name in names)
 
     scores: dict[tuple[frozenset[int], int], list[Tensor]] = {}
-    for names, rows in sparsifier.block_scores():  # couplings of the same tensors are in the order of their stages
+    for names, rows in sparsifier.block_scores():  # those of the same tensors come in the order of `couplings`
         scores.setdefault((ids(names), rows.shape[-1]), []).append(rows)
 
     def rows_of(bound: BoundCoupling) -> Tensor:
@@ -511,20 +537,21 @@ def _all_scored(
     rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
     for coupling in couplings if score is None else ():
         pairs = zip(coupling.bind(model), rated[coupling.name], strict=True)
-        rated[coupling.name] = [_whole(bound, rows, model) for bound, rows in pairs]
+        rated[coupling.name] = [_with_columns(bound, rows, model) for bound, rows in pairs]
     for module in copied.modules():
-        module._buffers.clear()  # the masks, whose modules refer to each other, so that they would be freed much later
+        module._buffers.clear()  # frees the masks now; their modules refer to each other and are freed much later
     return rated
 
 
-def _whole(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
-    """Add the entries of units along a second dimension, as in recurrent weights, to the norms of the units."""
+def _with_columns(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
+    """Add the entries that units have along a second dimension of a weight, as in recurrent ones, to their norms."""
     numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
         if not first.is_parameter or first is member:
-            continue
+            continue  # the norms have all entries of such a tensor
         weight = plain_tensors(model, [member.fqn])[member.fqn].detach()
+        # For each element, the numbers of the units to which it belongs by the first and by the second dimension.
         owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
         for view in (m.pattern(owner) for owner, m in zip(owners, (first, member), strict=True)):
             view.copy_(numbers.reshape(*bound.grid, *[1] * (view.ndim - numbers.ndim)).expand_as(view))
@@ -543,10 +570,10 @@ def _quotas(
     limits: float | Mapping[str, float],
     multiples: Mapping[str, int],
 ) -> dict[str, Quota]:
-    """Return {name: quota} for the couplings with these kinds or names."""
+    """Return {name: quota} for the couplings that `kinds` names, or for all if it is None."""
     pruned = [c for c in discovery.couplings if kinds is None or {c.name, c.layer_of, c.kind} & {*kinds}]
     level = numbers_by_coupling(model, pruned, levels, 0.0, "ratio")
-    limit = numbers_by_coupling(model, pruned, limits, 0.9, "max_sparsity")
+    limit = numbers_by_coupling(model, pruned, limits, _LIMIT, "max_sparsity")
     return {
         c.name: Quota(
             units=c.bind(model)[0].grid[-1], level=level[c.name], limit=limit[c.name], multiple=multiples[c.name]
@@ -558,38 +585,38 @@ def _quotas(
 def _chosen(
     model: nn.Module, discovery: Discovery, quotas: Mapping[str, Quota]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """Return couplings to prune, no two of which divide one dimension of a tensor, and (name, reason) of others."""
+    """Return couplings to prune, no two of which divide one dimension of a tensor, and (name, reason) of the others."""
     pruned = [coupling for coupling in discovery.couplings if coupling.name in quotas and quotas[coupling.name].level]
     others = [coupling.name for coupling in discovery.couplings if coupling not in pruned]
-    no_level, not_asked = "the ratio of it is 0, or does not name it", "kinds leaves it out"
+    no_level, not_asked = "ratio is 0 for it, or does not name it", "kinds leaves it out"
     left_out = [*discovery.left_out, *((name, no_level if name in quotas else not_asked) for name in others)]
     places = {coupling: _places(model, coupling) for coupling in pruned}
     dropped = {coupling: 1 - quotas[coupling.name].kept / quotas[coupling.name].units for coupling in places}
     chosen: list[Coupling] = []
-    for rivals in connected(places):
-        sets = []
+    for rivals in connected(places):  # couplings that share places, directly or through others
+        sets = []  # for each rival, a set of couplings that has it and shares no places
         for first in rivals:
-            compatible = dict.fromkeys(places[first], first)  # {place: the coupling that divides it}
+            owners = dict.fromkeys(places[first], first)  # {place: the coupling of the set that divides it}
             for coupling in rivals:
-                if compatible.keys().isdisjoint(places[coupling]):
-                    compatible |= dict.fromkeys(places[coupling], coupling)
-            sets.append(list(dict.fromkeys(compatible.values())))
+                if owners.keys().isdisjoint(places[coupling]):
+                    owners |= dict.fromkeys(places[coupling], coupling)
+            sets.append(list(dict.fromkeys(owners.values())))
         # Whole heads, which a config can count, come before parts of heads. In a grouped convolution, fewer inputs and
         # outputs in each group remove more than fewer groups.
-        parts = {c for c in rivals if c.kind == "head size" or not dropped[c]}
+        worse = {c for c in rivals if c.kind == "head size" or not dropped[c]}
         sizes = [round(_removed_parameters(model, some, places, dropped)) for some in sets]
-        chosen += max(zip(sets, sizes, strict=True), key=lambda row: (not parts & {*row[0]}, row[1]))[0]
-    owners = {place: coupling.name for coupling in chosen for place in places[coupling]}
+        chosen += max(zip(sets, sizes, strict=True), key=lambda row: (worse.isdisjoint(row[0]), row[1]))[0]
+    owners = {place: coupling for coupling in chosen for place in places[coupling]}
     for coupling in places:
         if coupling not in chosen:
             shared = next(place for place in places[coupling] if place in owners)
-            why = f"dimension {shared[1]} of {shared[0]} is pruned by {owners[shared]!r} already"
+            why = f"dimension {shared[1]} of {shared[0]} is pruned by {owners[shared].name!r} already"
             left_out.append((coupling.name, why))
     return [coupling for coupling in places if coupling in chosen], left_out
 
 
 def _places(model: nn.Module, coupling: Coupling) -> list[_Place]:
-    """Return the tensor dimensions that a coupling divides."""
+    """Return the dimensions of tensors, or parts of dimensions, that a coupling divides."""
     members = [member for bound in coupling.bind(model) for member in bound.members]
     divided = [(member, member.pattern.dimension_of(coupling.unit)) for member in members]
     return [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
@@ -601,12 +628,13 @@ def _removed_parameters(
     places: Mapping[Coupling, Sequence[_Place]],
     dropped: Mapping[Coupling, float],
 ) -> float:
-    """Return how many parameters the couplings remove together, if each loses a fraction of its units."""
-    tensors, removed = dict(named_tensors(model)), defaultdict[str, dict[int, float]](lambda: defaultdict(float))
+    """Return how many parameters the couplings remove together; `dropped` has the fraction of units that each drops."""
+    tensors = dict(named_tensors(model))
+    removed = defaultdict[str, dict[int, float]](lambda: defaultdict(float))  # {tensor: {dimension: fraction}}
     for coupling in couplings:
         for name, d, outside in places[coupling]:
             if name in tensors:
-                inside = 1 - sum(outside or ()) / tensors[name].shape[d]
+                inside = 1 - sum(outside or ()) / tensors[name].shape[d]  # the share of the part that has the units
                 removed[name][d] += inside * dropped[coupling]
     kept = {name: math.prod(1 - fraction for fraction in by.values()) for name, by in removed.items()}
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())

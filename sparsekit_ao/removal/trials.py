@@ -1,9 +1,12 @@
-"""removable: the couplings that `compact` can remove from a model, found by removing units and comparing outputs."""
+"""`removable` finds by trials which couplings `compact` can remove from a model.
+
+A trial removes units that are zero, and compares the outputs of the smaller model with those of the larger one.
+"""
 
 import contextlib
 import itertools
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,15 +25,17 @@ from ..models.progress import progress_bar
 from ..sparsifiers.config import excluded_names
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
-from .levels import multiple_for, with_own_names
+from .levels import multiple_for, numbers_by_coupling, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config, width_attrs
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
-_NEAREST = 7  # so many candidates for attributes of a coupling are tried by themselves
-_ENOUGH = 3  # after so many failures, couplings whose names differ in numbers only are not tried
+_NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
+_ENOUGH = 3  # after this many failures in a family (see `_family`), no other coupling of the family is tried
 NOT_TRIED = f"not tried, since {_ENOUGH} like it cannot be removed: "
+
+_Failures = defaultdict[str, list[str]]  # {family: for each of its couplings that cannot be removed, the reason}
 
 
 def removable(
@@ -45,27 +50,30 @@ def removable(
 ) -> Discovery:
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
 
-    Random units are made zero in a copy of the model, removed from another one, and the outputs of both compared. Where
-    they differ, each coupling is tried by itself. Integers near its tensors that equal a removed size are then changed
-    too (`num_heads`, `config.hidden_size`, entries of tuples). Two couplings that fail because the forward has one
-    number for both (such as one head size for queries and values) are merged. Prune the result by `joint_entries`, then
-    `compact`.
+    Random units are made zero in one copy of the model and removed from another copy, and the outputs of both copies
+    are compared. If they differ, fewer couplings are tried together, down to single ones. Integers near the tensors of
+    a single coupling that equal a removed size (`num_heads`, `config.hidden_size`, entries of tuples) are then changed
+    too. Two couplings that fail because the forward has one number for both (such as one head size for queries and
+    values) are merged. Prune the couplings of the result by `joint_entries`, and then call `compact`.
 
     Args:
-        model: Not changed; copies run.
+        model: The model, which is not changed because copies run.
         example_inputs, tolerance: As for `compact`.
+        couplings: The couplings that are tried; None (default) takes those that `discover` finds. If the model has been
+            made smaller since they were found, couplings whose sizes no longer fit are replaced by what is found for
+            the same tensors.
+        ratio: The fraction of the units of every coupling that a trial removes.
+        exclude: Names, globs and regular expressions of tensors or modules, and module classes. A layer of a coupling
+            is left out if it has such a tensor. The remaining layers are then couplings of their own.
         multiple_of: As for `shrink`.
-        couplings: To be tried; None takes what `discover` finds. If the model has been made smaller
-            since, those whose sizes no longer fit are replaced by what is found for the same tensors.
-        ratio: Fraction of the units of every coupling that is removed in the trial.
-        exclude: Names, globs and regular expressions of tensors or modules, and module classes. Layers of a coupling
-            with such a tensor are left out; the others are then couplings of their own.
 
     Returns:
-        As `discover`; `left_out` has the couplings that cannot be removed, with the reason. All names differ.
+        A result as of `discover`. Its `left_out` has the couplings that cannot be removed, with the reasons. No two
+        couplings have the same name.
 
     Raises:
-        SparsityError: As `discover`; the model does not run, or returns no tensor, only zeros, or a nan.
+        SparsityError: As for `discover`; or a coupling names a tensor that the model does not have; or the model does
+            not run, or returns no tensor, only zeros, or a nan.
 
     >>> class Heads(nn.Module):
     ...     def __init__(self):
@@ -92,35 +100,39 @@ def find_removable(
     exclude: Sequence[str | type],
     multiple_of: int | Mapping[str, int] | None,
     tolerance: float,
-    is_verified: bool = True,
+    verify_whole: bool = True,
 ) -> Discovery:
-    """Find couplings as `removable`, by trials of a short twin where there is one.
+    """Find couplings as `removable` does, by trials of a short twin if the model has one.
 
-    If the twin does not run, or its couplings cannot be removed from the whole model, the whole model is tried.
-    With `is_verified=False`, discovery uses a short model, too. Where its couplings cannot be removed from the whole
-    one, discovery is repeated there.
+    The whole model is tried if the twin does not run, or if the whole model fails without the units that can be removed
+    from the twin.
+
+    Args:
+        verify_whole: Whether to remove from the whole model, once, what can be removed from the twin. False is for
+            callers that do this themselves. Discovery then uses a short model too; if the couplings that it finds there
+            cannot be removed from the whole model, discovery is repeated on the whole model.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
-        check_multiple(number, "")  # else it would be the reason why each coupling is left out
-    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "is_verified": is_verified}
+        check_multiple(number, "")  # otherwise trials would fail, and every coupling be left out for this reason
+    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of}
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
     if couplings is not None:
-        tested = partial(removable, model, example_inputs, tolerance=tolerance)
-        fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), tested])
-        given = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(stale))
-        return _found(model, given, reference_of, **how)
-    if not is_verified and (short := discover_in_twin(model, example_inputs)) is not None:
-        with contextlib.suppress(_TwinError):
-            return _found(model, short, reference_of, **{**how, "is_verified": True}, in_whole=False)
-    return _found(model, discover(model, example_inputs), reference_of, **how)
+        search_by_trials = partial(removable, model, example_inputs, tolerance=tolerance)
+        fitting, left_out = _refitted(model, couplings, [partial(discover, model, example_inputs), search_by_trials])
+        given = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(left_out))
+        return _removable_part(model, given, reference_of, **how, verify_whole=verify_whole)
+    if not verify_whole and (short := discover_in_twin(model, example_inputs)) is not None:
+        with contextlib.suppress(_TwinError):  # what was discovered in a short model is always verified
+            return _removable_part(model, short, reference_of, **how, verify_whole=True, may_try_whole=False)
+    return _removable_part(model, discover(model, example_inputs), reference_of, **how, verify_whole=verify_whole)
 
 
 class _TwinError(Exception):
-    """What was found in a twin does not hold for the whole model."""
+    """Raised if what was found in a twin does not hold for the whole model."""
 
 
-def _found(
+def _removable_part(
     model: nn.Module,
     discovery: Discovery,
     reference_of: Callable[[nn.Module], Reference],
@@ -128,63 +140,66 @@ def _found(
     ratio: float,
     exclude: Sequence[str | type],
     multiple_of: int | Mapping[str, int] | None,
-    is_verified: bool,
-    in_whole: bool = True,
+    verify_whole: bool,
+    may_try_whole: bool = True,
 ) -> Discovery:
-    """Find by trials which couplings of a discovery can be removed; arguments as of `find_removable`.
+    """Return a discovery with the couplings that can be removed, found by trials.
+
+    The arguments are those of `find_removable`, except for `may_try_whole`, which says whether the whole model is tried
+    if the twin is of no use.
 
     Raises:
-        _TwinError: Only without `in_whole`: there is no twin whose couplings can be used. With it, the model is tried.
+        _TwinError: With `may_try_whole=False`, if there is no twin, or what was found in it cannot be used.
     """
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
     tried, left_out = _tried(model, discovery, excluded, ratio)
-    if multiple_of is None:
-        multiple_of = {coupling.name: multiple_for(model, coupling) for coupling in tried}
-    multiple_of = by_name(multiple_of, tried)
+    # If the layers of one coupling have different numbers, the trials take that of the first layer.
+    numbers = numbers_by_coupling(model, tried, multiple_of, 1, "multiple_of")
+    multiples = {c.name: multiple_for(model, c) if numbers[c.name] is None else numbers[c.name] for c in tried}
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
-        def trials(running: nn.Module, failed: Counter[str], some: Sequence[Coupling]) -> Trials:
-            return Trials(running, _random(running, some, ratio, multiple_of), reference_of, bar.update, failed)
+        def make_trials(running: nn.Module, some: Sequence[Coupling], failures: _Failures | None = None) -> Trials:
+            known = _random_removals(running, some, ratio, multiples)
+            return Trials(running, known, reference_of, bar.update, failures)
 
         def found_in(twin: Twin) -> tuple[list[Coupling], dict[Coupling, str]] | None:
             try:
-                good, failing = _divided(twin.model, twin.couplings, partial(trials, twin.model, Counter()))
+                good, failing = _divided(twin.model, twin.couplings, partial(make_trials, twin.model))
                 good = [twin.in_whole(coupling) for coupling in good]
-                is_wrong = is_verified and trials(model, Counter(), good).problem(good)
-            except SparsityError:
+                problem = make_trials(model, good).problem(good) if verify_whole else ""
+            except SparsityError:  # such as: the twin, or the whole model, does not run
                 return None
-            return None if is_wrong else (good, failing)
+            return None if problem else (good, failing)
 
         twin = make_twin(model, tried)
-        found = twin and found_in(twin)
-        if not found and not in_whole:
+        found = None if twin is None else found_in(twin)
+        if found is None and not may_try_whole:
             raise _TwinError
-        good, failing = found or _divided(model, tried, partial(trials, model, Counter()))
-    names = [coupling.name for coupling in tried]
+        good, failing = found or _divided(model, tried, partial(make_trials, model))
+    names = [coupling.name for coupling in tried]  # single layers have other names, and come last
     good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
-    good, parts = _without_layers(model, good, excluded)
-    left_out += parts
+    good, of_layers = _without_layers(model, good, excluded)
     return replace(
         discovery,
         couplings=tuple(good),
         counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
-        left_out=(*left_out, *((coupling.name, why) for coupling, why in failing.items())),
+        left_out=(*left_out, *of_layers, *((coupling.name, why) for coupling, why in failing.items())),
     )
 
 
 def _tried(
     model: nn.Module, discovery: Discovery, excluded: Mapping[str, str], ratio: float
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """The couplings that are tried, with names of their own, and (name, reason) of the others."""
+    """Return the couplings that are tried, with names that differ, and (name, reason) of those that are left out."""
     tried, left_out = list[Coupling](), list(discovery.left_out)
     for coupling in with_own_names(discovery.couplings):
         bindings = coupling.bind(model)
         reasons = [_why_excluded(bound, excluded) for bound in bindings]
         why = reasons[0] if all(reasons) else ""
         if not why and coupling.lists:
-            why = "its units are modules of a list; give them masks by its entries, and call compact with a tolerance"
-        if not why and all(_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
+            why = "its units are modules of a list; prune them by its `entries`, and call compact with a tolerance"
+        if not why and all(_count_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
             why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
         if why:
             left_out.append((coupling.name, why))
@@ -196,12 +211,12 @@ def _tried(
 def _without_layers(
     model: nn.Module, couplings: Sequence[Coupling], excluded: Mapping[str, str]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """Divide couplings with excluded layers into the other layers; (name, reason) of the excluded ones."""
+    """Divide couplings that have excluded layers; return what is not excluded, and (name, reason) of what is."""
     kept, left_out = list[Coupling](), list[tuple[str, str]]()
     for coupling in couplings:
         reasons = [_why_excluded(bound, excluded) for bound in coupling.bind(model)]
         layers = coupling.of_layers(model) if any(reasons) else [coupling]
-        for layer, why in zip(layers, reasons, strict=False):
+        for layer, why in zip(layers, reasons, strict=False):  # there are more reasons, all "", if it is not divided
             if why:
                 left_out.append((layer.name, why))
             else:
@@ -210,27 +225,37 @@ def _without_layers(
 
 
 def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:
+    """Return the reason for which the first excluded member is excluded, or "" if none is."""
     return next((excluded[member.fqn] for member in bound.members if member.fqn in excluded), "")
 
 
 def _refitted(
     model: nn.Module, couplings: Sequence[Coupling], searches: Sequence[Callable[[], Discovery]]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """Replace couplings whose sizes do not fit the model by those that are found; (name, reason) of the rest."""
+    """Replace couplings whose sizes do not fit the model by those that are found for the same tensors.
+
+    The searches are called one after the other, as long as couplings wait to be replaced.
+
+    Returns:
+        The couplings that fit, and (name, reason) of those for which no replacement was found.
+
+    Raises:
+        SparsityError: A coupling names a tensor that the model does not have.
+    """
     fitting, stale = list[Coupling](), dict[Coupling, SparsityError]()
     for coupling in couplings:
         try:
             coupling.bind(model)
             fitting.append(coupling)
         except SparsityError as e:
+            if not _tensor_sets(coupling, model):
+                raise
             stale[coupling] = e
     for search in searches:
-        candidates = {other: _tensor_sets(other, model) for other in search().couplings} if stale else {}
-        for coupling, why in [*stale.items()]:
+        candidates = {found: _tensor_sets(found, model) for found in search().couplings} if stale else {}
+        for coupling in [*stale]:
             wanted = _tensor_sets(coupling, model)
-            if not all(wanted):
-                raise why
-            same = [other for other, sets in candidates.items() if sets <= wanted]
+            same = [found for found, sets in candidates.items() if sets <= wanted]  # all layers of these are in it
             fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
             if same:
                 del stale[coupling]
@@ -238,26 +263,35 @@ def _refitted(
 
 
 def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:
-    """Return, for each layer of a coupling, its tensors' names with axes; no names if a member matches nothing."""
+    """Return a set of (tensor, axes) for each layer of a coupling; no sets if a member matches no tensor."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     layers: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for member, axes in coupling.members.items():
         axes = re.sub(r"\s*(\d+ *\+|\+ *\d+)\s*", "", axes)  # without the lengths of concatenated parts
-        for captured, fqns in match_names(member, names).items() or [((), [])]:
+        if not (matches := match_names(member, names)):
+            return set()
+        for captured, fqns in matches.items():
             layers.setdefault(captured, set()).update((fqn, axes) for fqn in fqns)
     return {frozenset(layer) for layer in layers.values()}
 
 
 def _divided(
-    model: nn.Module, couplings: Sequence[Coupling], trials: Callable[[Sequence[Coupling]], "Trials"]
+    model: nn.Module, couplings: Sequence[Coupling], make_trials: Callable[[Sequence[Coupling], _Failures], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
-    """Couplings that can be removed together, some of them merged or with more `attrs`; and why the others cannot."""
-    first = trials(couplings)
+    """Divide couplings by trials into those that can be removed together and the others.
+
+    Returns:
+        The couplings that can be removed together, some of them merged, divided into layers, or with more `attrs`; and
+        {coupling: reason} of the others.
+    """
+    failures = _Failures(list)
+    first = make_trials(couplings, failures)
     first.reference.check_lengths()
     good, failing = first.divide(couplings)
     fitted, replaced = list[Coupling](), set[Coupling]()  # couplings that replace others, and the replaced ones
     for merged, parts in _merges(model, good, failing):
-        if replaced.isdisjoint(parts) and not first.has_failed(merged) and (fit := trials([merged]).fitted(merged)):
+        is_open = replaced.isdisjoint(parts) and not first.has_failed(merged)
+        if is_open and (fit := make_trials([merged], failures).fitted(merged)):
             fitted.append(fit)
             replaced.update(parts)
     for coupling in failing:
@@ -276,16 +310,23 @@ def _divided(
     del first  # frees its masked model
     if fitted:
         good = [*(coupling for coupling in good if coupling not in replaced), *fitted]
-        good, more = trials(good).divide(good)
+        # All of these can be removed by themselves, so what else failed in their families is no reason to skip them.
+        good, more = make_trials(good, _Failures(list)).divide(good)
         failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | of_layers | more
     return good, failing
 
 
 class Trials:
-    """Runs smaller models: all units in `known` are zero in a masked model; a trial removes those of some couplings.
+    """Trials of smaller models, each of which removes units that are zero in one masked model.
 
-    `reference_of` returns the reference of the masked model. `done` is called after each trial, and `failed` counts for
-    each kind the couplings that could not be removed.
+    Args:
+        model: The model, which is not changed.
+        known: The removals of all couplings that may be tried. The masked model is a copy in which all units that they
+            drop are zero, so each trial removes the units of some couplings, and the others stay as zeros.
+        reference_of: A function that returns the `Reference` of a masked model.
+        done: A function that is called after each trial.
+        failures: {family: reasons} of couplings that cannot be removed, to which this object adds. Several objects may
+            share it. None (default) begins with no failures.
     """
 
     def __init__(
@@ -294,29 +335,28 @@ class Trials:
         known: Known,
         reference_of: Callable[[nn.Module], Reference],
         done: Callable[[], object] = lambda: None,
-        failed: Counter[str] | None = None,
+        failures: _Failures | None = None,
     ) -> None:
-        self._failed = Counter[str]() if failed is None else failed
-        self._fits, self._why = dict[Coupling, Coupling | None](), dict[str, str]()
-        self._problems: dict[tuple[Coupling, ...], str] = {}
+        self._failures = _Failures(list) if failures is None else failures
+        self._fits = dict[Coupling, Coupling | None]()  # {coupling that fails: what `fitted` returned for it}
+        self._problems: dict[tuple[Coupling, ...], str] = {}  # {couplings: what `problem` returned for them}
         self._known, self._multiples = known, {coupling.name: multiple for coupling, multiple in known}
         self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
         self._done, self.reference = done, reference_of(self._masked)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
-        """What is wrong with the model without the zero units of these couplings; empty if nothing is."""
-        if (tried := self._problems.get(tuple(couplings))) is None:
-            tried = self._problems[tuple(couplings)] = self._problem(couplings)
-        return tried
+        """Return what is wrong with the model without the zero units of these couplings, or "" if nothing is."""
+        key = tuple(couplings)
+        if key not in self._problems:
+            self._problems[key] = self._problem(couplings)
+            self._done()
+        return self._problems[key]
 
     def _problem(self, couplings: Sequence[Coupling]) -> str:
         try:
-            removals = self._removals(couplings)
-            small = without_units(self._masked, removals, discarded=True)[0]
+            small = without_units(self._masked, self._removals(couplings), discarded=True)[0]
         except SparsityError as e:
             return str(e)
-        finally:
-            self._done()
         comparison = compared(self.reference, small, discarded=True)
         return comparison if isinstance(comparison, str) else ""
 
@@ -325,45 +365,51 @@ class Trials:
         return find_removals(self._masked, couplings, multiples, self._known)
 
     def removed(self, couplings: Sequence[Coupling]) -> tuple[list[Removal], nn.Module, Compaction]:
-        """The removals of these couplings; the smaller model and the report as of `verified`, with its config."""
+        """Return the removals of these couplings, and the smaller model and its report from `verified`.
+
+        The config of a transformers model is changed accordingly, if it can hold the result.
+        """
         removals = self._removals(couplings)
         return removals, *verified(self.reference, removals, with_config=True)
 
     def misfit(self, couplings: Sequence[Coupling], kept: int = 1) -> str:
-        """How the model without the zero units of these couplings differs from one constructed from its config.
+        """Return how the model without the zero units of these couplings differs from what its config describes.
 
-        At least so many units are kept in each scope.
+        The text is "" if a model that is constructed from the config does not differ. At least `kept` units are kept in
+        each scope; where fewer would be, the first zero units stay.
         """
         removals = self._removals(couplings)
-        drops = [(r, ~r.keep) for r in removals]
-        removals = [replace(r, keep=r.keep | (drop & (drop.cumsum(-1) <= kept - r.kept))) for r, drop in drops]
+        removals = [replace(r, keep=r.keep | (~r.keep & ((~r.keep).cumsum(-1) <= kept - r.kept))) for r in removals]
         small, _, notes, _ = without_units(self._masked, removals, discarded=True)
         redo_weight_norms(small, self.reference.normed)
         why = fit_config(self._masked, small, removals, self.reference, discarded=True)[1]
         return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
     def divide(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """The couplings that can be removed together, with the attributes that this changes; and why others cannot."""
+        """Return the couplings that can be removed together, some with more `attrs`, and {other coupling: reason}."""
         good, failing = self._split(list(couplings))
-        fits = {coupling: self._fits.get(coupling) for coupling in failing}
+        fits = {coupling: self._fits.get(coupling) for coupling in failing}  # `_split` has looked for them
         good, more = self._extended(good, [fit for fit in fits.values() if fit is not None])
         return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
 
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
-        """The coupling with the fewest further `attrs` with which it can be removed; None if none were found.
+        """Return a coupling with the further `attrs` that its removal needs, or None if none were found.
 
-        With `together=1`, these are tried in turn: all candidates; those outside of configs; these and the widths that
-        forwards read; each of the nearest alone. With more, only sets of `together` of the nearest are tried.
+        With `together=1`, these attributes are tried in turn: all candidates; those outside of configs; these and the
+        widths that forwards read; each of the nearest candidates alone. From a set that works, attributes are dropped
+        as long as it works without them. With a larger number, only sets of this many of the nearest candidates are
+        tried.
         """
         if self.has_failed(coupling, together):
             return None
         fit = self._fitted(coupling, together)
-        self._failed[_kind(coupling, together)] += fit is None
+        if fit is None:
+            self._failures[_family(coupling, together)].append(self.problem([coupling]))
         return fit
 
     def has_failed(self, coupling: Coupling, together: int = 1) -> bool:
-        """Whether enough couplings of its kind have failed."""
-        return self._failed[_kind(coupling, together)] >= _ENOUGH
+        """Return whether couplings of the same family have failed so often that this one is not tried."""
+        return len(self._failures[_family(coupling, together)]) >= _ENOUGH
 
     def _fitted(self, coupling: Coupling, together: int) -> Coupling | None:
         if not self.problem([coupling]):
@@ -376,7 +422,7 @@ class Trials:
         near = [path for path in axes if "config" not in path.split(".")]
         nearest, widths = list(axes)[:_NEAREST], width_attrs(self._masked, coupling)
         tries = [list(axes), near, [*near, *widths] if widths else []] if together == 1 else []
-        axes |= widths
+        axes |= widths  # after `nearest`, which has no widths
         for paths in tries:
             if paths and not self.problem([with_attrs(paths)]):
                 for path in reversed(paths):  # the farthest are dropped first
@@ -384,30 +430,36 @@ class Trials:
                     paths = paths if self.problem([with_attrs(fewer)]) else fewer
                 return with_attrs(paths)
         sets: list[tuple[str, ...]] = [(path,) for path in nearest]
-        if together > 1:  # one of each set must change something by itself
+        if together > 1:  # sets in which no attribute changes anything by itself are not tried
             idle = {path for path in nearest if self.problem([with_attrs([path])]) == self.problem([coupling])}
             sets = [paths for paths in itertools.combinations(nearest, together) if not idle.issuperset(paths)]
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Divide couplings by trials of halves: those that can be removed together as they are; why others cannot."""
-        stopped = {c: NOT_TRIED + self._why.get(_kind(c), "") for c in couplings if self.has_failed(c)}
-        if stopped:
+        """Return the couplings that can be removed together as they are, and {other: reason}, by trials of halves.
+
+        For each single coupling that fails, `_fits` gets the coupling with further attributes, or None.
+        """
+        if stopped := {c: NOT_TRIED + self._failures[_family(c)][-1] for c in couplings if self.has_failed(c)}:
             good, failing = self._split([coupling for coupling in couplings if coupling not in stopped])
             return good, failing | stopped
-        why = self.problem(couplings)
-        if why and len(couplings) == 1:
-            self._why[_kind(couplings[0])] = why
-            self._fits[couplings[0]] = self.fitted(couplings[0])
-        if not why or len(couplings) <= 1:  # without any, the model itself may not run
-            return ([], dict.fromkeys(couplings, why)) if why else (couplings, {})
+        if not (why := self.problem(couplings)):
+            return couplings, {}
+        if len(couplings) <= 1:  # an empty list fails if the model itself does not run
+            for coupling in couplings:
+                self._fits[coupling] = self.fitted(coupling)
+            return [], dict.fromkeys(couplings, why)
         half = len(couplings) // 2
+        # The second half is divided last, when it is known what failed in the first one.
         (good, failing), (others, more) = self._split(couplings[:half]), self._split(couplings[half:])
         good, contradicting = self._extended(good, others)
         return good, failing | more | contradicting
 
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Extend couplings that can be removed together by those others that can join, at once or one by one."""
+        """Add others to couplings that can be removed together, at once or one by one.
+
+        The others can be removed without these couplings. Also returns {other: reason} of those that are not added.
+        """
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
         failing = {}
@@ -429,90 +481,105 @@ def in_config(
 ) -> tuple[Discovery, dict[str, int]]:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
-    Couplings that fail are tried again together with others that have as many units, since one field may hold both.
-    Trials are of a short twin, if its config describes that.
-    Also returns `multiples`. With `any_width`, a number in it is raised if the config cannot hold every multiple of it.
+    Couplings that fail are tried again together with all failing ones that have as many units, since one field of the
+    config may hold the number of all of them. Trials run on a short twin if its config describes it.
+
+    Args:
+        model, discovery, reference_of, ratio: The model, and what `find_removable` found in it with this ratio.
+        multiples: {name of a coupling: the number whose multiples it keeps}.
+        any_width: Whether couplings may later keep any multiple of their number, and not only what the ratio leaves.
+            Each number is then raised until the config can hold the largest multiple below all units. Only multiples of
+            the number that divide the units are tried, or the number itself if there are none. If no number is right,
+            it becomes the number of units, so that all of them are kept.
+
+    Returns:
+        The discovery with the couplings that the config can hold, and `multiples` with the numbers that were raised.
     """
-    twin, trials, couplings = make_twin(model, discovery.couplings), None, discovery.couplings
-    with contextlib.suppress(SparsityError):
+    twin, couplings, trials = make_twin(model, discovery.couplings), discovery.couplings, None
+    with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
-            short = Trials(twin.model, _random(twin.model, twin.couplings, ratio, multiples), reference_of)
-            trials, couplings = (None, couplings) if short.misfit([]) else (short, twin.couplings)
-    trials = trials or Trials(model, _random(model, couplings, ratio, multiples), reference_of)
-    together = {coupling: [coupling] for coupling in couplings}
+            short = Trials(twin.model, _random_removals(twin.model, twin.couplings, ratio, multiples), reference_of)
+            if not short.misfit([]):
+                trials, couplings = short, twin.couplings
+    trials = trials or Trials(model, _random_removals(model, couplings, ratio, multiples), reference_of)
+    together = {coupling: [coupling] for coupling in couplings}  # {coupling: those that one field holds with it}
     failing = {coupling: why for coupling in couplings if (why := trials.misfit([coupling]))}
-    units = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in failing}
-    for number in dict.fromkeys(units.values()):
-        equal = [coupling for coupling in failing if units[coupling] == number]
+    units_of = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in couplings}
+    for number in dict.fromkeys(units_of[coupling] for coupling in failing):
+        equal = [coupling for coupling in failing if units_of[coupling] == number]
         if len(equal) > 1 and not trials.misfit(equal):
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
             together |= dict.fromkeys(equal, equal)
-    widths = dict(multiples)
+    raised = dict(multiples)
     for coupling in (c for c in couplings if any_width and c not in failing):
-        whole, name = coupling.bind(trials.reference.model)[0].grid[-1], coupling.name
-        steps = [m for m in range(multiples[name], whole, multiples[name]) if whole % m == 0] or [multiples[name]]
-        fit = (m for m in steps if not trials.misfit(together[coupling], (whole - 1) // m * m))
-        widths[name] = next(fit, whole)
+        units, multiple = units_of[coupling], multiples[coupling.name]
+        steps = [m for m in range(multiple, units, multiple) if units % m == 0] or [multiple]
+        fitting = (m for m in steps if not trials.misfit(together[coupling], (units - 1) // m * m))
+        raised[coupling.name] = next(fitting, units)
     kept = [at for at, coupling in enumerate(couplings) if coupling not in failing]
     reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
-    fitting = replace(
+    held = replace(
         discovery,
         couplings=tuple(discovery.couplings[at] for at in kept),
         counts=tuple(discovery.counts[at] for at in kept),
         left_out=(*discovery.left_out, *reasons),
     )
-    return fitting, widths
+    return held, raised
 
 
-def _kind(coupling: Coupling, together: int = 1) -> str:
-    """Name the members of a coupling without the numbers in their names, and how many attributes are tried together."""
+def _family(coupling: Coupling, together: int = 1) -> str:
+    """Return a text that is the same for all couplings of one family: only the numbers in their members' names differ.
+
+    The text ends with `together`, so that failures are counted separately for each number of attributes.
+    """
     return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
 
 
-def _random(
-    model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiple_of: int | Mapping[str, int]
+def _random_removals(
+    model: nn.Module, couplings: Sequence[Coupling], ratio: float, multiples: Mapping[str, int]
 ) -> Known:
-    """Removals of random units of all couplings, the same in every call; at least one multiple, if possible."""
+    """Return removals of random units of all couplings, the same in every call.
+
+    The kept units of a scope are a multiple of the coupling's number in `multiples` (1 if it has none). They are at
+    least this number smaller than all units of the scope, if that is possible.
+    """
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
-        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
+        multiple = multiples.get(coupling.name, 1)
         removals = known[replace(coupling, attrs={}), multiple] = []
         for bound in coupling.bind(model):
-            units, kept = bound.grid[-1], _kept(bound, ratio)
+            units, kept = bound.grid[-1], _count_kept(bound, ratio)
             kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)
             keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
             removals.append(Removal(coupling=bound, keep=keep))
     return known
 
 
-def _kept(bound: BoundCoupling, ratio: float) -> int:
+def _count_kept(bound: BoundCoupling, ratio: float) -> int:
+    """Return how many units of a scope stay if a fraction of them is removed: at least one."""
     return max(1, sparsity_to_nnz(ratio, bound.grid[-1], "ratio: "))
-
-
-def by_name(numbers: Any, couplings: Iterable[Coupling]) -> Any:
-    """Return {name of a coupling: number} for numbers of which some are by kinds; one number stays as it is."""
-    if not isinstance(numbers, Mapping):
-        return numbers
-    return {coupling.name: numbers[coupling.kind] for coupling in couplings if coupling.kind in numbers} | dict(numbers)
 
 
 def _merges(
     model: nn.Module, good: Sequence[Coupling], failing: Iterable[Coupling]
 ) -> list[tuple[Coupling, list[Coupling]]]:
-    """Merged couplings that may be removed although their parts cannot, since all have one attribute as candidate."""
-    sharing: dict[str, list[Coupling]] = {}  # by the attribute
+    """Return (merged coupling, its parts) for couplings that share an attribute, so that they may go only together.
+
+    The attribute is a candidate of the parts that fail, and one of the `attrs` of those that can be removed.
+    """
+    sharing: dict[str, list[Coupling]] = {}  # {attribute: the couplings that share it}
     for coupling in failing:
         for path in candidate_attrs(model, coupling):
-            if "config" not in path.split("."):  # shared by all layers
+            if "config" not in path.split("."):  # all layers share a config
                 sharing.setdefault(path.replace("**", "*"), []).append(coupling)
     for coupling in good:
         for path in sharing.keys() & {path.replace("**", "*") for path in coupling.attrs}:
             sharing[path].append(coupling)
     merges = []
     for parts in dict.fromkeys(map(tuple, sharing.values())):
-        whole: Coupling | None = parts[0]
+        merged: Coupling | None = parts[0]
         for part in parts[1:]:
-            whole = whole and merged_couplings(whole, part, model)
-        if whole is not None and len(parts) > 1:
-            merges.append((whole, list(parts)))
+            merged = merged and merged_couplings(merged, part, model)
+        if merged is not None and len(parts) > 1:
+            merges.append((merged, list(parts)))
     return merges

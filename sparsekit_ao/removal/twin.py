@@ -1,7 +1,8 @@
-"""A short model, which keeps two blocks of each kind from every list of blocks, for discovery and trials.
+"""A short twin of a model, which keeps two blocks of each kind in every list of blocks, for discovery and trials.
 
-Blocks are of one kind if their modules have the same classes, shapes and attributes, and if couplings have the same
-tensors in them. What can be removed from two of them can be removed from all.
+Blocks are of one kind if their modules have the same classes, shapes and attributes, and if the same tensors of each
+are in couplings. What can be removed from two blocks of a kind can be removed from all of them, unless blocks that look
+alike behave differently; so what is found is verified on the whole model.
 """
 
 import copy
@@ -23,11 +24,11 @@ from .modules import drop_modules
 from .remove import Removal
 from .sizes import Change, apply_changes, config_sizes, has_config, misfits, undone
 
-_ALIKE = 2  # blocks kept of each kind: two, so that one reads what another of its kind has written
-_NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")
+_ALIKE = 2  # how many blocks of each kind are kept; with two, one block reads what another one of its kind has written
+_NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")  # the parts of a dotted name that are a number or stars
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 
-_Kept = Mapping[str, Sequence[int]]  # {path of a list, with a dot: the indices of the blocks that are kept}
+_KeptBlocks = Mapping[str, Sequence[int]]  # {path of a list, with a dot at the end: indices of the blocks it keeps}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,91 +37,108 @@ class Twin:
 
     Attributes:
         model: The short model.
-        couplings: Those of the short model, which lack the tensors of blocks that are left out.
-        wholes: {one of these, without attributes: the same one of the whole model}.
-        kept: The indices in the whole model of the blocks of each list.
+        couplings: The couplings of the short model, without the tensors of blocks that it does not have.
+        wholes: {coupling of the short model, without `attrs`: the same coupling of the whole model}.
+        kept: For each list of blocks, the indices in the whole model of the blocks that the short model has.
     """
 
     model: nn.Module
     couplings: tuple[Coupling, ...]
     wholes: Mapping[Coupling, Coupling]
-    kept: _Kept
+    kept: _KeptBlocks
 
     def in_whole(self, coupling: Coupling) -> Coupling:
-        """The coupling of the whole model with the attributes that were found in the short one.
+        """Return a coupling of the short model as one of the whole model, with the `attrs` that it has here.
 
         Raises:
-            SparsityError: It was merged of couplings that name blocks, some of which are left out.
+            SparsityError: The coupling is merged from others, and couplings name single blocks. Its tensors in blocks
+                that the short model does not have are then not known.
         """
         if (whole := self.wholes.get(replace(coupling, attrs={}))) is not None:
             numbers = {path: {str(k): str(at) for k, at in enumerate(kept)} for path, kept in self.kept.items()}
             found = {_renamed(path, numbers): axes for path, axes in coupling.attrs.items()}
             return replace(whole, attrs={**whole.attrs, **found})
         if any(short.members != whole.members for short, whole in self.wholes.items()):
-            raise SparsityError(f"coupling {coupling.name!r} is merged of others that name blocks")
-        return coupling
+            raise SparsityError(
+                f"coupling {coupling.name!r} was merged in a model that lacks blocks which couplings name"
+            )
+        return coupling  # its names have stars for the blocks, so it is the same in both models
 
 
 def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
-    """Return a short model and couplings in it; None if no blocks are alike, or if it cannot run without the others.
+    """Return a short model and couplings in it.
 
-    Blocks that are left out are not copied. Numbers of layers in a config are changed accordingly.
+    The blocks that it does not have are not copied. Numbers of layers in a config are changed accordingly. The short
+    model is not run here, so it may turn out that it does not run.
+
+    Returns None if no list has more than two blocks of one kind, if the model cannot be copied without the other
+    blocks, or if a coupling does not bind to the same tensors in both models, apart from those in missing blocks.
     """
     try:
         bounds = {coupling: coupling.bind(model) for coupling in couplings}
         if not (kept := _kept_blocks(model, bounds)):
             return None
         numbers = {path: {str(at): str(k) for k, at in enumerate(some)} for path, some in kept.items()}
-        short, shorts = _without_others(model, kept), dict[Coupling, Coupling]()
+        short, shorts = _short_model(model, kept), dict[Coupling, Coupling]()
         for whole, bound in bounds.items():
             members, attrs = ({_renamed(n, numbers): a for n, a in d.items()} for d in (whole.members, whole.attrs))
-            members.pop("", None), attrs.pop("", None)
+            for names in (members, attrs):
+                names.pop("", None)  # "" is what `_renamed` returns for names in blocks that are not kept
             coupling = replace(whole, members=members, attrs=attrs)
-            names = {frozenset(_renamed(member.fqn, numbers) for member in b.members) - {""} for b in bound}
-            if names - {frozenset()} != {frozenset(m.fqn for m in b.members) for b in coupling.bind(short)}:
+            # A layer that lies in such a block alone becomes an empty set.
+            expected = {frozenset(_renamed(member.fqn, numbers) for member in b.members) - {""} for b in bound}
+            if expected - {frozenset()} != {frozenset(m.fqn for m in b.members) for b in coupling.bind(short)}:
                 return None
             shorts[coupling] = whole
-    except Exception:  # it cannot be copied, or not without the other blocks
+    except Exception:  # the model cannot be copied, or not without the other blocks
         return None
     wholes = {replace(coupling, attrs={}): whole for coupling, whole in shorts.items()}
-    are_different = len(wholes) == len(couplings)
-    return Twin(model=short, couplings=(*shorts,), wholes=wholes, kept=kept) if are_different else None
+    if len(wholes) < len(couplings):  # couplings of different blocks have become one
+        return None
+    return Twin(model=short, couplings=(*shorts,), wholes=wholes, kept=kept)
 
 
 def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
-    """Find couplings as `discover` does, in a short model; None if there is a sign that they differ in the whole one.
+    """Find couplings of a model as `discover` does, but in a short model.
 
-    Counts, values, and the places of what is frozen, are those of the short model. Where a block reads what a block far
-    from it has written, couplings may join more blocks than those of the whole model.
+    Returns None if there is no short model, if it does not run, or if something shows that the whole model has other
+    couplings. Names of couplings and frozen axes have the numbers that blocks have in the whole model. Frozen axes have
+    no places in blocks that the short model lacks; counts and values are those of the short model. Where a block reads
+    what a block far from it has written, the couplings found here may join more blocks than those of the whole model.
     """
     kept = _kept_blocks(model, {})
     numbers = {path: {str(k): str(at) for k, at in enumerate(some)} for path, some in kept.items()}
 
-    def in_whole(text: str) -> str:
+    def in_whole(text: str) -> str:  # the text may be a reason, with names in it
         for path, new in numbers.items():
+            # The parts are text, the path of a list, the number of a block, text, path, number and so on.
             parts = re.split(rf"(?<![\w.])({re.escape(path)})(\d+)", text)
             text = "".join(new[part] if at % 3 == 2 else part for at, part in enumerate(parts))
         return text
 
+    if not kept or "" in kept:  # "": the model itself is a sequence of blocks, whose names begin with no path
+        return None
     try:
-        found = discover(_without_others(model, kept), example_inputs) if kept and "" not in kept else None
-    except Exception:  # it does not run without the others, or cannot be copied
+        found = discover(_short_model(model, kept), example_inputs)
+    except Exception:  # the model cannot be copied, or does not run, without the other blocks
         return None
-    if found is None or any(name.startswith((*kept,)) for name in found.uncalled):
+    if any(name.startswith((*kept,)) for name in found.uncalled):
         return None
-    names = {unused: set[str]() for unused in (True, False)}  # without their numbers
+    names = {is_unused: set[str]() for is_unused in (True, False)}  # names of tensors with stars for all numbers
     for axis, _ in found.frozen:
         frozen_names = [name for name, _ in axis.places]
         names[axis.why == UNUSED] |= {_NUMBERS.sub("*", name) for name in frozen_names}
-        is_outside = axis.why.startswith(("input", "output"))  # blocks whose outputs are, say, by their position
+        # A single block that is an input or output may be one by its position, such as the third of all blocks.
+        is_outside = axis.why.startswith(("input", "output"))
         if is_outside and any(name.startswith((*kept,)) and "**" not in name for name in frozen_names):
             return None
     names[False] |= {_NUMBERS.sub("*", name) for coupling in found.couplings for name in coupling.members}
-    if names[True] & names[False]:  # layers beside the blocks, of which the short model uses some
+    if names[True] & names[False]:  # a list of layers beside the blocks, of which the short model uses only some
         return None
     members = [{in_whole(name): axes for name, axes in c.members.items()} for c in found.couplings]
+    # With name="", a coupling is named after its first member again.
     couplings = [replace(c, members=m, name="") for c, m in zip(found.couplings, members, strict=True)]
-    if (twin := make_twin(model, couplings)) is None or twin.kept != kept:
+    if (twin := make_twin(model, couplings)) is None or twin.kept != kept:  # they treat blocks of one kind differently
         return None
     places = [tuple((in_whole(name), d) for name, d in axis.places) for axis, _ in found.frozen]
     axes = [replace(row[0], why=in_whole(row[0].why), places=p) for row, p in zip(found.frozen, places, strict=True)]
@@ -129,7 +147,7 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
 
 
 def _renamed(name: str, numbers: Mapping[str, Mapping[str, str]]) -> str:
-    """A name, or a pattern, with another number of its block; empty if the block has none."""
+    """Return a name, or a pattern, with the new number of the block that it is in, or "" if the block has none."""
     for path, new in numbers.items():
         at, dot, rest = name.removeprefix(path).partition(".")
         if name.startswith(path) and at.isdecimal():
@@ -137,9 +155,9 @@ def _renamed(name: str, numbers: Mapping[str, Mapping[str, str]]) -> str:
     return name
 
 
-def _kept_blocks(model: nn.Module, bounds: Mapping[Coupling, Sequence[BoundCoupling]]) -> _Kept:
-    """The first blocks of each kind, in the outermost lists that have more of them."""
-    inside = defaultdict[str, list[Any]](list)  # {path of a module, with a dot: tensors of couplings in it}
+def _kept_blocks(model: nn.Module, bounds: Mapping[Coupling, Sequence[BoundCoupling]]) -> _KeptBlocks:
+    """Return the first blocks of each kind in every list that has more of them, except for lists inside such a list."""
+    inside = defaultdict[str, list[Any]](list)  # {path of a module, with a dot at the end: tensors of couplings in it}
     for at, member in ((at, m) for at, bound in enumerate(bounds.values()) for b in bound for m in b.members):
         parts = member.fqn.split(".")
         for depth in range(1, len(parts)):
@@ -150,34 +168,40 @@ def _kept_blocks(model: nn.Module, bounds: Mapping[Coupling, Sequence[BoundCoupl
         if not (is_list(modules) or isinstance(modules, nn.Sequential)) or path.startswith((*kept,)):
             continue
         if len({*blocks}) < len(blocks) or [*modules._modules] != [*map(str, range(len(blocks)))]:
-            continue
+            continue  # a block occurs twice, or blocks have names of their own
         kinds = defaultdict[Any, list[int]](list)
         for at, row in enumerate(_attributes(blocks)):
             is_block = blocks[at] is not None and [*blocks[at].children()] and [*blocks[at].parameters()]
+            # What is not a block, such as a single layer or an activation, is a kind of its own, so that it is kept.
             kinds[(row, tuple(inside[f"{path}{at}."])) if is_block else at].append(at)
         first = sorted(at for alike in kinds.values() for at in alike[:_ALIKE])
-        kept |= {path: first} if len(first) < len(blocks) else {}
+        if len(first) < len(blocks):
+            kept[path] = first
     return kept
 
 
 def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
-    """What decides how the modules of each block treat sizes; integers that number the blocks are left out."""
+    """Return what decides how the modules of each block treat sizes, without integers that number the blocks."""
     rows: list[dict[tuple[str, str], Any]] = [{} for _ in blocks]
     for block, row in zip(blocks, rows, strict=True):
         for name, module in block.named_modules() if block is not None else ():
             tensors = {**module._parameters, **module._buffers}
             row |= {(name, ""): type(module)} | {(name, key): _plain(value) for key, value in tensors.items()}
             row |= {(name, key): _plain(value) for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
-    offsets = defaultdict[tuple[str, str], list[Any]](list)
+    offsets = defaultdict[tuple[str, str], list[Any]](list)  # an integer minus the index of its block, or None
     for at, (key, value) in ((at, item) for at, row in enumerate(rows) for item in row.items()):
         offsets[key].append(value - at if type(value) is int else None)
     same = {key: values[0] for key, values in offsets.items() if len(values) > 1 and len({*values}) == 1}
-    numbers = {key for key, offset in same.items() if offset is not None}
+    numbers = {key for key, offset in same.items() if offset is not None}  # such as `layer_idx`
     return [tuple(item for item in row.items() if item[0] not in numbers) for row in rows]
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable stand-in: a shape, an int or a name; of others (also floats, which only scale) the class."""
+    """Return a hashable value in the place of an attribute's.
+
+    This is the shape and dtype of a tensor, the value of an int, a bool, a str or None, the name of a function or
+    class, and the class of anything else. Floats count by their class too, since they only scale values.
+    """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, (tuple, list)):
@@ -185,14 +209,14 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (int, bool, str, type(None)) else getattr(value, "__qualname__", type(value))
 
 
-def _without_others(model: nn.Module, kept: _Kept) -> nn.Module:
-    """A copy with these blocks alone, and the parameters of the model."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
+    """Return a copy of a model that has these blocks alone and shares the parameters of the model."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # `deepcopy` takes what is in it as copied
     memo |= {id(tensor): tensor.detach() for tensor in computed_tensors(model)}
     removals, lengths = list[Removal](), set[tuple[int, int]]()
     for path, some in kept.items():
         blocks = [*model.get_submodule(path[:-1]).children()]
-        memo |= {id(block): nn.Identity() for at, block in enumerate(blocks) if at not in some}  # it is not copied
+        memo |= {id(block): nn.Identity() for at, block in enumerate(blocks) if at not in some}
         keep = torch.zeros(len(blocks), dtype=torch.bool).index_fill_(0, torch.tensor(some), True)
         keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path[:-1],)}
         bound = BoundCoupling(name="blocks", unit="u", sizes={"u": len(blocks)}, **keys)
@@ -200,6 +224,7 @@ def _without_others(model: nn.Module, kept: _Kept) -> nn.Module:
         lengths.add((len(blocks), len(some)))
     short = copy.deepcopy(model, memo)
     drop_modules(short, removals)
+    # Change integers of the config that equal a number of blocks, as long as the model fits its config better.
     wrong = misfits(short) if has_config(short) else []
     for path, was in [*config_sizes(short)] if wrong else ():
         for change in [Change(path=path, was=was, now=now) for whole, now in lengths if whole == was and wrong]:

@@ -1,4 +1,7 @@
-"""Compare a compacted model with the masked one: both run on the example inputs, and outputs are compared."""
+"""Compare a smaller model with the model that it was made from: both run on the example inputs.
+
+The larger one is called the masked model, since the units that the smaller one lacks are usually zero in it.
+"""
 
 import contextlib
 import copy
@@ -16,22 +19,26 @@ from ..errors import SparsityError
 from ..masking.normalized import Normed
 from ..models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
 
-Outputs = list[tuple[str, Tensor]]
+Outputs = list[tuple[str, Tensor]]  # (place in the output, tensor)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Values = Mapping[str, Tensor] | None
+_Values = Mapping[str, Tensor] | None  # {parameter: its values}
 
-LARGE = 1 << 16  # tensors of so many elements or more are not stored, but computed when they are read
+LARGE = 1 << 16  # tensors of at least this many elements are not stored, but computed when they are read
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
-_PART = 1 << 20  # elements of a weight that are converted at a time
-_ROUNDINGS = 16  # a difference of up to so many times the model's own rounding error is checked in float64
+_PART = 1 << 20  # how many elements of a weight are converted at a time
+_ROUNDINGS = 16  # differences of at most this many times the model's own rounding error are computed again in float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How a compacted model differs from the masked one; `flops` counts one forward.
+    """How the outputs of a smaller model differ from those of the masked one.
 
-    `difference` is the largest one of an output tensor, relative to the largest value that differs. It is inf if shapes
-    or integers differ, or a value is nan or inf in one model only. `in_float64` is the same for float64 copies, if any.
+    Attributes:
+        difference: The largest difference of an output tensor, relative to the largest of its values that differ. It is
+            inf if shapes or integers differ, or if a value is nan or inf in one model only.
+        in_float64: The difference of float64 copies of both models, or None if no copies ran, or if rounding does not
+            explain `difference`.
+        flops: FLOPs of one forward of the smaller model.
     """
 
     difference: float
@@ -40,27 +47,30 @@ class Comparison:
 
     @property
     def decisive(self) -> float:
-        """The difference that counts."""
+        """The difference that is compared with the tolerance: that of float64 copies if there is one."""
         return self.difference if self.in_float64 is None else self.in_float64
 
 
 class Reference:
-    """The masked model and its outputs on the example inputs, to which smaller models are compared.
+    """The masked model and its outputs on the example inputs, with which outputs of smaller models are compared.
 
-    Copies run, so neither models nor inputs change. Models of 16-bit floats run in float32, since their rounding would
-    hide errors. A difference above the tolerance is computed again in float64, if the masked model itself differs
-    about as much from its own float64 copy.
+    Copies run, so neither models nor inputs change. Models of 16-bit floats run in float32, because their rounding
+    would hide errors. If a difference is above the tolerance, it is computed again in float64, provided that it is at
+    most 16 times the difference of the masked model from its own float64 copy.
 
     Args:
         model: The masked model.
         inputs, tolerance: As for `compact`.
-        normed: Weight norms that were undone in the model; a smaller model that is returned gets them again.
+        normed: What is needed to redo the weight norms that were undone in the model. A smaller model that is returned
+            gets them again.
         fused: Whether torch may fuse attention, as it does in inference.
 
     Attributes:
-        flops, uncounted: FLOPs of one forward, and the operators that they leave out.
+        flops: FLOPs of one forward.
+        uncounted: The operators that `flops` leaves out.
         opaque: Objects in the output that are not inspected.
-        unrounded: Values of parameters of the smaller model, before they were rounded to 16 bits.
+        unrounded: {parameter of the smaller model: its values before they were rounded to 16 bits}. Whoever makes the
+            smaller model sets it.
 
     Raises:
         SparsityError: The model does not run, or returns no tensor, only zeros, or a nan.
@@ -74,30 +84,31 @@ class Reference:
         self._inputs = arguments(inputs)
         self.unrounded: Mapping[str, Tensor] = {}
         self._exact: Outputs | None = None  # the outputs of a float64 copy
-        self._compared: tuple[Outputs, float | None] = [], None  # the last outputs that were compared in float64
+        # The last outputs that were compared in float64, and the result, which is that of the same outputs again.
+        self._compared: tuple[Outputs, float | None] = [], None
         try:
             output, self.flops, self.uncounted = _run(model, self._inputs, self.dtype, fused=fused)
         except Exception as e:
-            raise SparsityError(f"the masked model does not run on example_inputs: {e}") from e
+            raise SparsityError(f"the model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
         if not self._outputs:
             raise SparsityError("the model returned no tensor, so there is nothing to compare")
         for place, tensor in self._outputs:
             if bool(tensor.isnan().any()):
                 raise SparsityError(
-                    f"the masked model's {place} contains nan on example_inputs, and nan equals nothing. Pass inputs "
-                    "and masks for which every output is a number."
+                    f"the model's {place} contains nan on example_inputs, and nan equals nothing. Pass inputs and "
+                    "attention masks for which every output is a number."
                 )
         if not any(bool(tensor.any()) for _, tensor in self._outputs):
             zero = [name for name, p in model.named_parameters() if p.ndim > 1 and not bool(p.any())]
             why = f"{zero[-1]} is all zeros: initialize that layer" if zero else "pass typical inputs"
-            raise SparsityError(f"the masked model returns only zeros on example_inputs, so nothing is compared; {why}")
+            raise SparsityError(f"the model returns only zeros on example_inputs, so nothing is compared; {why}")
 
     def compare(self, small: nn.Module, *, discarded: bool = False) -> Comparison:
-        """Run the compacted model and compare outputs, also in float64 if they differ by more than the tolerance.
+        """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
 
-        With `discarded`, the model has the dtype of the comparison and is used for nothing else afterwards, so it is
-        not copied, and its FLOPs are not counted.
+        With `discarded`, the model must have the dtype of the comparison, and nothing may use it afterwards: it is not
+        copied, and its FLOPs are not counted.
         """
         values = None if discarded else self.unrounded
         output, flops, _ = _run(small, self._inputs, self.dtype, values, discarded, self._fused)
@@ -110,15 +121,18 @@ class Reference:
         return Comparison(difference=difference, in_float64=self._compared[1], flops=flops)
 
     def check_lengths(self) -> None:
-        """Raise an error if inputs have one entry in a dimension along which the model combines entries (attention).
+        """Raise an error if inputs have one entry in a dimension along which the model combines entries.
 
-        Attention over one token has no use for queries and keys, so a wrong removal of these would not be seen. Inputs
-        are extended by two entries in each dimension of size 1, before the existing one. If the model runs, and outputs
-        at the last entry depend on the values of the new ones, the dimension is a length and not a batch.
+        Attention over one token gives the same outputs whatever its queries and keys are, so a wrong removal of these
+        would not be seen. Inputs are extended by two entries in each dimension of size 1, before the existing one. If
+        the model runs, and outputs at the last entry depend on the values of the new ones, the dimension is a length
+        and not a batch.
         """
         tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
         single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
         runs = False
+        # Inputs are extended in one dimension at a time. All dimensions (None) are extended together only if the model
+        # has run with none of these inputs.
         for dimension in (*dict.fromkeys(d for _, d in single), None):
             longer = [(t, d) for t, d in single if dimension in (d, None)]
             for tensor, d in longer if dimension is not None or not runs else ():
@@ -126,20 +140,21 @@ class Reference:
                 runs |= other is not None
                 if other is None or not _last_differs(self._outputs, self._outputs, other, 1e-4):
                     continue
-                same = self._extended(longer, None)  # of the same shape, so it rounds in the same way
+                # Compare with inputs of the same shape, which round in the same way, to exclude that rounding differs.
+                same = self._extended(longer, None)
                 if same is None or _last_differs(self._outputs, same, other, 1e-6):
                     args, kwargs = self._inputs
                     places = {id(t): place for place, t in tensors_in("example_inputs", kwargs or args)}
                     raise SparsityError(
                         f"{places.get(id(tensor), 'an example input')} has one entry in dimension {d}, but the model "
-                        "combines entries along it, by attention or a recurrence, say. With one, a wrong removal may "
-                        "not be seen. Pass at least 2 entries there; as many as are typical are better."
+                        "combines entries along it, for example by attention or a recurrence. With one entry, a wrong "
+                        "removal may not be seen. Pass at least 2 entries there, or better as many as are typical."
                     )
 
     def with_other_inputs(self) -> "Reference | None":
-        """Return a reference with random values for inputs that are equal along a dimension (all tokens are alike).
+        """Return a reference with random values for inputs that are equal along a dimension, such as equal tokens.
 
-        Return None if there are no such inputs, or if the model does not run with these values.
+        Returns None if there are no such inputs, or if the model does not run with the random values.
         """
 
         def other(tensor: Tensor) -> Tensor:
@@ -156,17 +171,17 @@ class Reference:
 
         changed: list[Tensor] = []
         args, kwargs = _pytree.tree_map_only(Tensor, other, self._inputs)
-        return self._like_this(kwargs or args) if changed else None
+        return self._with(kwargs or args) if changed else None
 
     def with_fused_attention(self) -> "Reference | None":
-        """Return a reference that lets torch fuse attention, as in inference, or None if torch would not."""
-        is_fused = torch.backends.mha.get_fastpath_enabled()
-        if not is_fused or not any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
+        """Return a reference that lets torch fuse attention, as in inference, or None if torch would not fuse it."""
+        may_fuse = torch.backends.mha.get_fastpath_enabled()
+        if not may_fuse or not any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
             return None
-        return self._like_this(self.example_inputs, fused=True)
+        return self._with(self.example_inputs, fused=True)
 
-    def _like_this(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
-        """Return a reference of the same model that runs in another way, or None if it does not run."""
+    def _with(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
+        """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
             with warnings.catch_warnings(action="ignore"):
                 reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused)
@@ -176,10 +191,15 @@ class Reference:
         return reference
 
     def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
-        """Return the outputs if inputs have more entries, those of `changed` with new values; None if it fails."""
+        """Return the outputs for longer inputs, or None if the model does not run with them.
+
+        Args:
+            longer: Each (tensor, dimension) that gets two more entries, which repeat the tensor's values.
+            changed: The tensor whose new entries have other values instead; None for no tensor.
+        """
 
         def extended(tensor: Tensor) -> Tensor:
-            is_changed = tensor is changed
+            is_changed = tensor is changed  # asked before `tensor` is a longer one
             for d in [d for t, d in longer if t is tensor]:
                 other = _other_values(tensor) if is_changed else tensor
                 tensor = torch.cat([other, other.flatten().roll(1).view(other.shape), tensor], d)
@@ -189,19 +209,22 @@ class Reference:
             inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
             with warnings.catch_warnings(action="ignore"):
                 output = _run(self.model, inputs, self.dtype)[0]
-        except Exception:  # the dimension has one size, or the model does not take a new value
+        except Exception:  # the model fixes the size of the dimension, or does not take a new value
             return None
         return list(tensors_in("output", output))
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
-        """Return the difference of float64 copies, or None if rounding does not explain the one in float32."""
+        """Return the difference of float64 copies, or None if rounding does not explain the difference in float32.
+
+        Returns None, too, if the copies do not run.
+        """
         try:
             if self._exact is None:
                 self._exact = list(
                     tensors_in("output", _run(self.model, self._inputs, torch.float64, fused=self._fused)[0])
                 )
             run = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused)[0]
-        except Exception:  # a device or a model without float64: then float32 decides
+        except Exception:  # the device or the model has no float64, so that float32 decides
             return None
         exact, small_exact = self._exact, list(tensors_in("output", run))
         triples = zip(self._outputs, outputs, exact, strict=True)
@@ -216,7 +239,7 @@ def count_flops(model: nn.Module, inputs: Any) -> int:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """Return other values that a model may take as well; indices do not exceed the largest one, or 1."""
+    """Return other values for an input. Integers, which may be indices, do not exceed the largest one, or 1."""
     if tensor.dtype == torch.bool:
         return ~tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -226,25 +249,29 @@ def _other_values(tensor: Tensor) -> Tensor:
 
 
 def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: float) -> bool:
-    """Return whether two outputs differ in their last entries, as many as a shorter output has."""
-    arrays = any(t.ndim for _, t in same)  # then a scalar is a loss, a mean over the batch
+    """Return whether two outputs for longer inputs differ in their last entries.
+
+    These are as many entries as the outputs for the shorter inputs have.
+    """
+    has_arrays = any(t.ndim for _, t in same)  # a scalar beside arrays is a loss over the batch, and does not count
     for (_, few), (_, a), (_, b) in zip(short[::-1], same[::-1], other[::-1], strict=False):
         if few.ndim != a.ndim or a.ndim != b.ndim:
             return True
         for d, n in enumerate(few.shape):
             a, b = (t.narrow(d, max(t.shape[d] - n, 0), min(n, t.shape[d])) for t in (a, b))
         a, b = _real(a), _real(b)
+        # If shapes differ, the error is inf or nan, neither of which is within the bound.
         error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()) if a.shape == b.shape else a / 0
         bound = tolerance * float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
-        if (a.ndim or not arrays) and not bool((error <= bound).all()):
+        if (a.ndim or not has_arrays) and not bool((error <= bound).all()):
             return True
     return False
 
 
 def run_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype in which a model is compared, or None if it is the model's own."""
-    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-    return torch.float32 if half else None
+    """Return the dtype in which a model runs to be compared, or None if it runs as it is."""
+    is_16_bit = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    return torch.float32 if is_16_bit else None
 
 
 @torch.no_grad()
@@ -256,9 +283,18 @@ def _run(
     discarded: bool = False,
     fused: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """Return the output of a forward in eval mode, its FLOPs, and operators that may multiply without a formula.
+    """Run a forward in eval mode.
 
-    With a `dtype` the model runs in it, with `values`. FLOPs of discarded models and fused attention are not counted.
+    Args:
+        model, inputs: The model and its arguments. A copy of each runs.
+        dtype: The dtype in which the model runs; None leaves the dtypes as they are.
+        values: With a `dtype`, values of parameters by their names, which replace those of the model.
+        discarded: Whether the model itself runs, whose mode, parameters and buffers may then change.
+        fused: Whether torch may fuse attention.
+
+    Returns:
+        The output, its FLOPs, and the operators that may multiply but have no formula for FLOPs. FLOPs are 0 if the
+        model is discarded or attention fused.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
@@ -272,11 +308,11 @@ def _run(
                 uncounted[str(func_packet)] = None
             return super()._count_flops(func_packet, out, *arguments)
 
-    # Only leaf tensors can be copied.
+    # `deepcopy` copies only leaf tensors.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
     model = model if discarded else light_copy(model, dtype)
     inputs = copy.deepcopy(inputs)
-    model.train().eval()  # either may drop what a module remembers of its weights
+    model.train().eval()  # either call may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     if dtype is not None:
         for name, exact in (values or {}).items():
@@ -285,15 +321,18 @@ def _run(
     args, kwargs = inputs
     count = Counter(display=False, custom_mapping=_flop_formulas())
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
-    # The counter knows no FLOPs of fused attention.
-    plain = contextlib.nullcontext()
-    with seeded(tensors), plain if fused else unfused_attention(), plain if discarded or fused else count:
+    nothing = contextlib.nullcontext()
+    # The counter has no formula for fused attention.
+    with seeded(tensors), nothing if fused else unfused_attention(), nothing if discarded or fused else count:
         output = model(*args, **kwargs)
     return output, count.get_total_flops(), tuple(uncounted)
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the FLOPs, by shapes of arguments, of operators for which torch's counter has no formula."""
+    """Return {operator: formula of its FLOPs} for operators of which torch's counter has none.
+
+    A formula is called with the shapes of the operator's arguments.
+    """
 
     def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
@@ -315,12 +354,14 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 class Computed(Tensor):
-    """A part of a tensor of the user's model. It takes no memory, because every operation that reads it computes it.
+    """A part of a tensor of the user's model, possibly with zeros, that takes no memory.
+
+    Every operation that reads it computes it first.
 
     Attributes:
         source: The plain tensor.
-        kept: {dimension: indices that are kept}; in other dimensions all are.
-        zero: {dimension: bool, for each index of the source whether its entries are zero}.
+        kept: {dimension: the indices of the source that this tensor has}; in other dimensions, it has all.
+        zero: {dimension: bool tensor that says for each index of the source whether its entries are zero}.
     """
 
     source: Tensor
@@ -332,7 +373,7 @@ class Computed(Tensor):
     def of(
         cls, tensor: Tensor, dtype: torch.dtype | None = None, kept: Mapping[int, Tensor] | None = None
     ) -> "Computed":
-        """Return a tensor, plain or computed, with fewer indices or another dtype."""
+        """Return a tensor, plain or computed, as a computed one with fewer indices or another dtype."""
         whole = tensor if isinstance(tensor, cls) else cls._made(tensor, tensor.dtype, {}, {})
         all_kept = dict(whole.kept)
         for d, indices in (kept or {}).items():
@@ -358,7 +399,10 @@ class Computed(Tensor):
         return data
 
     def _product(self, x: Tensor) -> Tensor:
-        """Return `x @ self`, in parts that fit a processor's cache; zeros of x multiply rows that are zero or gone."""
+        """Return `x @ self`, computed in parts that fit a processor's cache.
+
+        The source's rows that are zero or gone here are multiplied by zeros, which x gets in their places.
+        """
         if 0 in self.kept:
             x = x.new_zeros(len(x), len(self.source)).index_copy_(1, self.kept[0], x)
         if 0 in self.zero:
@@ -394,14 +438,20 @@ class Computed(Tensor):
 
 
 def in_format_of(tensor: Tensor, data: Tensor) -> Tensor:
-    """Return the data in contiguous form, or channels-last if the tensor is so."""
+    """Return the data in the memory format of the tensor: channels-last, or contiguous for all others."""
     last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
     is_last = tensor.ndim in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
     return data.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 
 def light_copy(model: nn.Module, dtype: torch.dtype | None = None, shared: Collection[int] = ()) -> nn.Module:
-    """Copy a model. Large parameters are copied and converted when they are read; those in `shared` (ids) are not."""
+    """Copy a model, except for large parameters, which become `Computed` tensors of the same values.
+
+    Args:
+        model: The model.
+        dtype: The dtype of the copy's floats; None leaves the dtypes as they are.
+        shared: Ids of parameters that the copy shares with the model, in their own dtype.
+    """
     tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in shared}
     for p in (p for p in model.parameters() if id(p) not in shared):
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -416,14 +466,14 @@ def light_copy(model: nn.Module, dtype: torch.dtype | None = None, shared: Colle
 
 
 def plain_weights(model: nn.Module) -> nn.Module:
-    """Replace the computed parameters of a model by what is computed, in place."""
+    """Replace the `Computed` parameters of a model by plain ones, in place, and return the model."""
     computed = [p for p in model.parameters() if isinstance(p, Computed)]
     replace_tensors(model, {id(p): nn.Parameter(p.compute(), p.source.requires_grad) for p in computed})
     return model
 
 
 def replace_tensors(model: nn.Module, tensors: Mapping[int, Tensor]) -> None:
-    """Put tensors in the places of others, given by their ids, in all modules of a model."""
+    """Replace parameters and buffers in all modules of a model, in place; `tensors` is {id of the old one: new one}."""
     for module in model.modules():
         for registered in (module._parameters, module._buffers):
             registered.update({name: tensors[id(t)] for name, t in registered.items() if id(t) in tensors})  # type: ignore
@@ -432,14 +482,14 @@ def replace_tensors(model: nn.Module, tensors: Mapping[int, Tensor]) -> None:
 
 
 def output_difference(wanted: Outputs, outputs: Outputs) -> float:
-    """Return the largest difference of an output tensor, as in `Comparison`."""
+    """Return the largest difference of an output tensor, as in `Comparison.difference`."""
     if [(place, t.shape) for place, t in wanted] != [(place, t.shape) for place, t in outputs]:
         return float("inf")
     return max(_relative(a, b) for (_, a), (_, b) in zip(wanted, outputs, strict=True))
 
 
 def _relative(wanted: Tensor, output: Tensor) -> float:
-    """Return the largest difference over the largest value that differs, so that equal values do not hide it."""
+    """Return the largest difference, relative to the largest value that differs: equal values do not hide it."""
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return 0.0 if torch.equal(wanted, output) else float("inf")
     a, b = _real(wanted), _real(output)
@@ -456,14 +506,20 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_rounding(wanted: Tensor, output: Tensor, exact: Tensor) -> bool:
-    """Return whether two outputs differ as much as the first differs from its float64 copy, in values as large."""
+    """Return whether rounding explains the difference of two outputs.
+
+    It does so if the difference is at most `_ROUNDINGS` times the rounding error of the first output, which is its
+    difference from the exact one. Values that are larger than all that differ do not count, since rounding errors grow
+    with values.
+    """
     a, b, wide = _real(wanted), _real(output), _real(exact)
     if torch.equal(a, b):
         return True
-    near = a.abs() <= _differing(a, b).max()
-    rounding = torch.where(near, (a - wide).abs(), 0.0)
+    counts = a.abs() <= _differing(a, b).max()
+    rounding = torch.where(counts, (a - wide).abs(), 0.0)
     return float(torch.where(a == b, 0.0, (a - b).abs()).max()) <= _ROUNDINGS * float(rounding.max())
 
 
 def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, with real and imaginary parts of complex numbers in a further dimension."""
     return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()

@@ -492,7 +492,7 @@ def test_parts_of_groups_cannot_be_removed(layer, message):
 
 def test_a_model_that_does_not_run_or_returns_nothing_is_refused():
     text = refusal(SparsityError, pair(), PAIR, x(5))
-    assert text.startswith("the masked model does not run on example_inputs: ") and "mat1 and mat2 shapes" in text
+    assert text.startswith("the model does not run on example_inputs: ") and "mat1 and mat2 shapes" in text
 
     class Silent(nn.Module):
         def __init__(self):
@@ -523,8 +523,8 @@ def test_outputs_that_are_not_finite_are_never_called_equal():
     with torch.no_grad():
         model[2].bias[0] = float("nan")
     assert refusal(SparsityError, model, PAIR, x()) == (
-        "the masked model's output contains nan on example_inputs, and nan equals nothing. Pass inputs and masks for "
-        "which every output is a number."
+        "the model's output contains nan on example_inputs, and nan equals nothing. Pass inputs and attention "
+        "masks for which every output is a number."
     )
     with torch.no_grad():
         model[2].bias[0] = float("inf")

@@ -114,7 +114,7 @@ def test_outputs_of_zeros_check_nothing(inputs):
         model[0].bias.zero_()
         model[2].bias.zero_()
     assert refusal(SparsityError, model, PAIR, inputs) == (
-        "the masked model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
+        "the model returns only zeros on example_inputs, so nothing is compared; pass typical inputs"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from discovered import fill
+from networks import Net
 from torch import nn
 from torch.nn import functional as F
 
@@ -247,3 +248,50 @@ def test_experts_packed_in_other_tensors_are_named():
     model = tiny("JetMoeForCausalLM", kv_channels=8, num_local_experts=4, num_hidden_layers=1)
     with pytest.raises(SparsityError, match=r"may be packed in model.layers.0.mlp.input_linear.weight \(4, 96, 32\)"):
         expert_couplings(model)
+
+
+def test_a_forward_may_give_positional_and_keyword_arguments_together():
+    model, _ = deep("Llama")
+    batch = {"input_ids": torch.randint(3, 50, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    batch["attention_mask"][0, :4] = 0
+    small, report = shrink_layers(
+        model, [batch], 0.25, forward=lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"])
+    )
+    other, wanted = shrink_layers(model, [batch], 0.25)
+    assert report.difference == wanted.difference and torch.equal(small(**batch).logits, other(**batch).logits)
+
+    class Starred(nn.Sequential):
+        def forward(self, *xs, scale):
+            return self[0][1](self[0][0](*xs)) * scale
+
+    with pytest.raises(SparsityError, match="calls Starred with both keyword arguments and positional .*; name all"):
+        shrink_layers(
+            Starred(nn.ModuleList([Added(), Added()])), [torch.ones(2, 4)], 0.5, forward=lambda m, x: m(x, scale=2)
+        )
+
+
+class Added(nn.Module):
+    """A block of two layers, whose names do not say what they are."""
+
+    def __init__(self, names=("first", "second")):
+        super().__init__()
+        self.names = names
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        for name in self.names:
+            x = x + getattr(self, name)(x)
+        return x
+
+
+def test_what_is_absent_and_what_would_all_be_removed_is_named():
+    blocks = nn.ModuleList([Added(), Added(("second", "third"))])
+    model = Net(lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=blocks)
+    names = "blocks.0.first, blocks.0.second, blocks.1.third"
+    with pytest.raises(SparsityError, match=f"none of {names} has a name of the kind 'attention' or 'mlp'"):
+        shrink_layers(model, [torch.randn(3, 4)], kinds=BOTH)
+    llama, inputs = deep("Llama")
+    for kinds, text in ((BOTH, "8 modules of attention and mlp"), (("blocks",), "4 blocks")):
+        with pytest.raises(SparsityError, match=f"ratio=1.0 keeps none of the {text} in model.layers"):
+            shrink_layers(llama, [inputs], 1.0, kinds=kinds)

@@ -303,3 +303,37 @@ def test_of_couplings_that_fail_alike_three_are_tried_and_the_code_is_quoted(mon
     (line,) = [text for text in shrink(model, x)[1].left_out if "not tried" in text]
     code = "test_removable.py:[0-9]+: q, k, v = self.qkv\\(normed\\).reshape"
     assert re.fullmatch(f".* and 3 more: not tried, since 3 like it cannot be removed: .* \\(at {code}.*\\)", line)
+
+
+class Fixed(nn.Module):
+    """Hidden units, whose number may be in a dict, where no trial can change it."""
+
+    def __init__(self, is_fixed):
+        super().__init__()
+        self.up, self.down, self.sizes = nn.Linear(4, 6), nn.Linear(6, 4), {"hidden": 6 if is_fixed else -1}
+
+    def forward(self, x):
+        return x + self.down(self.up(x).view(len(x), self.sizes["hidden"]))
+
+
+def test_failures_of_others_like_it_do_not_stop_a_coupling_that_can_be_removed():
+    def run(m, x):
+        x = m.blocks(x)
+        return m.b(m.a(x).view(len(x), m.width)) + m.d(m.c(x).view(len(x), m.width))
+
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 4), "c": nn.Linear(4, 8), "d": nn.Linear(8, 4)}
+    model = fill(Net(run, blocks=nn.Sequential(*map(Fixed, (False, True, True, True))), **layers, width=8))
+    rows = [(f"blocks.{at}.up", f"blocks.{at}.down") for at in range(4)] + [("a", "b"), ("c", "d")]
+    couplings = [Coupling({f"{a}.weight": "u i", f"{a}.bias": "u", f"{b}.weight": "o u"}) for a, b in rows]
+    found = removable(model, torch.randn(5, 4), couplings)
+    # `a` and `c`, which share a number, are merged, so that all that can be removed is tried once more.
+    assert [coupling.name for coupling in found.couplings] == ["blocks.0.up.weight", "a.weight"]
+    assert [name for name, _ in found.left_out] == [f"blocks.{at}.up.weight" for at in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("prefix", ["0.", "*."])
+def test_a_coupling_that_names_a_missing_tensor_is_an_error(prefix):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+    members = {f"{prefix}0.weight": "u i", f"{prefix}0.scale": "u", f"{prefix}2.weight": "o u"}
+    with pytest.raises(SparsityError, match=r"0.scale.* matches no parameter or buffer of the model"):
+        removable(model, torch.randn(3, 4), [Coupling(members)])

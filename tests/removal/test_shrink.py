@@ -157,7 +157,7 @@ def test_levels_by_coupling_and_limits():
     model, x = mlp(4, 16, 16, 4), torch.randn(3, 4)
     small, report = shrink(model, x, {"0.weight": 0.75})
     assert (small[0].out_features, small[2].out_features) == (4, 16)
-    assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
+    assert report.left_out == ("2.weight: ratio is 0 for it, or does not name it",)
     small, _ = shrink(model, x, 0.4, cost="flops", max_sparsity={"2.weight": 0.25})
     assert small[2].out_features >= 12
     with pytest.raises(SparsityError, match="a ratio of 0.95 allows a cost of .* but without all units that may be"):

@@ -7,7 +7,7 @@ import hf_models
 import pytest
 import torch
 from discovered import fill
-from networks import NETWORKS
+from networks import NETWORKS, Net
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
@@ -139,7 +139,7 @@ def test_numbers_for_the_tensors_and_modules_of_single_layers():
     model, x = mlp(4, 16, 16, 16, 2), torch.randn(5, 4)
     small, report = shrink(model, x, {"0": 0.25, "4.bias": 0.75})
     assert [small[k].out_features for k in (0, 2, 4)] == [12, 16, 4]
-    assert report.left_out == ("2.weight: the ratio of it is 0, or does not name it",)
+    assert report.left_out == ("2.weight: ratio is 0 for it, or does not name it",)
     small, _ = shrink(model, x, {"0": 0.25, "*": 0.5})
     assert [small[k].out_features for k in (0, 2, 4)] == [12, 8, 8]
     small, _ = shrink(model, x, 0.5, multiple_of={"2.bias": 12})
@@ -235,3 +235,44 @@ def test_arguments_of_no_use_are_refused():
     }.items():
         with pytest.raises(SparsityError, match=text):
             shrink(model, **keys)
+
+
+@pytest.mark.parametrize("name", ["*", "a", "a.bias", "hidden"])
+def test_trials_keep_the_multiples_that_any_name_gives(name):
+    class Aligned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 2)
+
+        def forward(self, x):
+            hidden = self.a(x).relu()
+            if hidden.shape[-1] % 4:
+                raise RuntimeError("the kernel needs a multiple of 4")
+            return self.b(hidden)
+
+    hidden = Coupling({"a.weight": "u i", "a.bias": "u", "b.weight": "o u"}, name="hidden")
+    small, _ = shrink(Aligned(), torch.randn(3, 4), 0.4, couplings=[hidden], multiple_of={name: 4})
+    assert small.a.out_features == 12
+
+
+def test_scores_are_computed_once_whatever_is_left_out():
+    def run(m, x):
+        a, b = m.a(x), m.b(x)
+        return m.c(a) + m.d(b) + (3.0 if 8 > a.shape[1] != b.shape[1] < 8 else 0.0)
+
+    def score(weight, name):
+        names.append(name)
+        return weight.abs()
+
+    torch.manual_seed(0)
+    layers, names = {"a": nn.Linear(4, 8), "b": nn.Linear(4, 8), "c": nn.Linear(8, 2), "d": nn.Linear(8, 2)}, []
+    model = Net(run, **layers)
+    with torch.no_grad():  # of one layer, all units but one matter little
+        model.b.weight[1:] *= 1e-3
+        model.b.bias[1:] *= 1e-3
+        model.d.weight[:, 1:] *= 1e-3
+    rows = ("ac", "bd")
+    couplings = [Coupling({f"{a}.weight": "u i", f"{a}.bias": "u", f"{b}.weight": "o u"}) for a, b in rows]
+    _, report = shrink(model, torch.randn(5, 4), 0.75, score, scope="global", couplings=couplings)
+    assert [row.kept for row in report.couplings] == [2] and "together with others" in report.left_out[0]
+    assert sorted(names) == ["a.bias", "a.weight", "b.bias", "b.weight", "c.weight", "d.weight"]
