@@ -209,7 +209,7 @@ def compact(
         tolerance: Largest difference of an output tensor, relative to the largest of its values that differ; integers
             must be equal. What is known not to be exact (a LayerNorm over a pruned axis) needs a larger one. Models of
             16-bit floats are compared as float32 copies, in which folded weights of norms are not rounded. If the
-            masked model differs as much from its own float64 copy, float64 copies decide.
+            difference is at most 16 times that of the masked model to its own float64 copy, float64 copies decide.
 
     Returns:
         The smaller model, and a `Compaction`.
