@@ -1,4 +1,4 @@
-"""Recurrent layers and cells: hidden units are found and removed exactly, with the sizes that the layers hold."""
+"""Recurrent layers: hidden units are found and removed exactly, with the sizes that the layers hold."""
 
 import pytest
 import torch
@@ -13,13 +13,6 @@ from sparsekit_ao.removal import cut_to, shrink
 
 def layer(m, x):
     return m.out(m.cells(m.into(x))[0])
-
-
-def stepwise(m, x):
-    state = None
-    for k in range(x.shape[1]):
-        state = m.cells(m.into(x[:, k]), state)
-    return m.out(state[0] if isinstance(state, tuple) else state)
 
 
 def learned_start(m, x):
@@ -43,8 +36,6 @@ CASES = {  # (network, sizes of the cells after half of all units are removed)
         network(learned_start, nn.GRU(6, 8, batch_first=True), start=nn.Parameter(torch.ones(1, 1, 8))),
         (3, 4),
     ),
-    "LSTM cell": (network(stepwise, nn.LSTMCell(6, 8)), (3, 4)),
-    "GRU cell": (network(stepwise, nn.GRUCell(6, 8)), (3, 4)),
 }
 
 
