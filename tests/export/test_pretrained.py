@@ -2,16 +2,21 @@
 
 import copy
 import functools
+import importlib.util
 import json
 import runpy
 import weakref
 from collections import OrderedDict
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
 from export_models import batches, looks, mlp, pruned, same
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
+from transformers.models.llama import modeling_llama as llama
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
 from sparsekit_ao.export import pretrained
@@ -23,12 +28,9 @@ save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
 
 
 def bert():
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=40
-    )
-    return transformers.BertModel(config).eval()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertModel(BertConfig(**sizes, vocab_size=40)).eval()
 
 
 def masked_bert():
@@ -61,7 +63,6 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
 
 @pytest.mark.parametrize("squash", [False, True])
 def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squash, tmp_path, monkeypatch):
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make("Llama")
     sparsifier, living, most = ScopeSparsifier(0.5), {}, [0]
     sparsifier.prepare(model)
@@ -96,7 +97,6 @@ def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squa
 @pytest.mark.parametrize("kinds", [("blocks",), ("attention",)])
 def test_a_model_offloaded_to_disk_without_some_layers_is_saved(kinds, tmp_path):
     pytest.importorskip("accelerate")
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make("Llama")
     model.save_pretrained(tmp_path / "dense")
     on_disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
@@ -143,8 +143,6 @@ def test_a_weight_that_lost_its_zeros_is_refused_and_kept_nan_is_saved(tmp_path)
 
 
 def test_damaged_files_of_masks_are_refused(tmp_path):
-    from safetensors.torch import save_file
-
     def save(shapes, **tensors):
         save_file(tensors or {"w": torch.full((2,), 255, dtype=torch.uint8)}, tmp_path / "masks.safetensors", shapes)
 
@@ -189,7 +187,6 @@ UNITS = {  # of one layer alone, which no config holds
 
 def smaller(name):
     """A model without half of the units of one layer, the report, inputs and the first output."""
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make(name)
     prefix, members = UNITS[name]
     experts = {"scope": "e", "sizes": {"two": 2}} if members is EXPERTS else {}
@@ -210,7 +207,6 @@ def test_models_whose_tensors_transformers_renames_or_splits_on_save_are_read_ba
 
 @pytest.mark.parametrize("name", ["ViT", "Qwen3-MoE"])
 def test_masked_models_whose_tensors_are_renamed_or_split_are_read_back(name, tmp_path):
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make(name)
     sparsifier = ScopeSparsifier(0.5)
     sparsifier.prepare(model, [{"tensor_fqn": "*.gate_up_proj" if name == "Qwen3-MoE" else "*.fc1.weight"}])
@@ -227,8 +223,6 @@ def test_masked_models_whose_tensors_are_renamed_or_split_are_read_back(name, tm
 
 
 def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_name(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     with torch.no_grad():
         small, report, inputs, want = smaller("GPT-NeoX")
 
@@ -284,7 +278,6 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
 @functools.cache
 def decoder():
     """A Llama of eleven layers whose MLPs keep numbers of their own, the report, inputs and logits."""
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make("Llama")
     torch.manual_seed(0)
     config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 11, "attention_bias": False}))
@@ -298,8 +291,6 @@ def decoder():
 
 
 def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.no_grad():
         small, report, inputs, want = decoder()
         widths = [layer.mlp.down_proj.in_features for layer in small.model.layers]
@@ -320,9 +311,6 @@ def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_
 @pytest.mark.parametrize("units", ["u g d", "s u d"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_heads_of_single_layers_are_written_into_a_config_that_takes_them(name, units, tmp_path):
-    from transformers import AutoConfig
-
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make(name)
     keys = ("k_proj", "v_proj") if units == "u g d" else ()
     members = {f"q_proj.{t}": f"({units}){i}" for t, i in (("weight", " i"), ("bias", ""))}
@@ -354,11 +342,6 @@ class Nothing(nn.Module):
 
 def read_decilm(folder):
     """Construct a DeciLM by the rules of vLLM's nemotron_nas: sizes by layer from `block_configs`, Llama's names."""
-    import importlib.util
-
-    from safetensors.torch import load_file
-    from transformers.models.llama import modeling_llama as llama
-
     spec = importlib.util.spec_from_file_location("configuration_decilm", folder / "configuration_decilm.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -398,7 +381,6 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
 
 
 def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make("Llama")
     config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 4, "attention_bias": False}))
     model = type(model)(config).eval()
