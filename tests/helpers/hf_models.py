@@ -181,6 +181,9 @@ _MIXTURES = {  # for the tests of experts alone
         {**_HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2},
         **{"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
     ),
+    "OLMoE": _of("OlmoeForCausalLM", _DECODER, num_experts=4, num_experts_per_tok=2, **_BATCHED),
+    "GraniteMoE": _of("GraniteMoeForCausalLM", _DECODER, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
+    "PhiMoE": _of("PhimoeForCausalLM", _DECODER, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
 }
 
 
