@@ -6,18 +6,12 @@ import warnings
 
 import pytest
 import torch
+from export_models import masked
 from hf_models import make
 from stock import linear_model
 from torch import nn
 
-from sparsekit_ao import SET, ScopeSparsifier, SparsityError, export
-
-
-def masked(model, **options):
-    sparsifier = ScopeSparsifier(**(options or {"sparsity_level": 0.5}))
-    sparsifier.prepare(model)
-    sparsifier.step()
-    return sparsifier
+from sparsekit_ao import SET, SparsityError, export
 
 
 @pytest.mark.parametrize("make_model", [lambda: linear_model(8, 6, 4), lambda: nn.Linear(8, 4)], ids=["nested", "bare"])

@@ -17,7 +17,6 @@ from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.models import progress
 from sparsekit_ao.removal import compact, cut_to, removable, shrink
-from sparsekit_ao.removal.sizes import candidate_attrs
 from sparsekit_ao.schedules import ScheduleSL
 
 HEAD = "self_attn.head_dim"
@@ -54,16 +53,6 @@ def test_entries_of_tuples_and_products_are_found():
     model = fill(NETWORKS["ViT"][0]())
     heads = next(coupling for coupling in removable(model, torch.randn(2, 3, 12, 12)).couplings if coupling.attrs)
     assert heads.attrs == {"blocks.*.attention.inner": "u d", "blocks.*.attention.shapes[1]": "u"}
-    model.config = type("Config", (), {})()
-    model.config.hidden, model.config.sizes, model.config.flag = 16, [7, 4], True
-    assert candidate_attrs(model, heads) == {
-        "blocks.*.attention.num_heads": "u",
-        "blocks.*.attention.inner": "u d",
-        "blocks.*.attention.shapes[1]": "u",
-        "blocks.*.attention.shapes[2]": "u",  # equal by chance
-        "config.hidden": "u d",
-        "config.sizes[1]": "u",
-    }
 
 
 def test_lists_and_tuples_keep_their_kind_and_are_rebuilt():
