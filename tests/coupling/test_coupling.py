@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from compact_models import rebuilt
 from networks import Net
 from stock import refuses
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import joint_entries
-from sparsekit_ao.removal import compact, cut_to
+from sparsekit_ao.removal import compact
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
 
@@ -264,9 +265,7 @@ def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_on
     sparsifier.squash_mask()
     small, report = compact(model, [first, second], inputs)
     assert small.c.weight.equal(model.c.weight[:, kept]) and report.after.parameters == 26
-    fresh = cut_to(branches(), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    assert torch.equal(fresh(inputs), small(inputs))
+    assert torch.equal(rebuilt(branches(), small, report)(inputs), small(inputs))
     with pytest.raises(CouplingError, match="of its .2, 10. that do not form a rectangle"):
         compact(model, [second, Coupling({"c.weight": "o (3 + u)"}, name="c")], inputs)
 

@@ -1,6 +1,5 @@
 """expert_couplings: units inside of experts are removed exactly, whole experts as if no router chose them."""
 
-
 import hf_models
 import pytest
 import torch

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ScopeSparsifier
-from sparsekit_ao.removal import compact
+from sparsekit_ao.removal import compact, cut_to
 
 
 class GatedMLP(nn.Module):
@@ -395,6 +395,13 @@ def dropping(model, *units):
         model[0].weight[list(units)] = 0
         model[2].weight[:, list(units)] = 0
     return model
+
+
+def rebuilt(model, small, report):
+    """A model that is made smaller by the manifest of a report, with the weights of the smaller one."""
+    again = cut_to(model, report.manifest)
+    again.load_state_dict(small.state_dict())
+    return again
 
 
 def x(width=4):

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from compact_models import rebuilt
 from discovered import assert_exact, fill
 from networks import Net
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.removal import cut_to, shrink
+from sparsekit_ao.removal import shrink
 
 
 def layer(m, x):
@@ -50,9 +51,7 @@ def test_hidden_units_of_recurrent_layers_are_removed_exactly(name):
         assert_exact(model, coupling, inputs)
     small, report = shrink(model, inputs)
     assert tuple(getattr(small.cells, key) for key in ("input_size", "hidden_size", "proj_size")[: len(sizes)]) == sizes
-    fresh = cut_to(fill(CASES[name][0]), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    assert torch.equal(fresh(inputs), small(inputs))
+    assert torch.equal(rebuilt(fill(CASES[name][0]), small, report)(inputs), small(inputs))
 
 
 def test_a_state_that_is_given_keeps_all_units_and_so_does_one_that_is_returned():

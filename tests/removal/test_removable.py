@@ -6,7 +6,7 @@ import re
 import hf_models
 import pytest
 import torch
-from compact_models import close
+from compact_models import close, rebuilt
 from discovered import fill, pruned_jointly
 from networks import NETWORKS, Heads, Net
 from stock import refuses
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.models import progress
-from sparsekit_ao.removal import compact, cut_to, removable, shrink
+from sparsekit_ao.removal import compact, removable, shrink
 from sparsekit_ao.schedules import ScheduleSL
 
 HEAD = "self_attn.head_dim"
@@ -65,9 +65,7 @@ def test_lists_and_tuples_keep_their_kind_and_are_rebuilt():
     small, report = shrink(make(), x)
     assert small[0].shapes == [3, 2, 2] and small[0].inner == 4
     assert report.changed == ("*.inner: 8 -> 4", "*.shapes[1]: 4 -> 2")
-    again = cut_to(make(), report.manifest)
-    again.load_state_dict(small.state_dict())
-    assert torch.equal(again(x), small(x))
+    assert torch.equal(rebuilt(make(), small, report)(x), small(x))
 
 
 def test_what_cannot_be_removed_is_listed_with_the_reason():
@@ -211,8 +209,7 @@ def test_heads_of_torchs_attention_are_removed(keys, given):
     heads = found.couplings[0] if found.couplings else HEADS  # what is added to keys is a constant
     small, report = compact(pruned_jointly(model, [heads]), heads, inputs)
     assert small.attention.num_heads == 2 and report.difference <= 1e-5
-    again = cut_to(attending(**keys), report.manifest).eval()
-    again.load_state_dict(small.state_dict())
+    again = rebuilt(attending(**keys), small, report).eval()
     assert torch.equal(again(**inputs), small(**inputs))
     weights = again.attention(*(inputs[name] for name in "qkv"), **{**given, "need_weights": True})[1]
     assert weights.shape == ((2, 2, 5, 3) if "average_attn_weights" in given else (2, 5, weights.shape[-1]))

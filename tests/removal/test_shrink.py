@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import hf_models
 import pytest
 import torch
-from compact_models import close
+from compact_models import close, rebuilt
 from discovered import fill
 from networks import NETWORKS, Net
 from stock import linear_model
@@ -413,9 +413,8 @@ def test_the_layers_that_change_their_input_least_are_removed(name, tmp_path):
     if name == "Gemma2":
         assert small.config.layer_types == [config.layer_types[at] for at in kept]
     save_pretrained(small, report, tmp_path)
-    again, fresh = type(model).from_pretrained(tmp_path), cut_to(type(model)(config).eval(), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    for one in (again, fresh):
+    fresh = rebuilt(type(model)(config).eval(), small, report)
+    for one in (type(model).from_pretrained(tmp_path), fresh):
         assert one.generate(**inputs, max_new_tokens=3).equal(small.generate(**inputs, max_new_tokens=3))
 
 
@@ -498,8 +497,7 @@ def test_weights_of_weight_norm_lose_units_and_are_normalized_anew(norm):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert report.before.parameters == parameters(model) and report.after.parameters == parameters(small)
     assert removable(model, x).frozen  # the old one can be copied
-    again = cut_to(make(), report.manifest)
-    again.load_state_dict(small.state_dict())
+    again = rebuilt(make(), small, report)
     assert torch.equal(again(x), small(x)) and not torch.equal(model(x), small(x))
     with torch.enable_grad():
         again(x).sum().backward()
