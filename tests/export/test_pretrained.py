@@ -12,10 +12,10 @@ from pathlib import Path
 import hf_models
 import pytest
 import torch
-from export_models import batches, looks, mlp, pruned, same
+from export_models import TWO_FOUR, batches, looks, masked, mlp, pruned, same
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
@@ -27,17 +27,9 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "save_decilm.py"
 save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
 
 
-def bert():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    return BertModel(BertConfig(**sizes, vocab_size=40)).eval()
-
-
 def masked_bert():
-    model, sparsifier = bert(), ScopeSparsifier(pattern=patterns.n_m(2, 4))
-    sparsifier.prepare(model, [{"tensor_fqn": "encoder.*dense.weight"}])
-    sparsifier.step()
-    return model, sparsifier
+    model, _ = hf_models.make("BERT")
+    return model, masked(model, ["encoder.*dense.weight"], **TWO_FOUR)
 
 
 @pytest.mark.parametrize("squash", [False, True])
@@ -50,7 +42,7 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
         sparsifier.squash_mask()
     before = looks(model)
     report = export.save_pretrained(model, sparsifier, tmp_path)
-    assert same(before, model) and len(report.converted) == 3
+    assert same(before, model) and len(report.converted) == 6
     assert report.after < report.before / 32 + 2000
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -112,17 +104,16 @@ def test_a_model_offloaded_to_disk_without_some_layers_is_saved(kinds, tmp_path)
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     model, sparsifier = masked_bert()
     path = tmp_path / "new"
-    with pytest.raises(SparsityError, match="Sequential has no method save_pretrained"):
-        export.save_pretrained(mlp(), sparsifier, path)
-    with pytest.raises(SparsityError, match="the model has no tensor 0.weight"):
-        export.save_pretrained(model, pruned()[1], path)
-    with pytest.raises(SparsityError, match="there are no masks"):
-        export.save_pretrained(model, ScopeSparsifier(), path)
-    with pytest.raises(SparsityError, match=r"or {name: mask}, got torch.ao.pruning.*WeightNormSparsifier"):
-        export.save_pretrained(model, torch.ao.pruning.WeightNormSparsifier(), path)
-    name = "encoder.layer.0.output.dense.weight"
-    with pytest.raises(SparsityError, match=r"dense.weight is \(32, 64\), but its mask is \(64, 32\)"):
-        export.save_pretrained(model, {name: torch.ones(64, 32, dtype=torch.bool)}, path)
+    transposed = {"encoder.layer.0.output.dense.weight": torch.ones(48, 32, dtype=torch.bool)}
+    for text, given, masks in (
+        ("Sequential has no method save_pretrained", mlp(), sparsifier),
+        ("the model has no tensor 0.weight", model, pruned()[1]),
+        ("there are no masks", model, ScopeSparsifier()),
+        (r"or {name: mask}, got torch.ao.*WeightNormSparsifier", model, torch.ao.pruning.WeightNormSparsifier()),
+        (r"dense.weight is \(32, 48\), but its mask is \(48, 32\)", model, transposed),
+    ):
+        with pytest.raises(SparsityError, match=text):
+            export.save_pretrained(given, masks, path)
     assert not path.exists()
 
 
@@ -133,7 +124,7 @@ def test_a_weight_that_lost_its_zeros_is_refused_and_kept_nan_is_saved(tmp_path)
     dropped = ~(sparsifier.mask(name) != 0)
     with torch.no_grad():
         model.get_parameter(name)[dropped] = 1
-    with pytest.raises(SparsityError, match=rf"{name} is not zero at .*, which its mask drops \(1,024 such"):
+    with pytest.raises(SparsityError, match=rf"{name} is not zero at .*, which its mask drops \(768 such"):
         export.save_pretrained(model, sparsifier, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with torch.no_grad():
@@ -278,10 +269,7 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
 @functools.cache
 def decoder():
     """A Llama of eleven layers whose MLPs keep numbers of their own, the report, inputs and logits."""
-    model, inputs = hf_models.make("Llama")
-    torch.manual_seed(0)
-    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 11, "attention_bias": False}))
-    model = type(model)(config).eval()
+    model, inputs = hf_models.deep("Llama", 11, attention_bias=False)
     for layer in model.model.layers[:3]:
         layer.mlp.down_proj.weight.data *= 0.1
     names = {"gate_proj.weight": "u i", "gate_proj.bias": "u", "up_proj.weight": "u i", "up_proj.bias": "u"}
@@ -376,14 +364,12 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
         ):
             save_decilm(small, tmp_path / "new")
         with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):
-            save_decilm(bert(), tmp_path / "new")
+            save_decilm(hf_models.make("BERT")[0], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
-    model, inputs = hf_models.make("Llama")
-    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 4, "attention_bias": False}))
-    model = type(model)(config).eval()
+    model, inputs = hf_models.deep("Llama", 4, attention_bias=False)
     with torch.no_grad():
         last = (model.model.layers[1].self_attn.o_proj, model.model.layers[2].mlp.down_proj)
         for p in (p for linear in last for p in linear.parameters()):

@@ -206,6 +206,14 @@ def make(name):
     return model, _INPUTS[name]() if name in _INPUTS else inputs
 
 
+def deep(name, layers, **keys):
+    """A model of so many layers and with other keys of its configuration, and inputs."""
+    model, inputs = make(name)
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("layer_types", "no_rope_layers")}
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers
+    return fill(type(model)(type(model.config)(**(config | keys)))), inputs
+
+
 def _tokens_with(images, size):
     """Token ids, of which some stand for an image."""
     return {"input_ids": torch.tensor([[3, 48, *[49] * images, 47, 5, 6, 7]]), "pixel_values": torch.randn(size)}

@@ -80,14 +80,3 @@ def test_the_trainers_models_are_saved_as_plain_ones(tmp_path):
         assert all(torch.equal(v, model.state_dict()[k]) for k, v in found.state_dict().items())
     trainer.save_model(str(tmp_path / "squashed"))
     assert not (tmp_path / "squashed" / STATE).exists()
-
-
-def test_a_squashed_copy_is_saved_while_training_goes_on(tmp_path):
-    model = linear_model(8, 4)
-    sparsifier = masked(model)
-    snapshot = copy.deepcopy(model)
-    sparsifier.squash_mask(model=snapshot)
-    torch.save(snapshot.state_dict(), tmp_path / "plain.pt")
-    linear_model(8, 4).load_state_dict(torch.load(tmp_path / "plain.pt"))
-    sparsifier.step()
-    assert sparsifier.check() == 1

@@ -30,12 +30,8 @@ def _no_gradients():
 
 
 def deep(name, layers=4, **keys):
-    """A float64 model of so many layers, and inputs."""
-    model, inputs = hf_models.make(name)
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("layer_types", "no_rope_layers")}
-    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers
-    model = fill(type(model)(type(model.config)(**(config | keys)))).double()
-    return model, inputs
+    model, inputs = hf_models.deep(name, layers, **keys)
+    return model.double(), inputs
 
 
 def tiny(name, **keys):

@@ -387,10 +387,8 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
 
 @pytest.mark.parametrize("name", ["Gemma2", "GPT-2"])  # sliding and full attention alternate in the first
 def test_the_layers_that_change_their_input_least_are_removed(name, tmp_path):
-    model, inputs = hf_models.make(name)
-    keys = {k: v for k, v in model.config.to_dict().items() if k != "layer_types"}
-    config = type(model.config)(**(keys | ({"n_layer": 5} if name == "GPT-2" else {"num_hidden_layers": 5})))
-    model = fill(type(model)(config)).eval()
+    model, inputs = hf_models.deep(name, 5)
+    config = copy.deepcopy(model.config)
     layers = model.transformer.h if name == "GPT-2" else model.model.layers
     other = {"input_ids": inputs["input_ids"].flip(1)}
     cosines, hooks = torch.zeros(5), []

@@ -176,12 +176,6 @@ def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch)
     assert (found.values, found.uncalled) == (wanted.values, wanted.uncalled)
 
 
-@pytest.mark.parametrize("make", [gemma, t5])
-def test_couplings_that_name_blocks_are_discovered_in_the_whole_model(make):
-    model, inputs = make()
-    assert trials.discover_in_twin(model.eval(), inputs) is None
-
-
 class Mlp(nn.Module):
     """Hidden units between two layers."""
 
