@@ -1,5 +1,6 @@
 """Trials on a short twin: the same models and reports as by trials of the whole model, which is the fallback."""
 
+import hf_models
 import pytest
 import torch
 import transformers
@@ -13,7 +14,7 @@ from sparsekit_ao.removal.twin import make_twin
 
 IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-HEADS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+
 TYPES = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 3}
 MLP = {"gate": "u i", "up": "u i", "down": "o u"}
 
@@ -26,24 +27,21 @@ def _no_gradients():
 
 
 def llama(layers=5):
-    config = transformers.LlamaConfig(**HEADS, num_key_value_heads=2, num_hidden_layers=layers)
-    return transformers.LlamaForCausalLM(config), {"input_ids": IDS}
+    return hf_models.deep("Llama", layers)
 
 
 def gemma():
-    config = transformers.Gemma3TextConfig(**HEADS, num_key_value_heads=2, head_dim=8, num_hidden_layers=6, **TYPES)
-    return transformers.Gemma3ForCausalLM(config), {"input_ids": IDS}
+    return hf_models.deep("Gemma3", 6, **TYPES)
+
+
+def vit():
+    return hf_models.deep("ViT", 5)
 
 
 def t5():
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
     config = transformers.T5Config(**sizes, num_layers=5, num_decoder_layers=4)
     return transformers.T5ForConditionalGeneration(config), {"input_ids": IDS, "decoder_input_ids": IDS}
-
-
-def vit():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_hidden_layers=5)), PIXELS
 
 
 def resnet():
