@@ -74,17 +74,15 @@ def test_a_mixture_that_lost_experts_is_recovered(kind, path):
     assert len(small.model.layers[1].get_submodule(path).experts.down_proj) == 2
 
 
-class Raw(nn.Module):
+def raw():
     """Raw Parameters, one of them transposed, and one that is used twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.straight, self.transposed = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.randn(16, 16) / 4)
-        self.twice = nn.Parameter(torch.randn(16, 16) / 4)
+    def run(m, x):
+        x = F.linear(x, m.straight).relu() @ m.transposed
+        return F.linear(F.linear(x, m.twice).relu(), m.twice)
 
-    def forward(self, x):
-        x = F.linear(x, self.straight).relu() @ self.transposed
-        return F.linear(F.linear(x, self.twice).relu(), self.twice)
+    names = "straight", "transposed", "twice"
+    return Net(run, **{name: nn.Parameter(torch.randn(16, 16) / 4) for name in names})
 
 
 def tagger():
@@ -100,7 +98,7 @@ def attention():
 
 
 NAMES = {
-    Raw: ["straight", "transposed", "twice"],
+    raw: ["straight", "transposed", "twice"],
     tagger: [*(f"lstm.weight_{w}_l0{way}" for way in ("", "_reverse") for w in ("ih", "hh")), "head.weight"],
     attention: ["attention.in_proj_weight", "attention.out_proj.weight"],
 }

@@ -6,12 +6,11 @@ import functools
 import gallery
 import pytest
 import torch
-from hf_models import make
+from hf_models import deep, make
 from networks import Net
 from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, prepared
 from stock import same
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
 from sparsekit_ao.removal import shrink_layers
@@ -142,15 +141,8 @@ def test_a_model_that_changes_its_input_in_place_reads_the_same_batches_every_ti
         assert torch.equal(p, q)
 
 
-def small_llama(layers=4):
-    torch.manual_seed(0)
-    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50}
-    model = LlamaForCausalLM(LlamaConfig(**keys, num_hidden_layers=layers, initializer_range=0.1)).eval()
-    return model, [torch.randint(50, (4, 8)) for _ in range(6)]
-
-
 def test_blocks_that_remain_after_shrink_layers_are_paired_with_those_they_were():
-    dense, batches = small_llama()
+    (dense, _), batches = deep("Llama", 4), [torch.randint(50, (4, 8)) for _ in range(6)]
     for p in dense.model.layers[1].parameters():
         p.detach().mul_(0.1)
     small, _ = shrink_layers(dense, batches, 0.25)
