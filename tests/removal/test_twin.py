@@ -16,7 +16,7 @@ IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 TYPES = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 3}
-MLP = {"gate": "u i", "up": "u i", "down": "o u"}
+UNITS = {f"{up}_proj.{name}": axes for up in ("gate", "up") for name, axes in (("weight", "u i"), ("bias", "u"))}
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,8 @@ def test_the_smaller_model_and_the_report_are_those_of_trials_of_the_whole(make,
     assert model.config.to_dict() == config and all(p.requires_grad for p in model.parameters())
 
 
-ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}_proj.weight": axes for name, axes in MLP.items()})]
+MLP = UNITS | {"down_proj.weight": "o u"}
+ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.items()})]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,7 @@ def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
     other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **how)
     check_equal(states(small), states(other))
     assert report.manifest == wanted.manifest and report.left_out == wanted.left_out
+    assert report.after.parameters < report.before.parameters
 
 
 @pytest.mark.parametrize("make", [llama, vit])
