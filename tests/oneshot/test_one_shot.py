@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 import warnings
 import weakref
 
@@ -195,7 +196,7 @@ def test_batches_without_rows_and_batches_of_numbers_are_refused(batches, text):
 def test_a_report_without_batches_says_so_and_weight_norm_stays_in_eval_mode():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))).eval()
     pruned, report = prune(model)
-    assert "1 layers in 0.0 s, without batches" in str(report)
+    assert re.search(r"^1 layers in \d+\.\d s, without batches$", str(report), re.MULTILINE)
     assert not any(module.training for module in pruned.modules())
 
 
