@@ -2,38 +2,25 @@
 
 import pytest
 import torch
+from compact_models import rebuilt
+from networks import Net
 from stock import refuses
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import joint_entries
-from sparsekit_ao.removal import compact, cut_to
+from sparsekit_ao.removal import compact
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
 
 
-class Gated(nn.Module):
-    def __init__(self, width=4, hidden=6):
-        super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width)
+def stack(*hidden):
+    """An embedding, and gated layers with so many units."""
 
+    def gated(n):
+        return nn.ModuleDict({"gate": nn.Linear(4, n), "up": nn.Linear(4, n, bias=False), "down": nn.Linear(n, 4)})
 
-class Stack(nn.Module):
-    def __init__(self, *hidden):
-        super().__init__()
-        self.embed = nn.Embedding(9, 4)
-        self.layers = nn.ModuleList([Gated(hidden=h) for h in hidden])
-
-
-class Attention(nn.Module):
-    def __init__(self, kv_heads=2, queries=3, size=4, width=5):
-        super().__init__()
-        self.q, self.k = nn.Linear(width, kv_heads * queries * size), nn.Linear(width, kv_heads * size)
-        self.v, self.o = nn.Linear(width, kv_heads * size), nn.Linear(kv_heads * queries * size, width)
-
-
-KV = {"q.weight": "(u g d) i", "k.weight": "(u d) i", "v.weight": "(u d) i", "o.weight": "o (u g d)"}
+    return nn.ModuleDict({"embed": nn.Embedding(9, 4), "layers": nn.ModuleList(map(gated, hidden))})
 
 
 def masks(model, entries):
@@ -46,14 +33,14 @@ def masks(model, entries):
 
 
 def test_a_star_makes_one_coupling_for_each_of_its_values():
-    bound = Coupling(MLP).bind(Stack(6, 10))
+    bound = Coupling(MLP).bind(stack(6, 10))
     assert [(g.name, g.captured, g.grid) for g in bound] == [
         ("layers.0.gate.weight", ("0",), (6,)),
         ("layers.1.gate.weight", ("1",), (10,)),
     ]
     assert [m.fqn for m in bound[1].members] == ["layers.1.gate.weight", "layers.1.up.weight", "layers.1.down.weight"]
-    assert [g.name for g in Coupling(MLP, name="mlp").bind(Stack(6, 10))] == ["mlp 0", "mlp 1"]
-    assert [g.name for g in Coupling(MLP, name="mlp of layer *").bind(Stack(6))] == ["mlp of layer 0"]
+    assert [g.name for g in Coupling(MLP, name="mlp").bind(stack(6, 10))] == ["mlp 0", "mlp 1"]
+    assert [g.name for g in Coupling(MLP, name="mlp of layer *").bind(stack(6))] == ["mlp of layer 0"]
     model = nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for n in (1, 2)})
     bound = Coupling({"layer*.*.weight": "u i"}).bind(model)
     assert [g.captured for g in bound] == [("1", "0"), ("1", "1"), ("2", "0"), ("2", "1")]
@@ -63,12 +50,12 @@ def test_a_star_makes_one_coupling_for_each_of_its_values():
 def test_two_stars_put_all_layers_into_one_coupling():
     stream = {"embed.weight": "v u", "layers.**.gate.weight": "o u", "layers.**.up.weight": "o u"}
     stream |= {"layers.**.down.weight": "u i", "layers.**.down.bias": "u"}
-    (bound,) = Coupling(stream, name="stream").bind(Stack(6, 10))
+    (bound,) = Coupling(stream, name="stream").bind(stack(6, 10))
     assert bound.grid == (4,) and bound.captured == () and len(bound.members) == 9
 
 
 def test_entries_of_every_layer_drop_the_same_units_of_all_members():
-    model = Stack(6, 10)
+    model = stack(6, 10)
     entries = Coupling(MLP).entries(model, sparsity_level=0.5)
     assert entries[1] == {
         "tensor_fqn": "layers.0.up.weight",
@@ -82,24 +69,6 @@ def test_entries_of_every_layer_drop_the_same_units_of_all_members():
         gate, up, down = (found[f"layers.{layer}.{n}.weight"] for n in ("gate", "up", "down"))
         assert torch.equal(gate, up) and torch.equal(gate[:, 0], down[0]) and int(gate[:, 0].sum()) == keep
     assert int(found["embed.weight"].sum()) == 7
-
-
-def test_a_kv_head_is_kept_with_its_query_heads():
-    found = masks(Attention(), Coupling(KV, sizes={"g": 3, "d": 4}).entries(Attention(), nnz=1))
-    kept = found["k.weight"].view(2, -1).all(1)
-    assert int(kept.sum()) == 1
-    assert torch.equal(found["q.weight"].view(2, -1).all(1), kept)
-    assert torch.equal(found["o.weight"].view(5, 2, -1).all(2)[0], kept)
-
-
-def test_query_heads_are_chosen_within_every_kv_head():
-    heads = Coupling({"q.weight": "(kv u d) i", "o.weight": "o (kv u d)"}, scope="kv", sizes={"kv": 2, "d": 4})
-    (bound,) = heads.bind(Attention())
-    assert bound.grid == (2, 3)
-    found = masks(Attention(), heads.entries(Attention(), nnz=2))
-    kept = found["q.weight"].view(2, 3, -1).all(2)
-    assert kept.sum(1).tolist() == [2, 2]
-    assert torch.equal(found["o.weight"].view(5, 2, 3, 4).all(3)[0], kept)
 
 
 def test_sizes_are_worked_out_across_members():
@@ -122,7 +91,7 @@ def test_one_parameter_alone_needs_no_coupling():
 
 
 def test_a_prepared_model_is_found_by_the_same_names():
-    model = Stack(6)
+    model = stack(6)
     coupling = Coupling(MLP)
     before = coupling.bind(model)
     ScopeSparsifier().prepare(model, coupling.entries(model))
@@ -134,7 +103,7 @@ def test_a_prepared_model_is_found_by_the_same_names():
 @pytest.mark.parametrize("scores", ["sum", "mean"])
 def test_scores_of_a_unit_add_over_members_as_sums_or_as_means(scores, p, dtype):
     torch.manual_seed(3)
-    model = Stack(40).to(dtype)
+    model = stack(40).to(dtype)
     layer = model.layers[0]
     rows = [layer.gate.weight, layer.gate.bias[:, None], layer.up.weight, layer.down.weight.T]  # one a unit
     powers = [t.detach().double().abs().pow(p) for t in rows]
@@ -148,7 +117,7 @@ def test_a_coupling_is_a_value():
     members = dict(MLP)
     coupling = Coupling(members)
     members.clear()
-    assert coupling == Coupling(MLP) != Coupling(KV) and hash(coupling) == hash(Coupling(MLP))
+    assert coupling == Coupling(MLP) != Coupling({"weight": "u i"}) and hash(coupling) == hash(Coupling(MLP))
 
 
 BAD = [  # (members, other arguments, message)
@@ -228,7 +197,7 @@ UNFIT = [  # (members, sizes, message); sizes that differ are a CouplingError
 
 @pytest.mark.parametrize(("members", "sizes", "message"), UNFIT, ids=range(len(UNFIT)))
 def test_a_coupling_that_does_not_fit_the_model_is_refused(members, sizes, message):
-    model = Stack(6, 6)
+    model = stack(6, 6)
     model.layers[0].extra = nn.Linear(1, 6)
     with pytest.raises(SparsityError) as e:
         Coupling(members, sizes=sizes).bind(model)
@@ -277,16 +246,12 @@ def test_a_size_that_was_given_and_does_not_fit_is_not_blamed_on_a_member():
 
 
 def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_one_by_one():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(3, 6), nn.Linear(10, 2)
-
-        def forward(self, x):
-            return self.c(torch.cat([self.a(x), torch.tanh(self.b(x))], -1))
+    def branches():
+        parts = {"a": nn.Linear(3, 4), "b": nn.Linear(3, 6), "c": nn.Linear(10, 2)}
+        return Net(lambda m, x: m.c(torch.cat([m.a(x), torch.tanh(m.b(x))], -1)), **parts)
 
     torch.manual_seed(0)
-    model, inputs = Branches(), torch.randn(5, 3)
+    model, inputs = branches(), torch.randn(5, 3)
     first, second = (
         Coupling({f"{name}.weight": "u i", f"{name}.bias": "u", "c.weight": part}, name=name)
         for name, part in (("a", "o (u + 6)"), ("b", "o (4 + u)"))
@@ -300,9 +265,7 @@ def test_the_parts_of_a_concatenation_have_units_of_their_own_and_are_removed_on
     sparsifier.squash_mask()
     small, report = compact(model, [first, second], inputs)
     assert small.c.weight.equal(model.c.weight[:, kept]) and report.after.parameters == 26
-    fresh = cut_to(Branches(), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    assert torch.equal(fresh(inputs), small(inputs))
+    assert torch.equal(rebuilt(branches(), small, report)(inputs), small(inputs))
     with pytest.raises(CouplingError, match="of its .2, 10. that do not form a rectangle"):
         compact(model, [second, Coupling({"c.weight": "o (3 + u)"}, name="c")], inputs)
 

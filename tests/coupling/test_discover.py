@@ -30,22 +30,6 @@ def squeeze_excite(m, x):
     return m.c(y * torch.sigmoid(m.up(F.relu(m.down(y.mean((2, 3), keepdim=True))))))
 
 
-class Attention(nn.Module):
-    """Four query heads on two key heads of size 3; keys and values come from one projection."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.kv, self.o = nn.Linear(6, 12, False), nn.Linear(6, 12, False), nn.Linear(12, 6)
-        self.heads, self.kv_heads, self.size = 4, 2, 3
-
-    def forward(self, x):
-        n, each = x.shape[:2], self.heads // self.kv_heads
-        q = self.q(x).view(*n, self.heads, self.size).transpose(1, 2)
-        k, v = (y.view(*n, self.kv_heads, self.size).transpose(1, 2) for y in self.kv(x).chunk(2, dim=-1))
-        k, v = (y[:, :, None].expand(-1, -1, each, -1, -1).reshape(q.shape) for y in (k, v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
-
-
 def skip(m, x):
     x = m.stem(x)
     for block in m.blocks:
@@ -65,19 +49,23 @@ def written_by_index(m, x):
     return m.d(z)
 
 
-class Quantized(nn.Module):
+def grouped(m, x):
+    """Four query heads on two key heads of size 3; keys and values come from one projection."""
+    n, each = x.shape[:2], m.heads // m.kv_heads
+    q = m.q(x).view(*n, m.heads, m.size).transpose(1, 2)
+    k, v = (y.view(*n, m.kv_heads, m.size).transpose(1, 2) for y in m.kv(x).chunk(2, dim=-1))
+    k, v = (y[:, :, None].expand(-1, -1, each, -1, -1).reshape(q.shape) for y in (k, v))
+    return m.o(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
+
+
+def quantized(m, x):
     """Weights rounded in each output, activations in all; scales are buffers, as torch.ao.quantization has them."""
+    weight = torch.fake_quantize_per_channel_affine(m.a.weight, m.s, m.z, 0, -128, 127)
+    y = F.relu(F.linear(x, weight, m.a.bias))
+    return m.c(torch.fake_quantize_per_tensor_affine(y, 0.01, 3, -128, 127))
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.register_buffer("s", torch.full((8,), 0.01))
-        self.register_buffer("z", torch.zeros(8, dtype=torch.int32))
 
-    def forward(self, x):
-        weight = torch.fake_quantize_per_channel_affine(self.a.weight, self.s, self.z, 0, -128, 127)
-        y = F.relu(F.linear(x, weight, self.a.bias))
-        return self.c(torch.fake_quantize_per_tensor_affine(y, 0.01, 3, -128, 127))
+SCALES = {"s": nn.Buffer(torch.full((8,), 0.01)), "z": nn.Buffer(torch.zeros(8, dtype=torch.int32))}
 
 
 def convs(channels):
@@ -195,7 +183,11 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
         ["0.weight: u i 1 1, 0.bias: u, 2.weight: o u 1 1"],
     ),
     "grouped queries": (
-        Attention(),
+        Net(
+            grouped,
+            **{"q": nn.Linear(6, 12, False), "kv": nn.Linear(6, 12, False), "o": nn.Linear(12, 6)},
+            **{"heads": 4, "kv_heads": 2, "size": 3},
+        ),
         torch.zeros(2, 5, 6),
         [
             "q.weight: (u g d) i, kv.weight: (g u d) i, o.weight: o (u g d)",
@@ -249,7 +241,10 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
         ),
         ["a.weight: o u, b.weight: o u"],
     ),
-    "fake quantization": (Quantized(), ["a.weight: u i, a.bias: u, c.weight: o u, s: u, z: u"]),
+    "fake quantization": (
+        Net(quantized, **PAIR_OF_C, **SCALES),
+        ["a.weight: u i, a.bias: u, c.weight: o u, s: u, z: u"],
+    ),
     "residual stream": (
         Net(skip, stem=nn.Conv2d(3, 8, 1), blocks=nn.ModuleList([block(), block()]), head=nn.Linear(8, 2)),
         IMAGE,

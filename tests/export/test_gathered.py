@@ -148,15 +148,6 @@ def test_a_few_kept_values_that_are_zero_stay_after_squash():
     torch.testing.assert_close(model(x), expected)
 
 
-def test_a_sparsifier_whose_masks_went_says_so():
-    model = linear()
-    sparsifier = masked(model, **GROUPS)
-    export.to_gathered(model)
-    for call in (sparsifier.step, sparsifier.squash_mask):
-        with pytest.warns(UserWarning, match="0.weight: its layer was replaced or removed after prepare"):
-            call()
-
-
 def test_masks_of_torch_ao_are_converted():
     model, groups = linear(), squashed(linear(), **GROUPS)
     parametrize.register_parametrization(model[0], "weight", FakeSparsity(groups[0].weight != 0))

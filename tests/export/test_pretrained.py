@@ -2,16 +2,21 @@
 
 import copy
 import functools
+import importlib.util
 import json
 import runpy
 import weakref
 from collections import OrderedDict
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
-from export_models import batches, looks, mlp, pruned, same
+from export_models import TWO_FOUR, batches, looks, masked, mlp, pruned, same
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama as llama
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
 from sparsekit_ao.export import pretrained
@@ -22,20 +27,9 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "save_decilm.py"
 save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
 
 
-def bert():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=40
-    )
-    return transformers.BertModel(config).eval()
-
-
 def masked_bert():
-    model, sparsifier = bert(), ScopeSparsifier(pattern=patterns.n_m(2, 4))
-    sparsifier.prepare(model, [{"tensor_fqn": "encoder.*dense.weight"}])
-    sparsifier.step()
-    return model, sparsifier
+    model, _ = hf_models.make("BERT")
+    return model, masked(model, ["encoder.*dense.weight"], **TWO_FOUR)
 
 
 @pytest.mark.parametrize("squash", [False, True])
@@ -48,7 +42,7 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
         sparsifier.squash_mask()
     before = looks(model)
     report = export.save_pretrained(model, sparsifier, tmp_path)
-    assert same(before, model) and len(report.converted) == 3
+    assert same(before, model) and len(report.converted) == 6
     assert report.after < report.before / 32 + 2000
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -61,7 +55,6 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
 
 @pytest.mark.parametrize("squash", [False, True])
 def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squash, tmp_path, monkeypatch):
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make("Llama")
     sparsifier, living, most = ScopeSparsifier(0.5), {}, [0]
     sparsifier.prepare(model)
@@ -96,7 +89,6 @@ def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squa
 @pytest.mark.parametrize("kinds", [("blocks",), ("attention",)])
 def test_a_model_offloaded_to_disk_without_some_layers_is_saved(kinds, tmp_path):
     pytest.importorskip("accelerate")
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make("Llama")
     model.save_pretrained(tmp_path / "dense")
     on_disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
@@ -112,17 +104,16 @@ def test_a_model_offloaded_to_disk_without_some_layers_is_saved(kinds, tmp_path)
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     model, sparsifier = masked_bert()
     path = tmp_path / "new"
-    with pytest.raises(SparsityError, match="Sequential has no method save_pretrained"):
-        export.save_pretrained(mlp(), sparsifier, path)
-    with pytest.raises(SparsityError, match="the model has no tensor 0.weight"):
-        export.save_pretrained(model, pruned()[1], path)
-    with pytest.raises(SparsityError, match="there are no masks"):
-        export.save_pretrained(model, ScopeSparsifier(), path)
-    with pytest.raises(SparsityError, match=r"or {name: mask}, got torch.ao.pruning.*WeightNormSparsifier"):
-        export.save_pretrained(model, torch.ao.pruning.WeightNormSparsifier(), path)
-    name = "encoder.layer.0.output.dense.weight"
-    with pytest.raises(SparsityError, match=r"dense.weight is \(32, 64\), but its mask is \(64, 32\)"):
-        export.save_pretrained(model, {name: torch.ones(64, 32, dtype=torch.bool)}, path)
+    transposed = {"encoder.layer.0.output.dense.weight": torch.ones(48, 32, dtype=torch.bool)}
+    for text, given, masks in (
+        ("Sequential has no method save_pretrained", mlp(), sparsifier),
+        ("the model has no tensor 0.weight", model, pruned()[1]),
+        ("there are no masks", model, ScopeSparsifier()),
+        (r"or {name: mask}, got torch.ao.*WeightNormSparsifier", model, torch.ao.pruning.WeightNormSparsifier()),
+        (r"dense.weight is \(32, 48\), but its mask is \(48, 32\)", model, transposed),
+    ):
+        with pytest.raises(SparsityError, match=text):
+            export.save_pretrained(given, masks, path)
     assert not path.exists()
 
 
@@ -133,7 +124,7 @@ def test_a_weight_that_lost_its_zeros_is_refused_and_kept_nan_is_saved(tmp_path)
     dropped = ~(sparsifier.mask(name) != 0)
     with torch.no_grad():
         model.get_parameter(name)[dropped] = 1
-    with pytest.raises(SparsityError, match=rf"{name} is not zero at .*, which its mask drops \(1,024 such"):
+    with pytest.raises(SparsityError, match=rf"{name} is not zero at .*, which its mask drops \(768 such"):
         export.save_pretrained(model, sparsifier, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with torch.no_grad():
@@ -143,8 +134,6 @@ def test_a_weight_that_lost_its_zeros_is_refused_and_kept_nan_is_saved(tmp_path)
 
 
 def test_damaged_files_of_masks_are_refused(tmp_path):
-    from safetensors.torch import save_file
-
     def save(shapes, **tensors):
         save_file(tensors or {"w": torch.full((2,), 255, dtype=torch.uint8)}, tmp_path / "masks.safetensors", shapes)
 
@@ -189,7 +178,6 @@ UNITS = {  # of one layer alone, which no config holds
 
 def smaller(name):
     """A model without half of the units of one layer, the report, inputs and the first output."""
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make(name)
     prefix, members = UNITS[name]
     experts = {"scope": "e", "sizes": {"two": 2}} if members is EXPERTS else {}
@@ -210,7 +198,6 @@ def test_models_whose_tensors_transformers_renames_or_splits_on_save_are_read_ba
 
 @pytest.mark.parametrize("name", ["ViT", "Qwen3-MoE"])
 def test_masked_models_whose_tensors_are_renamed_or_split_are_read_back(name, tmp_path):
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make(name)
     sparsifier = ScopeSparsifier(0.5)
     sparsifier.prepare(model, [{"tensor_fqn": "*.gate_up_proj" if name == "Qwen3-MoE" else "*.fc1.weight"}])
@@ -227,8 +214,6 @@ def test_masked_models_whose_tensors_are_renamed_or_split_are_read_back(name, tm
 
 
 def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_name(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     with torch.no_grad():
         small, report, inputs, want = smaller("GPT-NeoX")
 
@@ -284,11 +269,7 @@ def test_files_of_a_smaller_model_are_those_of_the_index_or_of_the_one_standard_
 @functools.cache
 def decoder():
     """A Llama of eleven layers whose MLPs keep numbers of their own, the report, inputs and logits."""
-    hf_models = pytest.importorskip("hf_models")
-    model, inputs = hf_models.make("Llama")
-    torch.manual_seed(0)
-    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 11, "attention_bias": False}))
-    model = type(model)(config).eval()
+    model, inputs = hf_models.deep("Llama", 11, attention_bias=False)
     for layer in model.model.layers[:3]:
         layer.mlp.down_proj.weight.data *= 0.1
     names = {"gate_proj.weight": "u i", "gate_proj.bias": "u", "up_proj.weight": "u i", "up_proj.bias": "u"}
@@ -298,8 +279,6 @@ def decoder():
 
 
 def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.no_grad():
         small, report, inputs, want = decoder()
         widths = [layer.mlp.down_proj.in_features for layer in small.model.layers]
@@ -320,9 +299,6 @@ def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_
 @pytest.mark.parametrize("units", ["u g d", "s u d"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_heads_of_single_layers_are_written_into_a_config_that_takes_them(name, units, tmp_path):
-    from transformers import AutoConfig
-
-    hf_models = pytest.importorskip("hf_models")
     model, inputs = hf_models.make(name)
     keys = ("k_proj", "v_proj") if units == "u g d" else ()
     members = {f"q_proj.{t}": f"({units}){i}" for t, i in (("weight", " i"), ("bias", ""))}
@@ -354,11 +330,6 @@ class Nothing(nn.Module):
 
 def read_decilm(folder):
     """Construct a DeciLM by the rules of vLLM's nemotron_nas: sizes by layer from `block_configs`, Llama's names."""
-    import importlib.util
-
-    from safetensors.torch import load_file
-    from transformers.models.llama import modeling_llama as llama
-
     spec = importlib.util.spec_from_file_location("configuration_decilm", folder / "configuration_decilm.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -393,15 +364,12 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
         ):
             save_decilm(small, tmp_path / "new")
         with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):
-            save_decilm(bert(), tmp_path / "new")
+            save_decilm(hf_models.make("BERT")[0], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
-    hf_models = pytest.importorskip("hf_models")
-    model, inputs = hf_models.make("Llama")
-    config = type(model.config)(**(model.config.to_dict() | {"num_hidden_layers": 4, "attention_bias": False}))
-    model = type(model)(config).eval()
+    model, inputs = hf_models.deep("Llama", 4, attention_bias=False)
     with torch.no_grad():
         last = (model.model.layers[1].self_attn.o_proj, model.model.layers[2].mlp.down_proj)
         for p in (p for linear in last for p in linear.parameters()):

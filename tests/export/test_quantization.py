@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from export_models import batches, looks, mlp, pruned, same
+from networks import Net
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -114,26 +115,19 @@ def test_only_2_4_weights_may_be_packed_as_2_4():
         _checked_tensors(layers, set(), packed)
 
 
-class Around(nn.Module):
+def around(function):
     """A pruned layer, and what is computed around it."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.layer = pruned(nn.Sequential(nn.Linear(64, 64)), names=["0.weight"])[0][0]
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+    return Net(function, layer=pruned(nn.Sequential(nn.Linear(64, 64)), names=["0.weight"])[0][0])
 
 
 def hidden_in_a_closure():
-    model = Around(lambda _, x: inner(x))
+    model = around(lambda _, x: inner(x))
     inner = model.layer
     return model
 
 
 def with_a_generator():
-    model = Around(lambda self, x: self.layer(x))
+    model = around(lambda self, x: self.layer(x))
     model.state = (i for i in range(3))
     return model
 
@@ -143,9 +137,9 @@ def with_a_generator():
     [
         (hidden_in_a_closure, r"a copy of the model still calls the original module of layer\.weight, as closures"),
         (with_a_generator, "the model cannot be copied: cannot pickle 'generator' object"),
-        (lambda: Around(lambda self, x: self.layer(x).log()), "output of the model contains nan on these batches"),
-        (lambda: Around(lambda self, x: self.layer(x) and None), None),
-        (lambda: Around(lambda self, x: (self.layer(x), None)[1]), "the model returned no tensor"),
+        (lambda: around(lambda self, x: self.layer(x).log()), "output of the model contains nan on these batches"),
+        (lambda: around(lambda self, x: self.layer(x) and None), None),
+        (lambda: around(lambda self, x: (self.layer(x), None)[1]), "the model returned no tensor"),
     ],
     ids=["closure", "generator", "nan", "raises", "nothing"],
 )
@@ -167,7 +161,7 @@ def test_what_cannot_be_compared_is_refused(make, text):
     ids=["writes to its input", "always random", "calls a layer twice"],
 )
 def test_both_models_see_the_same_inputs_and_random_numbers(function, bound):
-    model, inputs = Around(function).train(), batches()
+    model, inputs = around(function).train(), batches()
     model.other = copy.deepcopy(model.layer)
     kept, state = [b.clone() for b in inputs], torch.get_rng_state()
     converted, report = export.quantize(model, INT8, inputs)

@@ -17,6 +17,7 @@ from sparsekit_ao import SparsityError, export
 from sparsekit_ao.export import two_four
 
 HALF = torch.float16
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(HALF, 0.5625), (torch.bfloat16, 0.5625), (torch.int8, 0.625)])
@@ -132,7 +133,6 @@ def _kernels_on_the_cpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("_kernels_on_the_cpu")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 def test_loaded_where_torch_has_kernels_packed_weights_are_semi_structured(tmp_path):
     model = squashed(linear(), HALF)
     export.pack_2_4(model, tmp_path / "x")
@@ -154,7 +154,6 @@ def test_a_loaded_weight_that_torch_refuses_stays_dense_with_a_warning(tmp_path)
 
 
 @pytest.mark.usefixtures("_kernels_on_the_cpu")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 @pytest.mark.parametrize("is_masked", [True, False])
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
 def test_weights_that_fit_become_semi_structured_and_others_are_listed(dtype, is_masked):
@@ -179,7 +178,6 @@ def test_weights_that_fit_become_semi_structured_and_others_are_listed(dtype, is
 
 
 @pytest.mark.usefixtures("_kernels_on_the_cpu")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 def test_what_torch_refuses_stays_dense_and_masks_of_torch_ao_and_int8_are_converted():
     model = nn.Sequential(*linear(64, 64), *linear())
     stock = StockWeightNorm(sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2)
@@ -217,7 +215,6 @@ def test_to_2_4_on_the_cpu_says_what_to_do():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_converted_on_a_gpu_weights_give_the_same_outputs(dtype, is_masked):
@@ -237,7 +234,6 @@ def test_converted_on_a_gpu_weights_give_the_same_outputs(dtype, is_masked):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
 def test_loaded_on_a_gpu_weights_are_semi_structured(dtype, tmp_path):
     model = squashed(linear(128, 256), dtype)

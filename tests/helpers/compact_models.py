@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, ScopeSparsifier
-from sparsekit_ao.removal import compact
+from sparsekit_ao.removal import compact, cut_to
 
 
 class GatedMLP(nn.Module):
@@ -115,23 +115,17 @@ class Inverted(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Experts in tensors of three dimensions; `sigmoid` gates add up, `softmax` gates go to the best two."""
+    """Experts in tensors of three dimensions, whose gates add up."""
 
-    def __init__(self, experts=6, width=5, hidden=8, gate="sigmoid"):
+    def __init__(self, experts=6, width=5, hidden=8):
         super().__init__()
-        self.gate, self.router = gate, nn.Linear(width, experts, bias=False)
+        self.router = nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, hidden, width))
         self.down = nn.Parameter(torch.randn(experts, width, hidden))
 
     def forward(self, x):
-        logits = self.router(x)
-        if self.gate == "sigmoid":
-            weight = logits.sigmoid()
-        else:
-            best = logits.topk(2, dim=-1)
-            weight = torch.zeros_like(logits).scatter(-1, best.indices, best.values.softmax(-1))
         hidden = F.relu(torch.einsum("bi,ehi->beh", x, self.up))
-        return torch.einsum("be,beh,eoh->bo", weight, hidden, self.down)
+        return torch.einsum("be,beh,eoh->bo", self.router(x).sigmoid(), hidden, self.down)
 
 
 class ListedExperts(nn.Module):
@@ -401,6 +395,13 @@ def dropping(model, *units):
         model[0].weight[list(units)] = 0
         model[2].weight[:, list(units)] = 0
     return model
+
+
+def rebuilt(model, small, report):
+    """A model that is made smaller by the manifest of a report, with the weights of the smaller one."""
+    again = cut_to(model, report.manifest)
+    again.load_state_dict(small.state_dict())
+    return again
 
 
 def x(width=4):

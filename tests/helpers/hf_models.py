@@ -181,6 +181,9 @@ _MIXTURES = {  # for the tests of experts alone
         {**_HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2},
         **{"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
     ),
+    "OLMoE": _of("OlmoeForCausalLM", _DECODER, num_experts=4, num_experts_per_tok=2, **_BATCHED),
+    "GraniteMoE": _of("GraniteMoeForCausalLM", _DECODER, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
+    "PhiMoE": _of("PhimoeForCausalLM", _DECODER, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
 }
 
 
@@ -201,6 +204,14 @@ def make(name):
     if name == "Whisper":
         inputs = {"input_features": torch.randn(2, 8, 16), "decoder_input_ids": inputs["decoder_input_ids"]}
     return model, _INPUTS[name]() if name in _INPUTS else inputs
+
+
+def deep(name, layers, **keys):
+    """A model of so many layers and with other keys of its configuration, and inputs."""
+    model, inputs = make(name)
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("layer_types", "no_rope_layers")}
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers
+    return fill(type(model)(type(model.config)(**(config | keys)))), inputs
 
 
 def _tokens_with(images, size):

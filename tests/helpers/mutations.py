@@ -108,7 +108,12 @@ MUTATIONS = [
         REMOVAL,
     ),
     ("removal/remove.py", "dropped, units = zero.all(0)", "dropped, units = zero.any(0)", REMOVAL),
-    ("removal/remove.py", "else (shape[1] * groups, shape[0])", "else (shape[0], shape[1] * groups)", REMOVAL),
+    (
+        "removal/remove.py",
+        "else (shape[1] * groups, shape[0])",
+        "else (shape[0], shape[1] * groups)",
+        ["test_compact_exact.py"],
+    ),
 ]
 
 

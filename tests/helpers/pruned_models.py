@@ -1,5 +1,9 @@
 """Small models, correlated inputs and structures, for tests of calibration and one-shot pruning."""
 
+import contextlib
+import itertools
+
+import pytest
 import torch
 from torch import nn
 
@@ -60,6 +64,22 @@ def prepared(model=None, *, config=None, seed=0, **options):
     sparsifier = ScopeSparsifier(**(options or STRUCTURES["2:4"]))
     sparsifier.prepare(model, config)
     return sparsifier
+
+
+@contextlib.contextmanager
+def interrupted(modules, at, is_training=False):
+    """Expects the interruption at this call of the modules, counted from 1; with gradients, if it `is_training`."""
+    calls = itertools.count(1)
+
+    def stop(*_):
+        if torch.is_grad_enabled() >= is_training and next(calls) == at:
+            raise KeyboardInterrupt
+
+    handles = [module.register_forward_pre_hook(stop) for module in modules]
+    with pytest.raises(KeyboardInterrupt) as error:
+        yield error
+    for handle in handles:
+        handle.remove()
 
 
 def distance(dense, pruned, batches):

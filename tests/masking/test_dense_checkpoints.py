@@ -2,22 +2,14 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
-from hf_models import make
+from export_models import masked
 from stock import linear_model
 from torch import nn
 
-from sparsekit_ao import SET, ScopeSparsifier, SparsityError, export
-
-
-def masked(model, **options):
-    sparsifier = ScopeSparsifier(**(options or {"sparsity_level": 0.5}))
-    sparsifier.prepare(model)
-    sparsifier.step()
-    return sparsifier
+from sparsekit_ao import SET, SparsityError, export
 
 
 @pytest.mark.parametrize("make_model", [lambda: linear_model(8, 6, 4), lambda: nn.Linear(8, 4)], ids=["nested", "bare"])
@@ -63,37 +55,3 @@ def test_another_parametrization_beside_the_mask():
     masked(model)
     with pytest.raises(SparsityError, match=r"dense_state_dict: 0.weight has another parametrization .*copy.deepcopy"):
         export.dense_state_dict(model)
-
-
-def test_the_trainers_models_are_saved_as_plain_ones(tmp_path):
-    pytest.importorskip("accelerate")
-    import transformers
-
-    from sparsekit_ao.integrations.transformers import STATE, SparsifierCallback
-
-    model = make("BERT")[0]
-    sparsifier = masked(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own
-        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
-        trainer = transformers.Trainer(model, arguments, callbacks=[SparsifierCallback(sparsifier)])
-    copy.deepcopy(model).save_pretrained(tmp_path / "copy")
-    trainer.save_model(str(tmp_path / "last"))
-    again, of_copy = (transformers.AutoModel.from_pretrained(tmp_path / name) for name in ("last", "copy"))
-    assert (tmp_path / "last" / STATE).exists()
-    sparsifier.squash_mask()
-    for found in (again, of_copy):
-        assert all(torch.equal(v, model.state_dict()[k]) for k, v in found.state_dict().items())
-    trainer.save_model(str(tmp_path / "squashed"))
-    assert not (tmp_path / "squashed" / STATE).exists()
-
-
-def test_a_squashed_copy_is_saved_while_training_goes_on(tmp_path):
-    model = linear_model(8, 4)
-    sparsifier = masked(model)
-    snapshot = copy.deepcopy(model)
-    sparsifier.squash_mask(model=snapshot)
-    torch.save(snapshot.state_dict(), tmp_path / "plain.pt")
-    linear_model(8, 4).load_state_dict(torch.load(tmp_path / "plain.pt"))
-    sparsifier.step()
-    assert sparsifier.check() == 1

@@ -1,25 +1,19 @@
-"""Recurrent layers and cells: hidden units are found and removed exactly, with the sizes that the layers hold."""
+"""Recurrent layers: hidden units are found and removed exactly, with the sizes that the layers hold."""
 
 import pytest
 import torch
+from compact_models import rebuilt
 from discovered import assert_exact, fill
 from networks import Net
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.removal import cut_to, shrink
+from sparsekit_ao.removal import shrink
 
 
 def layer(m, x):
     return m.out(m.cells(m.into(x))[0])
-
-
-def stepwise(m, x):
-    state = None
-    for k in range(x.shape[1]):
-        state = m.cells(m.into(x[:, k]), state)
-    return m.out(state[0] if isinstance(state, tuple) else state)
 
 
 def learned_start(m, x):
@@ -43,8 +37,6 @@ CASES = {  # (network, sizes of the cells after half of all units are removed)
         network(learned_start, nn.GRU(6, 8, batch_first=True), start=nn.Parameter(torch.ones(1, 1, 8))),
         (3, 4),
     ),
-    "LSTM cell": (network(stepwise, nn.LSTMCell(6, 8)), (3, 4)),
-    "GRU cell": (network(stepwise, nn.GRUCell(6, 8)), (3, 4)),
 }
 
 
@@ -59,9 +51,7 @@ def test_hidden_units_of_recurrent_layers_are_removed_exactly(name):
         assert_exact(model, coupling, inputs)
     small, report = shrink(model, inputs)
     assert tuple(getattr(small.cells, key) for key in ("input_size", "hidden_size", "proj_size")[: len(sizes)]) == sizes
-    fresh = cut_to(fill(CASES[name][0]), report.manifest)
-    fresh.load_state_dict(small.state_dict())
-    assert torch.equal(fresh(inputs), small(inputs))
+    assert torch.equal(rebuilt(fill(CASES[name][0]), small, report)(inputs), small(inputs))
 
 
 def test_a_state_that_is_given_keeps_all_units_and_so_does_one_that_is_returned():

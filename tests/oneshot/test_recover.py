@@ -1,15 +1,16 @@
 """Recovery: blocks come closer to the dense model's, masks and zeros stay, and interruptions lose nothing."""
 
 import copy
-import itertools
+import functools
 
 import gallery
 import pytest
 import torch
-from hf_models import make
-from pruned_models import STRUCTURES, Model, correlated, distance, prepared
+from hf_models import deep, make
+from networks import Net
+from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, prepared
+from stock import same
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
 from sparsekit_ao.removal import shrink_layers
@@ -72,8 +73,7 @@ def test_a_squashed_model_is_recovered_to_the_same_weights_as_a_masked_one_and_k
     recover(squashed, dense, batches)
     sparsifier.check(squashed)
     sparsifier.squash_mask()
-    for name, p in squashed.state_dict().items():
-        assert torch.equal(sparsifier.model.state_dict()[name], p), name
+    assert same(squashed.state_dict(), sparsifier.model.state_dict())
 
 
 def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path):
@@ -81,39 +81,23 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path):
     start = copy.deepcopy(sparsifier.model)
     expected = recover(sparsifier.model, dense, batches)
     for at in (40, 70, 100):
-        calls, interrupted = itertools.count(1), copy.deepcopy(start)
-
-        def stop(*_, at=at, calls=calls):
-            if next(calls) == at:
-                raise KeyboardInterrupt
-
-        for block in interrupted.blocks:
-            block.register_forward_pre_hook(stop)
-        with pytest.raises(KeyboardInterrupt):
-            recover(interrupted, dense, batches, checkpoint=tmp_path)
+        model = copy.deepcopy(start)
+        with interrupted(model.blocks, at):
+            recover(model, dense, batches, checkpoint=tmp_path)
     report = recover(start, dense, batches, checkpoint=tmp_path)
     assert [(row.block, row.after) for row in report] == [(row.block, row.after) for row in expected]
-    for name, p in sparsifier.model.state_dict().items():
-        assert torch.equal(start.state_dict()[name], p), name
+    assert same(start.state_dict(), sparsifier.model.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_interruption_in_the_first_pass_of_a_block_leaves_it_as_it_was(dtype):
     sparsifier, dense, batches = pruned(blocks=2)
     model, dense, batches = sparsifier.model.to(dtype), dense.to(dtype), [b.to(dtype) for b in batches]
-    calls, before = [], copy.deepcopy(model.blocks[1].state_dict())
-
-    def interrupt(*args):
-        calls.append(torch.is_grad_enabled())
-        if sum(calls) == 5:  # the fifth step: the weights have been changed by four
-            raise KeyboardInterrupt
-
-    model.blocks[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt) as error:
+    before = copy.deepcopy(model.blocks[1].state_dict())
+    with interrupted([model.blocks[1]], 5, is_training=True) as error:  # the weights have been changed by four steps
         recover(model, dense, batches)
-    assert sum(calls) == 5 and "1 of 2 steps are finished" in error.value.__notes__[0]
-    for name, p in model.blocks[1].state_dict().items():
-        assert torch.equal(before[name], p), name
+    assert "1 of 2 steps are finished" in error.value.__notes__[0]
+    assert same(model.blocks[1].state_dict(), before)
 
 
 def test_one_walk_prunes_and_recovers_and_prune_gives_the_same():
@@ -126,8 +110,8 @@ def test_one_walk_prunes_and_recovers_and_prune_gives_the_same():
     assert distance(dense, model, batches) < 1.05 * distance(dense, apart.model, batches)
     sparsifier.squash_mask()
     given.squash_mask()
-    for name, p in sparsifier.model.state_dict().items():
-        assert torch.equal(given.model.state_dict()[name], p) and torch.equal(model.state_dict()[name], p), name
+    assert same(given.model.state_dict(), sparsifier.model.state_dict())
+    assert same(model.state_dict(), sparsifier.model.state_dict())
 
 
 def test_weights_in_16_bits_are_trained_by_wider_copies():
@@ -157,15 +141,8 @@ def test_a_model_that_changes_its_input_in_place_reads_the_same_batches_every_ti
         assert torch.equal(p, q)
 
 
-def small_llama(layers=4):
-    torch.manual_seed(0)
-    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50}
-    model = LlamaForCausalLM(LlamaConfig(**keys, num_hidden_layers=layers, initializer_range=0.1)).eval()
-    return model, [torch.randint(50, (4, 8)) for _ in range(6)]
-
-
 def test_blocks_that_remain_after_shrink_layers_are_paired_with_those_they_were():
-    dense, batches = small_llama()
+    (dense, _), batches = deep("Llama", 4), [torch.randint(50, (4, 8)) for _ in range(6)]
     for p in dense.model.layers[1].parameters():
         p.detach().mul_(0.1)
     small, _ = shrink_layers(dense, batches, 0.25)
@@ -189,7 +166,7 @@ def test_exchanged_models_and_weights_of_inference_mode_are_refused():
     before = copy.deepcopy(dense.state_dict())
     with pytest.raises(SparsityError, match=r"check the order of the arguments, recover\(pruned, dense, batches\)"):
         recover(dense, sparsifier.model, batches)
-    assert all(torch.equal(before[name], p) for name, p in dense.state_dict().items())
+    assert same(dense.state_dict(), before)
     sparse = prune(dense, 0.9)[0]  # sparser than what is made from it
     recover(prune(sparse, pattern="2:4", batches=batches)[0], sparse, batches)
     with torch.inference_mode():
@@ -267,8 +244,7 @@ def test_weights_of_weight_norm_are_pruned_in_a_copy_and_normalized_anew(norm):
     assert [row.tensor for row in report] == ["0.weight", "2.weight"] and report.recovery[0].after < 0.5
     assert model.state_dict().keys() == before.keys()
     assert (model[0].weight.view(-1, 4) != 0).sum(1).eq(2).all() and dense[0].weight.all()
-    for name, p in dense.state_dict().items():
-        assert torch.equal(before[name], p), name
+    assert same(dense.state_dict(), before)
     assert distance(dense, model, batches) == pytest.approx(report.recovery[0].after ** 2, rel=1e-3)
 
 
@@ -317,19 +293,8 @@ def test_an_error_in_the_middle_leaves_the_weights_as_they_were():
     before = copy.deepcopy(sparsifier.model.state_dict())
     with pytest.raises(SparsityError, match="not finite"):
         recover(sparsifier.model, dense, batches, rate=1e30)
-    for name, p in sparsifier.model.state_dict().items():
-        assert torch.equal(before[name], p)
+    assert same(sparsifier.model.state_dict(), before)
     assert all(p.requires_grad and p.grad is None for p in sparsifier.model.parameters())
-
-
-def test_a_sparsifier_that_leaves_out_what_does_not_fit_is_resumed():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
-    sparsifier = ScopeSparsifier(pattern="2:4")
-    with pytest.raises(SparsityError, match="divisible by 4, got 6"):
-        sparsifier.prepare(model, [{"tensor_fqn": "*.weight"}])
-    sparsifier.prepare(model, [{"tensor_fqn": "*.weight"}], skip_unfit=True)
-    assert [g["tensor_fqn"] for g in sparsifier.groups] == ["1.weight"]
-    assert "divisible by 4" in sparsifier.report().skipped["0.weight"]
 
 
 class Wide(nn.Module):
@@ -364,22 +329,15 @@ def test_gradients_of_both_models_stay_as_they_were():
 
 
 def test_the_list_that_was_pruned_is_trained_and_blocks_that_share_a_weight_are_one():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-            self.b = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x):
-            for layer in (*self.a, *self.b):
-                x = layer(x)
-            return x
+    def two():
+        a, b = (nn.ModuleList(nn.Linear(8, 8) for _ in range(n)) for n in (2, 4))
+        return Net(lambda m, x: functools.reduce(lambda x, layer: layer(x), (*m.a, *m.b), x), a=a, b=b)
 
     torch.manual_seed(0)
-    dense, batches = Two(), correlated()
+    dense, batches = two(), correlated()
     model, _ = prune(dense, 0.5, batches=batches, exclude=["b.*"])
     assert [row.block for row in recover(model, dense, batches)] == ["a.0", "a.1"]
-    tied = Two()
+    tied = two()
     tied.a[1].weight = tied.a[0].weight
     masked = copy.deepcopy(tied)
     sparsifier = ScopeSparsifier(0.5)
@@ -391,17 +349,8 @@ def test_the_list_that_was_pruned_is_trained_and_blocks_that_share_a_weight_are_
 def test_an_interruption_in_a_later_pass_leaves_the_weights_of_the_best_one():
     sparsifier, dense, batches = pruned(blocks=2)
     model, once = sparsifier.model, copy.deepcopy(sparsifier.model)
-    steps, calls = len(batches), []
-
-    def interrupt(*args):
-        calls.append(torch.is_grad_enabled())
-        if sum(calls) == 3 * steps + 2:  # in the last pass
-            raise KeyboardInterrupt
-
-    handle = model.blocks[0].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted([model.blocks[0]], 3 * len(batches) + 2, is_training=True):  # in the last pass
         recover(model, dense, batches, passes=4)
-    handle.remove()
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), once.parameters(), strict=True))
     before, after = (recover(m, dense, batches, passes=1).rows[0].before for m in (once, model))
     assert after < before and sparsifier.check()

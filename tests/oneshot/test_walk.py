@@ -6,6 +6,8 @@ import logging
 import accelerate
 import pytest
 import torch
+from networks import Net
+from pruned_models import interrupted
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -132,15 +134,9 @@ def test_recover_reads_an_offloaded_dense_model_block_by_block(folder, tmp_path)
 
 
 def test_an_error_in_the_middle_leaves_an_offloaded_block_as_it_was_and_the_call_goes_on(folder, expected, tmp_path):
-    def stop(*_):
-        if torch.is_grad_enabled():
-            raise KeyboardInterrupt
-
     model = on_disk(folder, tmp_path)
-    handle = model.model.layers[1].mlp.register_forward_hook(stop)
-    with pytest.raises(KeyboardInterrupt) as error:
+    with interrupted([model.model.layers[1].mlp], 1, is_training=True) as error:
         prune(model, **OPTIONS, checkpoint=tmp_path / "call")
-    handle.remove()
     text = f"1 of {LAYERS} steps are finished. Load the model as it was before and make the same call"
     assert text in error.value.__notes__[0]
     now, dense = values(model), values(in_memory(folder))
@@ -182,40 +178,23 @@ def test_signs_of_life_without_a_terminal(folder, caplog, capsys, monkeypatch):
 
 
 def test_layers_after_the_blocks_are_recorded_without_running_the_blocks_where_that_is_the_same():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.calls = nn.Linear(8, 8), 0
+    def block(m, x):
+        m.calls += 1
+        return x + m.layer(x).relu()
 
-        def forward(self, x):
-            self.calls += 1
-            return x + self.layer(x).relu()
+    def run(m, x):
+        hidden = [x]
+        for one in m.blocks:
+            hidden.append(one(hidden[-1]))
+        return m.head(hidden[-1] + hidden[1] if m.reads_middle else hidden[-1])
 
-    class Model(nn.Module):
-        def __init__(self, reads_middle):
-            super().__init__()
-            self.blocks, self.head, self.reads_middle = (
-                nn.ModuleList(Block() for _ in range(3)),
-                nn.Linear(8, 4),
-                reads_middle,
-            )
-
-        def forward(self, x):
-            hidden = [x]
-            for block in self.blocks:
-                hidden.append(block(hidden[-1]))
-            return self.head(hidden[-1] + hidden[1] if self.reads_middle else hidden[-1])
-
-    batches, calls, results = [torch.randn(16, 8) for _ in range(4)], {}, {}
+    batches, calls = [torch.randn(16, 8) for _ in range(4)], {}
     for reads_middle in (False, True):
-        torch.manual_seed(0)
-        model = Model(reads_middle)
+        blocks = nn.ModuleList(Net(block, layer=nn.Linear(8, 8), calls=0) for _ in range(3))
+        model = Net(run, blocks=blocks, head=nn.Linear(8, 4), reads_middle=reads_middle)
         _, report = prune(model, 0.5, batches=batches, inplace=True)
-        calls[reads_middle] = sum(block.calls for block in model.blocks)
+        calls[reads_middle] = sum(one.calls for one in model.blocks)
         assert report.blocks == 3 and all(row.after < row.before for row in report)
-        # the head's statistics are those of the model as it is now
-        with torch.no_grad():
-            results[reads_middle] = report.rows[-1].before
     assert calls[True] - calls[False] == 3 * 4
 
 

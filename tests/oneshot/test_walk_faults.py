@@ -1,11 +1,13 @@
 """What a walk must not mistake: another call for the same, later batches for the first, half a block for a whole."""
 
 import copy
+import functools
 
 import accelerate
 import numpy as np
 import pytest
 import torch
+from networks import Net
 from pruned_models import Model, correlated, prepared
 from torch import nn
 
@@ -23,16 +25,7 @@ def inputs(count=3, rows=64, seed=0):
 
 
 def test_a_checkpoint_belongs_to_one_call(tmp_path):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = small()
-            self.register_buffer("scale", torch.ones(16))
-
-        def forward(self, x):
-            return self.layers(x * self.scale)
-
-    model, batches = Scaled(), inputs()
+    model, batches = Net(lambda m, x: m.layers(x * m.scale), layers=small(), scale=nn.Buffer(torch.ones(16))), inputs()
     for batch in batches:
         batch[:, 0] = 1
     options = {"pattern": "2:4", "checkpoint": tmp_path, "batches": batches}
@@ -52,6 +45,7 @@ def test_a_checkpoint_belongs_to_one_call(tmp_path):
         (model, {"forward": lambda m, b: m(b * scale)}, data),
         (model, {"token_mask": lambda b: mask}, data),
         (model, {"compensate": None}, "other arguments"),
+        (model, {"recover": True}, "other arguments"),
         (other, {"compensate": None, "batches": rest}, f"another model and other arguments and {data}"),
     ):
         with pytest.raises(SparsityError, match=f"was written by a call with {what}; to continue"):
@@ -70,32 +64,14 @@ def test_other_files_in_the_folder_are_no_finished_blocks(tmp_path):
     assert len(prune(small(), pattern="2:4", batches=inputs(), checkpoint=tmp_path)[1].rows) == 3
 
 
-class Partly(nn.Module):
-    """Blocks of which the first has a layer that short batches leave out."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.blocks[0] = Two()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.d = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.a(x) if len(x) > 8 else self.d(x)
+def chain(*blocks):
+    return Net(lambda m, x: functools.reduce(lambda x, block: block(x), m.blocks, x), blocks=nn.ModuleList(blocks))
 
 
 def test_blocks_are_visited_in_their_order_whatever_the_first_batch_reaches():
     torch.manual_seed(0)
-    model, batches = Partly(), [torch.randn(8, 16), torch.randn(64, 16)]
+    first = Net(lambda m, x: m.a(x) if len(x) > 8 else m.d(x), a=nn.Linear(16, 16), d=nn.Linear(16, 16))
+    model, batches = chain(first, nn.Linear(16, 16), nn.Linear(16, 16)), [torch.randn(8, 16), torch.randn(64, 16)]
     keys = {"pattern": "2:4", "exclude": ["*.d"]}
     reports = [prune(model, batches=some, **keys)[1] for some in (batches, batches[::-1])]
     assert [row.tensor for row in reports[0]] == ["blocks.0.a.weight", "blocks.1.weight", "blocks.2.weight"]
@@ -140,61 +116,37 @@ def test_autocast_sees_weights_that_have_changed(recovers):
 
 
 def test_arguments_of_blocks_are_compared_in_every_batch():
-    class Windowed(nn.Module):
-        """As a language model whose layers have masks in turn, which are alike for short inputs."""
+    def windowed(m, x):  # as a language model whose layers have masks in turn, which are alike for short inputs
+        for k, block in enumerate(m.blocks):
+            x = block(x, 1.0 if len(x) < 10 or k % 2 else 0.5)
+        return x
 
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Scaling() for _ in range(3))
-
-        def forward(self, x):
-            for k, block in enumerate(self.blocks):
-                x = block(x, 1.0 if len(x) < 10 or k % 2 else 0.5)
-            return x
-
-    class Scaling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x, scale):
-            return self.layer(x) * scale
-
-    short, long = torch.randn(8, 16), torch.randn(32, 16)
-    assert prune(Windowed(), batches=[short, short])[1].blocks == 3
+    blocks = [Net(lambda m, x, scale: m.layer(x) * scale, layer=nn.Linear(16, 16)) for _ in range(3)]
+    model, short, long = Net(windowed, blocks=nn.ModuleList(blocks)), torch.randn(8, 16), torch.randn(32, 16)
+    assert prune(model, batches=[short, short])[1].blocks == 3
     for batches in ([short, long], [long, short]):
-        assert prune(Windowed(), batches=batches)[1].blocks == 0
+        assert prune(model, batches=batches)[1].blocks == 0
 
 
 def test_blocks_that_write_their_outputs_to_one_buffer():
-    class Reusing(nn.Module):
-        def __init__(self, reuses):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer, self.reuses, self.buffer = nn.Linear(16, 16), reuses, torch.zeros(64, 16)
-
-        def forward(self, x):
-            return self.buffer.copy_(self.layer(x)) if self.reuses else self.layer(x)
+    def reusing(m, x):
+        return m.buffer.copy_(m.layer(x))
 
     reports = []
-    for reuses in (True, False):
-        model = nn.Sequential(*(Reusing(reuses) for _ in range(3)))
+    for run in (reusing, lambda m, x: m.layer(x)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Net(run, layer=nn.Linear(16, 16), buffer=torch.zeros(64, 16)) for _ in range(3)))
         reports.append([row.after for row in prune(model, batches=inputs(), inplace=True)[1]])
     assert reports[0] == reports[1]
 
 
 def test_tensors_that_cannot_be_recorded_leave_a_block_before_it_is_matched():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.table = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16))
-
-        def forward(self, x):
-            return self.layer(x) + self.table.sum(0)  # no product
+    def run(m, x):
+        return m.layer(x) + m.table.sum(0)  # no product
 
     torch.manual_seed(0)
-    model = Partly()
-    model.blocks = nn.ModuleList([Block(), Block()])
+    parts = [{"layer": nn.Linear(16, 16), "table": nn.Parameter(torch.randn(16, 16))} for _ in range(2)]
+    model = chain(*(Net(run, **own) for own in parts))
     config = [{"tensor_fqn": ["*.layer.weight", "*.table"]}]
     sparsifier = prepared(copy.deepcopy(model), config=config)
     report = one_shot(sparsifier, inputs(), recover=True)

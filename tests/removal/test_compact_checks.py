@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compact_models import NET, PAIR, dropping, pair, pruned, refusal, x
+from networks import Net
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
@@ -42,28 +43,18 @@ class Classifier(nn.Module):
 WRITERS = Coupling({"a.weight": "u i", "a.bias": "u"}, name="writers")
 
 
-class Sums(nn.Module):
-    """Every unit adds sigmoid(0) = 1/2 where it is zero, so none can be removed; `last` makes the output of it."""
-
-    def __init__(self, last):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.c, self.last = nn.Linear(4, 8), nn.Linear(4, 5), last
-        with torch.no_grad():
-            self.a.weight[::2] = 0
-            self.a.bias[::2] = 0
-
-    def forward(self, x):
-        return self.last(self.c(x) + torch.sigmoid(self.a(x)).sum(-1, keepdim=True))
+def halved(run, **parts):
+    """A model of a layer `a`, of which every second unit is zero, and of others."""
+    torch.manual_seed(0)
+    model = Net(run, a=nn.Linear(4, 8), **parts)
+    with torch.no_grad():
+        model.a.weight[::2] = model.a.bias[::2] = 0
+    return model
 
 
-class Pair(nn.Module):
+def doing(run, **parts):
     """The pair in a model that does something else besides."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = dropping(pair(), 1, 3)
-        self.register_buffer("calls", torch.zeros(()))
+    return Net(run, net=dropping(pair(), 1, 3), **parts)
 
 
 def masked_out(y):
@@ -76,7 +67,10 @@ def as_integers(y):
 
 @pytest.mark.parametrize("last", [masked_out, as_integers, lambda y: y * 1j + 1])
 def test_no_number_hides_a_difference_of_another(last):
-    message = refusal(SparsityError, Sums(last), WRITERS, x())
+    def run(m, x):  # where a unit is zero it adds sigmoid(0) = 1/2, so none can be removed
+        return last(m.c(x) + torch.sigmoid(m.a(x)).sum(-1, keepdim=True))
+
+    message = refusal(SparsityError, halved(run, c=nn.Linear(4, 5)), WRITERS, x())
     assert "coupling 'writers' by itself gives other outputs" in message
 
 
@@ -87,24 +81,13 @@ def test_numbers_that_are_masked_out_are_no_difference():
 
 
 def test_float64_decides_only_where_rounding_explains_the_difference():
-    class Mean(nn.Module):
-        """In float32 over the units that there are, otherwise over those that there were."""
+    def mean(m, x):
+        h = m.a(x)
+        n = h.shape[-1] if x.dtype == torch.float32 else 8  # the units that there are, or those that there were
+        return m.c(x) * h.square().sum(-1, keepdim=True) / n
 
-        def __init__(self):
-            super().__init__()
-            self.a, self.c = nn.Linear(4, 8), nn.Linear(4, 3)
-
-        def forward(self, x):
-            h = self.a(x)
-            n = h.shape[-1] if x.dtype == torch.float32 else 8
-            return self.c(x) * h.square().sum(-1, keepdim=True) / n
-
-    torch.manual_seed(0)
-    model = Mean()
-    with torch.no_grad():
-        model.a.weight[::2] = 0
-        model.a.bias[::2] = 0
-    assert "gives other outputs: a relative difference of 1.0e+00" in refusal(SparsityError, model, WRITERS, x())
+    message = refusal(SparsityError, halved(mean, c=nn.Linear(4, 3)), WRITERS, x())
+    assert "gives other outputs: a relative difference of 1.0e+00" in message
 
 
 @pytest.mark.parametrize("inputs", [torch.zeros(3, 4), torch.zeros(0, 4)])
@@ -131,17 +114,12 @@ def test_rows_that_are_read_by_index_stay(layer):
 
 
 class Held:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-class Holding(Pair):
-    def forward(self, x):
-        return self.net(x), Held(x), None
+    def __init__(self, held):
+        self.held = held
 
 
 def test_outputs_in_other_objects_are_reported():
-    model = Holding()
+    model = doing(lambda m, x: (m.net(x), Held(x), None))
     report = compact(model, NET, x())[1]
     assert report.not_compared == ("output[1], a Held",)
     assert "\nnot inspected, hence not compared: output[1], a Held" in str(report)
@@ -150,35 +128,24 @@ def test_outputs_in_other_objects_are_reported():
     assert str(found).endswith("# Not inspected, tensors in there are not frozen:\n#   output[1], a Held")
 
 
-class Counting(Pair):
-    """Changes its input and its buffer, and gives outputs that depend on how often it ran."""
-
-    def forward(self, x):
-        self.calls += 1
-        return self.net(x.mul_(2)) + self.calls
-
-
 def test_models_and_inputs_that_a_forward_changes_stay_as_they_are():
-    model, inputs = Counting(), x()
+    def run(m, x):  # the outputs depend on how often it ran
+        m.calls += 1
+        return m.net(x.mul_(2)) + m.calls
+
+    model, inputs = doing(run, calls=nn.Buffer(torch.zeros(()))), x()
     report = compact(model, NET, (inputs,))[1]
     assert report.difference <= 1e-5 and model.calls == 0
     assert torch.equal(inputs, x())
 
 
-class Cache:
-    def __init__(self):
-        self.held = []
-
-
-class Caching(Pair):
-    def forward(self, x, cache):
-        cache.held.append(x)
-        return self.net(torch.cat(cache.held))
-
-
 def test_a_cache_among_the_inputs_is_not_filled_by_any_run():
-    cache = Cache()
-    compact(Caching(), NET, (x(), cache))
+    def run(m, x, cache):
+        cache.held.append(x)
+        return m.net(torch.cat(cache.held))
+
+    cache = Held([])
+    compact(doing(run), NET, (x(), cache))
     assert not cache.held
 
 
@@ -194,30 +161,21 @@ def test_random_states_of_unused_devices_are_unchanged(monkeypatch):
 
 
 def test_a_mask_that_is_true_in_the_example_may_be_false():
-    class Where(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.c = nn.Linear(4, 8), nn.Linear(4, 3)
+    def run(m, x, mask):
+        return m.c(x) + torch.where(mask[:, None], m.a(x), 1.0).sum(-1, keepdim=True)
 
-        def forward(self, x, mask):
-            return self.c(x) + torch.where(mask[:, None], self.a(x), 1.0).sum(-1, keepdim=True)
-
-    mask = torch.ones(3, dtype=torch.bool)
-    assert not discover(Where(), (x(), mask)).couplings
-    assert "sum in the model: what it sums over is not zero where a unit is" in str(discover(Where(), (x(), mask)))
+    found = discover(halved(run, c=nn.Linear(4, 3)), (x(), torch.ones(3, dtype=torch.bool)))
+    assert not found.couplings
+    assert "sum in the model: what it sums over is not zero where a unit is" in str(found)
 
 
 def test_masks_that_keep_zeros_zero_are_accepted():
-    class Filled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+    def run(m, x, mask):
+        y = m.a(x).masked_fill(mask[:, None], 0.0)
+        return m.b(torch.where(mask[:, None], 0.0, F.relu(y)) * mask[:, None])
 
-        def forward(self, x, mask):
-            y = self.a(x).masked_fill(mask[:, None], 0.0)
-            return self.b(torch.where(mask[:, None], 0.0, F.relu(y)) * mask[:, None])
-
-    assert len(discover(Filled(), (x(), torch.ones(3, dtype=torch.bool))).couplings) == 1
+    model = Net(run, a=nn.Linear(4, 8), b=nn.Linear(8, 3))
+    assert len(discover(model, (x(), torch.ones(3, dtype=torch.bool))).couplings) == 1
 
 
 class Centred(nn.Module):
@@ -234,24 +192,22 @@ class GatedNorm(Centred):
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight * F.silu(gate)
 
 
-class Normed(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.z, self.norm, self.b = nn.Linear(4, 8), nn.Linear(4, 8), norm(8), nn.Linear(8, 3)
+def normed(norm):
+    def run(m, x):
+        return m.b(m.norm(m.a(x)) if norm is Centred else m.norm(m.a(x), m.z(x)))
 
-    def forward(self, x):
-        return self.b(self.norm(self.a(x), self.z(x)) if isinstance(self.norm, GatedNorm) else self.norm(self.a(x)))
+    torch.manual_seed(0)
+    return Net(run, a=nn.Linear(4, 8), z=nn.Linear(4, 8), norm=norm(8), b=nn.Linear(8, 3))
 
 
 def test_a_mean_that_is_subtracted_is_no_root_mean_square():
-    found = discover(Normed(Centred), x())
+    found = discover(normed(Centred), x())
     assert not found.couplings and "8 in a.weight[0] and 3 more: mean in norm" in str(found)
 
 
 def test_a_gated_norm_is_folded():
-    coupling = discover(Normed(GatedNorm), x()).couplings[0]
-    model = pruned(Normed(GatedNorm), [coupling])
+    coupling = discover(normed(GatedNorm), x()).couplings[0]
+    model = pruned(normed(GatedNorm), [coupling])
     small, report = compact(model, coupling, x())
     assert report.difference <= 1e-5 and not report.notes and small.norm.eps == 2e-5
 
@@ -263,8 +219,8 @@ def test_a_norm_that_cannot_be_tested_is_reported():
                 raise ValueError("a batch of 3")
             return super().forward(x, gate)
 
-    coupling = discover(Normed(GatedNorm), x()).couplings[0]
-    message = refusal(SparsityError, pruned(Normed(Picky), [coupling]), coupling, x())
+    coupling = discover(normed(GatedNorm), x()).couplings[0]
+    message = refusal(SparsityError, pruned(normed(Picky), [coupling]), coupling, x())
     assert "not exact: norm.weight: a Picky could not be tested, so it was not folded (a batch of 3)" in message
 
 

@@ -35,6 +35,8 @@ def test_compacted_outputs_equal_masked_ones_and_it_is_rebuilt_bit_for_bit(name,
         elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
             shape = (module.out_channels, module.in_channels // module.groups)
             assert module.weight.shape[:2] == shape and module.out_channels % module.groups == 0, path
+        elif isinstance(module, nn.ConvTranspose2d):
+            assert (module.in_channels, module.out_channels) == module.weight.shape[:2], path
         elif isinstance(module, nn.Embedding):
             assert (module.num_embeddings, module.embedding_dim) == module.weight.shape, path
         elif hasattr(module, "num_features"):

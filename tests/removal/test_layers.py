@@ -9,6 +9,7 @@ import hf_models
 import pytest
 import torch
 import transformers
+from compact_models import rebuilt
 from discovered import fill
 from networks import Net
 from torch import nn
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from sparsekit_ao import SparsityError
 from sparsekit_ao.coupling import expert_couplings
 from sparsekit_ao.export import load_pretrained, save_pretrained
-from sparsekit_ao.removal import cut_to, shrink, shrink_experts, shrink_layers
+from sparsekit_ao.removal import shrink, shrink_experts, shrink_layers
 from sparsekit_ao.removal.modules import Zeros
 
 BOTH = ("attention", "mlp")
@@ -30,12 +31,8 @@ def _no_gradients():
 
 
 def deep(name, layers=4, **keys):
-    """A float64 model of so many layers, and inputs."""
-    model, inputs = hf_models.make(name)
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("layer_types", "no_rope_layers")}
-    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers
-    model = fill(type(model)(type(model.config)(**(config | keys)))).double()
-    return model, inputs
+    model, inputs = hf_models.deep(name, layers, **keys)
+    return model.double(), inputs
 
 
 def tiny(name, **keys):
@@ -117,8 +114,7 @@ def test_a_removed_attention_or_mlp_is_one_that_gives_zeros(name, kinds, tmp_pat
     assert torch.equal(again(ids).logits, small(ids).logits) and torch.equal(logits(again, ids), logits(small, ids))
     with pytest.raises(RuntimeError, match="mismatch"):  # and fills in no random values
         type(model).from_pretrained(tmp_path)
-    fresh = cut_to(type(model)(model.config).double().eval(), report.manifest)
-    fresh.load_state_dict(small.state_dict())
+    fresh = rebuilt(type(model)(model.config).double().eval(), small, report)
     assert torch.equal(fresh(ids).logits, small(ids).logits)
 
 

@@ -1,23 +1,17 @@
 """shrink with data: compensation and recovery; numbers for single layers, and one budget for all layers."""
 
 import copy
-import itertools
 
 import hf_models
 import pytest
 import torch
 from discovered import fill
 from networks import NETWORKS, Net
+from stock import linear_model as mlp
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
 from sparsekit_ao.removal import shrink
-
-
-def mlp(*sizes):
-    torch.manual_seed(0)
-    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers[:-1]).eval()
 
 
 def error(small, model, batches):
@@ -83,24 +77,23 @@ def test_one_call_from_a_model_to_a_recovered_smaller_one(name):
     assert inputs.keys() <= {"input_ids", "attention_mask"}
 
 
-class Stream(nn.Module):
-    """Blocks that read and write one stream, so each of their weights has its units in two dimensions."""
+def stream():
+    """Blocks that read and write one stream, so each of their weights has its units in two dimensions, and batches."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
+    def run(m, x):
+        x = m.first(x)
+        for block in m.blocks:
             x = x + block(x).relu()
-        return self.last(x)
+        return m.last(x)
+
+    torch.manual_seed(0)
+    ends = {"first": nn.Linear(4, 16), "last": nn.Linear(16, 3)}
+    model = Net(run, **ends, blocks=nn.ModuleList(nn.Linear(16, 16) for _ in range(2)))
+    return model.eval(), [torch.randn(60, 4) for _ in range(4)]
 
 
 def test_weights_that_read_and_write_one_stream_make_up_for_it():
-    torch.manual_seed(0)
-    model, batches = Stream().eval(), [torch.randn(60, 4) for _ in range(4)]
+    model, batches = stream()
     small, report = shrink(model, ratio=0.5, batches=batches)
     plain, _ = shrink(model, ratio=0.5, batches=batches, compensate=None)
     assert {row.tensor for row in report.compensation} == {"blocks.0.weight", "blocks.1.weight", "last.weight"}
@@ -109,8 +102,7 @@ def test_weights_that_read_and_write_one_stream_make_up_for_it():
 
 
 def test_weights_that_modules_share_stay_as_they_are():
-    torch.manual_seed(0)
-    model, batches = Stream().eval(), [torch.randn(60, 4) for _ in range(4)]
+    model, batches = stream()
     model.blocks[1].weight = model.blocks[0].weight
     small, report = shrink(model, ratio=0.5, batches=batches)
     assert [row.tensor for row in report.compensation] == ["last.weight"]

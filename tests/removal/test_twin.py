@@ -1,5 +1,6 @@
 """Trials on a short twin: the same models and reports as by trials of the whole model, which is the fallback."""
 
+import hf_models
 import pytest
 import torch
 import transformers
@@ -13,8 +14,9 @@ from sparsekit_ao.removal.twin import make_twin
 
 IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-HEADS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+
 TYPES = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 3}
+UNITS = {f"{up}_proj.{name}": axes for up in ("gate", "up") for name, axes in (("weight", "u i"), ("bias", "u"))}
 
 
 @pytest.fixture(autouse=True)
@@ -25,24 +27,21 @@ def _no_gradients():
 
 
 def llama(layers=5):
-    config = transformers.LlamaConfig(**HEADS, num_key_value_heads=2, num_hidden_layers=layers)
-    return transformers.LlamaForCausalLM(config), {"input_ids": IDS}
+    return hf_models.deep("Llama", layers)
 
 
 def gemma():
-    config = transformers.Gemma3TextConfig(**HEADS, num_key_value_heads=2, head_dim=8, num_hidden_layers=6, **TYPES)
-    return transformers.Gemma3ForCausalLM(config), {"input_ids": IDS}
+    return hf_models.deep("Gemma3", 6, **TYPES)
+
+
+def vit():
+    return hf_models.deep("ViT", 5)
 
 
 def t5():
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
     config = transformers.T5Config(**sizes, num_layers=5, num_decoder_layers=4)
     return transformers.T5ForConditionalGeneration(config), {"input_ids": IDS, "decoder_input_ids": IDS}
-
-
-def vit():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_hidden_layers=5)), PIXELS
 
 
 def resnet():
@@ -148,13 +147,24 @@ def test_the_smaller_model_and_the_report_are_those_of_trials_of_the_whole(make,
     assert model.config.to_dict() == config and all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("how", [{"uniform": False}, {"cost": "flops"}, {"exclude": ["*.v_proj.weight"]}])
+MLP = UNITS | {"down_proj.weight": "o u"}
+ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.items()})]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"uniform": False}, {"cost": "flops"}, {"exclude": ["*.v_proj.weight"]}),
+        {"couplings": ONE_BLOCK, "uniform": False},
+    ],
+)
 def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
     model, inputs = llama()
     small, report, _ = shrunk(model.eval(), inputs, monkeypatch, whole=False, **how)
     other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **how)
     check_equal(states(small), states(other))
     assert report.manifest == wanted.manifest and report.left_out == wanted.left_out
+    assert report.after.parameters < report.before.parameters
 
 
 @pytest.mark.parametrize("make", [llama, vit])
@@ -164,12 +174,6 @@ def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch)
     wanted = discover(model, inputs)
     assert found.couplings == wanted.couplings
     assert (found.values, found.uncalled) == (wanted.values, wanted.uncalled)
-
-
-@pytest.mark.parametrize("make", [gemma, t5])
-def test_couplings_that_name_blocks_are_discovered_in_the_whole_model(make):
-    model, inputs = make()
-    assert trials.discover_in_twin(model.eval(), inputs) is None
 
 
 class Mlp(nn.Module):
@@ -236,37 +240,6 @@ def test_most_forwards_run_two_blocks():
     assert runs.count(2) > 5 and {*runs} == {2, 9}
 
 
-def test_a_twin_shares_parameters_and_its_config_has_its_number_of_layers():
-    model, _ = t5()
-    couplings = [Coupling({"decoder.block.*.layer.2.DenseReluDense.wi.weight": "u i"})]
-    twin = make_twin(model, couplings)
-    assert (len(twin.model.encoder.block), len(twin.model.decoder.block)) == (3, 3)
-    assert (twin.model.config.num_layers, twin.model.config.num_decoder_layers) == (3, 3)
-    queries = [m.decoder.block[2].layer[0].SelfAttention.q for m in (twin.model, model)]
-    assert queries[0] is not queries[1] and queries[0].weight is queries[1].weight
-    assert (model.config.num_layers, model.config.num_decoder_layers) == (5, 4) and len(model.decoder.block) == 4
-    assert twin.couplings == (*couplings,) and len(couplings[0].bind(twin.model)) == 3
-
-
-def test_tensors_that_a_coupling_names_are_renamed_or_left_out():
-    model, _ = gemma()
-    named = {f"model.layers.{at}.self_attn.q_proj.weight": "u i" for at in (3, 4, 5)}
-    attrs = {"model.layers.4.self_attn.head_dim": "u", "model.layers.5.self_attn.head_dim": "u"}
-    twin = make_twin(model, [Coupling(named, attrs=attrs)])
-    assert twin.kept == {"model.layers.": [0, 1, 3, 4]}
-    (short,) = twin.couplings
-    assert [*short.members] == [f"model.layers.{at}.self_attn.q_proj.weight" for at in (2, 3)]
-    assert short.attrs == {"model.layers.3.self_attn.head_dim": "u"}
-    assert twin.in_whole(short) == Coupling(named, attrs=attrs)
-
-
-def test_a_block_that_a_coupling_treats_in_another_way_is_kept():
-    model, _ = llama()
-    twin = make_twin(model, [Coupling({"model.layers.3.mlp.up_proj.weight": "u i"})])
-    assert twin.kept == {"model.layers.": [0, 1, 3]}
-    assert [*twin.couplings[0].members] == ["model.layers.2.mlp.up_proj.weight"]
-
-
 def test_attributes_are_found_for_all_blocks():
     model = Stack([Attention(4) for _ in range(5)]).eval()
     (found,) = [coupling for coupling in removable(model, torch.randn(2, 6, 16)).couplings if coupling.attrs]
@@ -293,12 +266,12 @@ def test_where_blocks_differ_in_secret_the_whole_is_tried(monkeypatch):
     assert [t.partition(":")[0] for t in report.left_out] == [t.partition(":")[0] for t in wanted.left_out]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_model_without_repeated_blocks_has_no_twin(layers):
-    model, _ = llama(layers)
-    assert make_twin(model, []) is None
+def test_a_twin_shares_parameters():
+    model, _ = llama()
+    queries = [m.model.layers[1].self_attn.q_proj for m in (make_twin(model, []).model, model)]
+    assert queries[0] is not queries[1] and queries[0].weight is queries[1].weight
 
 
-def test_one_module_that_is_called_several_times_has_no_twin():
-    block = Attention(4)
-    assert make_twin(Stack([block] * 5), []) is None
+@pytest.mark.parametrize("make", [lambda: llama(1)[0], lambda: llama(2)[0], lambda: Stack([Attention(4)] * 5)])
+def test_a_model_without_repeated_blocks_has_no_twin(make):
+    assert make_twin(make(), []) is None
