@@ -1,14 +1,17 @@
 """A dynamic sparsifier from start to end: initial masks, optimizer state, resuming, copies, wrong arguments."""
 
-import io
+import copy
+import pickle
 import re
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from grids import grid
 from growing import OPTIMIZERS, backward, equal, loss_of, masks, mlp, prepared, train, weights
-from stock import refuses
+from stock import refuses, reloaded, same
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -17,6 +20,7 @@ from sparsekit_ao import (
     SET,
     SNFS,
     DynamicSparsifier,
+    ProximalSparsifier,
     RigL,
     ScopeSparsifier,
     SparsityError,
@@ -300,63 +304,69 @@ def test_new_weights_may_take_other_values():
 # resuming
 
 METHODS = {
-    "RigL": (RigL, {"until": 20}),
-    "SET": (SET, {}),
-    "SNFS": (SNFS, {"until": 20}),
-    "GMP": (GMP, {"until": 12}),
-    "RigL rows, global": (RigL, {"until": 20, "prune": "global", "redistribute": "gradient", "scope_shape": (1, -1)}),
+    "RigL": partial(RigL, until=20, update_every=3),
+    "SET": partial(SET, update_every=3),
+    "SNFS": partial(SNFS, until=20, update_every=3),
+    "GMP": partial(GMP, until=12, update_every=3),
+    "RigL rows, global": partial(
+        RigL, until=20, update_every=3, prune="global", redistribute="gradient", scope_shape=(1, -1)
+    ),
+    "proximal": ProximalSparsifier,
 }
+MOMENTS = ["after the iteration", "before the sparsifier's step"]
+RESUMED = (METHODS, ["momentum", "adam"], [2, 3, 6], MOMENTS)
 
 
-def one_iteration(model, optimizer, sparsifier, step, between=None):
-    optimizer.zero_grad()
-    loss = loss_of(model, step)
-    loss.backward()
-    if step != 6:  # a skipped step defers this update
-        optimizer.step()
-    if between is not None:
-        between()
-    sparsifier.step()
+def fresh(kind):
+    model = mlp()
+    return model, OPTIMIZERS[kind](model.parameters())
 
 
 def setup(method, kind):
-    make, arguments = METHODS[method]
-    return prepared(kind, kind=make, sparsity_level=0.8, update_every=3, **arguments)
+    model, optimizer = fresh(kind)
+    sparsifier = METHODS[method](sparsity_level=0.8, optimizer=optimizer)
+    sparsifier.prepare(model, None)
+    return model, optimizer, sparsifier
 
 
-def same(a, b):
-    assert equal(weights(a[0]), weights(b[0])) and equal(masks(a[2]), masks(b[2]))
-    for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
-        for key, value in a[1].state[p].items():
-            assert not torch.is_tensor(value) or torch.equal(value, b[1].state[q][key])
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["momentum", "adam"])
-@pytest.mark.parametrize("at", [2, 3, 6])
-@pytest.mark.parametrize("moment", ["after the iteration", "before the sparsifier's step"])
-def test_a_resumed_run_equals_an_uninterrupted_one(method, kind, at, moment):
-    straight = setup(method, kind)
-    saved = io.BytesIO()
-
-    def save():
-        torch.save([part.state_dict() for part in straight], saved)
-
-    for step in range(1, 10):
-        between = save if step == at and moment != "after the iteration" else None
-        one_iteration(*straight, step, between)
-        if step == at and moment == "after the iteration":
-            save()
-    saved.seek(0)
-    resumed = setup(method, kind)
-    for part, state in zip(resumed, torch.load(saved, weights_only=True), strict=True):
+def continued(run, how, method, kind):
+    """The run as it is now, in other objects."""
+    if how == "copied":
+        return copy.deepcopy(run)
+    states = reloaded([part.state_dict() for part in run])
+    if how == "loaded":
+        parts = setup(method, kind)
+    else:
+        model, optimizer = fresh(kind)
+        parts, states = (model, optimizer, pickle.loads(pickle.dumps(run[2]))), states[:2]
+        parts[2].prepare(model)
+        parts[2].attach(optimizer)
+    for part, state in zip(parts, states, strict=False):
         part.load_state_dict(state)
-    if moment != "after the iteration":
-        resumed[2].step()
-    for step in range(at + 1, 10):
-        one_iteration(*resumed, step)
-    same(straight, resumed)
-    assert resumed[2].last_update.iteration == straight[2].last_update.iteration == 9
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "at", "moment", "how"), [*product(*RESUMED, ["loaded"]), *grid(*RESUMED, ["copied", "pickled"])]
+)
+def test_a_resumed_or_copied_run_equals_an_uninterrupted_one(method, kind, at, moment, how):
+    straight, resumed = setup(method, kind), None
+    for step in range(1, 10):
+        for run in filter(None, (straight, resumed)):
+            backward(run[0], run[1], step)
+            if step != 6:  # a skipped step defers this update
+                run[1].step()
+        if step == at and moment != "after the iteration":
+            resumed = continued(straight, how, method, kind)
+        for run in filter(None, (straight, resumed)):
+            run[2].step()
+        if step == at and moment == "after the iteration":
+            resumed = continued(straight, how, method, kind)
+    assert equal(weights(straight[0]), weights(resumed[0])) and equal(masks(straight[2]), masks(resumed[2]))
+    for p, q in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert same(straight[1].state[p], resumed[1].state[q])
+    assert resumed[2].iteration == straight[2].iteration == (8 if method == "proximal" else 9)
+    assert getattr(resumed[2], "last_update", None) == getattr(straight[2], "last_update", None)
 
 
 def test_squash_leaves_zeros_and_takes_hooks_away():

@@ -76,8 +76,8 @@ def _process():
     return command, os.environ | {"OMP_NUM_THREADS": "2"}
 
 
-def _forks():
-    command = [sys.executable, "-O", "-W", "error", str(HERE / "forks_child.py"), "20" if EXHAUSTIVE else "1"]
+def _killed():
+    command = [sys.executable, "-O", "-W", "error", str(HERE / "killed.py"), "20" if EXHAUSTIVE else "1"]
     return command, os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -111,7 +111,7 @@ JOBS = {  # in the order in which the tests need them
     "test_every_case": _ranks,
     "test_a_process_is_the_same_before_and_after": _process,
     "test_the_library_works_without_torch_ao": _without_torch_ao,
-    "test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits": _forks,
+    "test_killed_runs_go_on_bit_for_bit": _killed,
     "test_triton_aot.py": _aot,
     "test_triton_interpreter.py": _interpreter,
     **{

@@ -1,12 +1,15 @@
 """Runs that are killed (SIGKILL) at random moments and go on from their last checkpoint, compared bit for bit.
 
-A run saves a checkpoint after every step, under another name that then replaces the last one. See `forks_child.py`.
+A run saves a checkpoint after every step, under another name that then replaces the last one. `test_faults.py` runs
+this as `python -O -W error tests/helpers/killed.py [kills of each kind of run]`, in an empty folder.
 """
 
 import os
+import pathlib
 import random
 import shutil
 import signal
+import sys
 import time
 
 import torch
@@ -152,3 +155,8 @@ def tear(path, kind):
             need(str(e) or isinstance(e, EOFError), f"{kind}: {e!r} says nothing")
         else:
             raise RuntimeError(f"{kind}: {share} of a checkpoint was loaded")
+
+
+if __name__ == "__main__":
+    kills = int(sys.argv[1])
+    print(f"{kill(pathlib.Path(), kills)} of {kills * len(KINDS)} runs were killed in the middle; all is whole")

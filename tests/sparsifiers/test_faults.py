@@ -1,4 +1,4 @@
-"""Faults in the middle of an update, killed processes and limited resources: nothing is lost, the next call works."""
+"""Faults in the middle of an update, and killed processes: nothing is lost, the next call works."""
 
 import sys
 
@@ -80,8 +80,7 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
     assert not all(map(torch.equal, masks, old))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and /proc of Linux")
-def test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits():
-    """Killed processes, little memory, forks, one core; as `python -O -W error`."""
-    done, _ = background.result("test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+def test_killed_runs_go_on_bit_for_bit():
+    done, _ = background.result("test_killed_runs_go_on_bit_for_bit")
     assert done.returncode == 0 and done.stdout.endswith("all is whole\n"), done.stderr[-3000:]
