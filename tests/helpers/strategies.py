@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
+from fuzz_oracle import block_score
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -132,14 +134,7 @@ def scopes_of(grid, scope):
 
 
 def norm_of(elements, p, dtype, mean):
-    """The p-norm of small integers, exact up to the one correctly rounded division and root of the definition."""
-    size = [abs(x) for x in elements]
-    if p == math.inf:
-        return math.nan if any(map(math.isnan, size)) else max(size)
-    total = torch.tensor(math.fsum(x**p for x in size) if all(map(math.isfinite, size)) else sum(size), dtype=dtype)
-    total = total / len(size) if mean else total
-    # the root in float64, then rounded: torch's roots, of float64 too, are off by one unit on some processors
-    return float(torch.tensor(math.sqrt(total), dtype=dtype) if p == 2 else total)
+    return block_score(elements, p, mean, np.float64 if dtype == torch.float64 else np.float32)
 
 
 def accumulator(dtype):
