@@ -6,6 +6,7 @@ import unittest.mock
 import pytest
 import torch
 from pruned_models import Model
+from stock import linear_model
 from torch import distributed, nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
@@ -18,17 +19,12 @@ def prepared(model, **options):
     return sparsifier
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
-
-
 def rows(count):
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
 
 
 def sums():
-    model, data = mlp(), rows(8)
+    model, data = linear_model(8, 6, 4), rows(8)
     sparsifier = prepared(model, nnz=2, scope_shape=(1, 2))
     sparsifier.calibrate([data[:3] if distributed.get_rank() == 0 else data[3:]])
     found = sparsifier.statistics["2.weight"]
@@ -48,7 +44,7 @@ def of_fsdp():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    one, many, data = prepared(mlp()), prepared(mlp()), rows(8)
+    one, many, data = prepared(linear_model(8, 6, 4)), prepared(linear_model(8, 6, 4)), rows(8)
     for layer in (many.model[0], many.model[2], many.model):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     one.calibrate([data])  # every rank sums it, which doubles all numbers
@@ -63,7 +59,7 @@ def of_fsdp():
 
 def same_masks():
     data = rows(96)
-    sparsifier = prepared(mlp(), nnz=1, scope_shape=(1, 2))  # other batches would give other masks
+    sparsifier = prepared(linear_model(8, 6, 4), nnz=1, scope_shape=(1, 2))  # other batches would give other masks
     one_shot(sparsifier, data.chunk(6)[distributed.get_rank() :: 2])
     sparsifier.check()
     for name in sparsifier.state:

@@ -12,7 +12,6 @@ import warnings
 import background
 import pytest
 import sharded_calibration
-import sharded_ddp
 import sharded_dynamic
 import sharded_fsdp
 import sharded_selection
@@ -29,7 +28,6 @@ def cases_of_two():
     yield from sharded_fsdp.cases()
     yield from sharded_training.cases_of_two()
     yield from sharded_dynamic.cases_of_two()
-    yield from sharded_ddp.cases()
     yield from sharded_calibration.cases()
 
 
