@@ -1,4 +1,4 @@
-"""Reads the state of its process before and after the library works; run by test_process_state.py."""
+"""Reads the state of its process before and after the library works; run by test_fresh_process.py."""
 
 import gc
 import os

@@ -19,9 +19,7 @@ KERNELS = {"fused", "score", "fill", "sample", "bracket", "narrow", "histogram",
 @pytest.fixture(scope="module")
 def lines():
     """What the child process printed: one dict a kernel and architecture."""
-    done, _ = background.result("test_triton_aot.py")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in background.succeeded("test_triton_aot.py")[0].splitlines()]
 
 
 def test_every_kernel_is_compiled_for_every_architecture(lines):

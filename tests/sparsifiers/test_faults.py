@@ -82,5 +82,4 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 def test_killed_runs_go_on_bit_for_bit():
-    done, _ = background.result("test_killed_runs_go_on_bit_for_bit")
-    assert done.returncode == 0 and done.stdout.endswith("all is whole\n"), done.stderr[-3000:]
+    assert background.succeeded("test_killed_runs_go_on_bit_for_bit")[0].endswith("all is whole\n")

@@ -210,8 +210,7 @@ def test_what_torch_aos_schedulers_warn_of_refuse_and_print(capsys):
 
 @pytest.mark.slow
 def test_the_library_works_without_torch_ao():
-    done, folder = background.result("test_the_library_works_without_torch_ao")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50 and "skipped" not in done.stdout
+    printed, folder = background.succeeded("test_the_library_works_without_torch_ao")
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 50 and "skipped" not in printed
     for kind in (StockWeightNorm, WeightNormSparsifier):
         child.read(folder / "without.pt", child.parts(kind))
