@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     ("structure/view.py", "if d <= end:", "if d < end:", STRUCTURE),
     ("structure/view.py", "max(size, 1) if entry == -1", "size if entry == -1", SPARSIFIERS),
-    ("structure/view.py", "full.copy_(target)", "full.fill_(0)", ["test_fuzz.py"]),
+    ("structure/view.py", "full.copy_(target)", "full.fill_(0)", STRUCTURE),
     ("structure/view.py", "n <= 1 or a == b", "n <= 2 or a == b", SPARSIFIERS),
     ("structure/thresholds.py", "norm > t, (norm - t) / norm", "norm >= t, (norm - t) / t", PROXIMAL),
     ("structure/thresholds.py", "force <= t", "force <= 2 * t", PROXIMAL),

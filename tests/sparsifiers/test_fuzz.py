@@ -18,7 +18,6 @@ from sparsekit_ao import (
     ScopeSparsifier,
     ScopeSpec,
     SparsityError,
-    View,
     WeightNormSparsifier,
 )
 from sparsekit_ao.selection import Request, fill_masks
@@ -63,24 +62,6 @@ def test_a_budget_for_each_scope_suits_members_of_any_rank():
     assert (sum(m.reshape(4, -1).sum(1) for m in masks.values()) == budget).all()
 
 
-def test_a_view_of_a_part_is_written_to_a_mask_of_other_strides():
-    model = one_layer(torch.arange(12.0).reshape(4, 3).t())
-    sparsifier = ScopeSparsifier(0.5, view=((3, 2), (4, 1)), block_shape=(2, 1), edge="partial")
-    sparsifier.prepare(model, [ENTRY])
-    sparsifier.step()
-    mask = sparsifier.mask("0.weight")
-    assert mask[:, 2:].all() and mask[:, :2].tolist() == [[False, True]] * 3
-
-
-def test_what_is_outside_of_a_view_is_not_written_back():
-    target, view = torch.zeros(3, 4).t(), View(torch.zeros(4, 3), (2, 3), (3, 1))
-    window = view.window(target)  # a copy
-    window.fill_(1)
-    target[3] = 5
-    view.write_back(window, target)
-    assert target.tolist() == [[1] * 3, [1] * 3, [0] * 3, [5] * 3]
-
-
 @pytest.mark.parametrize(
     "stages",
     [  # blocks of the last stage are cut by the first; views of one shape with other strides; a block at the edge
@@ -104,15 +85,3 @@ def test_a_level_that_is_written_to_one_of_two_tensors_with_a_shared_count_is_an
     sparsifier.groups[0]["sparsity_level"] = 0.9
     with pytest.raises(CouplingError, match="members share one budget"):
         sparsifier.step()
-
-
-@pytest.mark.parametrize("change", [1, -1])
-def test_check_notices_one_element_too_many_or_too_few(change):
-    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
-    sparsifier.prepare(one_layer(torch.randn(3, 4)), [ENTRY])
-    sparsifier.step()
-    mask = sparsifier.mask("0.weight")
-    row = mask[1].clone()
-    mask[1, int((row if change < 0 else ~row).nonzero()[0])] = change > 0
-    with pytest.raises(SparsityError, match="0.weight"):
-        sparsifier.check()

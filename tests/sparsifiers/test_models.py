@@ -159,8 +159,9 @@ def test_without_a_config_attention_and_recurrent_weights_are_covered_too():
     assert "covers 100.0% of the weights of two or more dimensions" in str(report) and "bias" not in str(report)
     assert report["attention.in_proj_weight"].shape == (24, 8)
     x = torch.randn(3, 1, 8)
-    model["gru"](x), model["attention"](x, x, x)
+    masked = [model["gru"](x)[0], model["attention"](x, x, x)[0]]
     sparsifier.squash_mask()
+    assert torch.equal(model["gru"](x)[0], masked[0]) and torch.equal(model["attention"](x, x, x)[0], masked[1])
     assert int((model["lstm"].weight_hh_l1 == 0).sum()) == model["lstm"].weight_hh_l1.numel() // 2
 
 

@@ -45,29 +45,6 @@ def test_enable_mask_update():
     assert sparsifier.mask("0.weight").all()
 
 
-def test_squash_keeps_params():
-    model = linear_model(8, 4, 4)
-    sparsifier = masks_after_step(model, None)
-    sparsifier.squash_mask(("sparsity_level",), {"2": ("norm",)})
-    assert model[0].sparse_params == {"sparsity_level": 0.5}
-    assert model[2].sparse_params == {"sparsity_level": 0.5, "norm": 2}
-
-
-def test_convert_swaps_masked_modules():
-    class Sparse(nn.Linear):
-        @classmethod
-        def from_dense(cls, mod):
-            new = cls(mod.in_features, mod.out_features)
-            new.weight = nn.Parameter(mod.weight.detach())
-            return new
-
-    model = linear_model(8, 4)
-    sparsifier = masks_after_step(model, None)
-    converted = sparsifier.convert(model, {nn.Linear: Sparse})
-    assert type(converted[0]) is Sparse
-    assert torch.equal(converted[0].weight, model[0].weight)
-
-
 @pytest.mark.parametrize(
     "scheduler", [lambda s: LambdaSL(s, lambda epoch: epoch / 4), lambda s: CubicSL(s, total_t=4, delta_t=1)]
 )
@@ -92,15 +69,6 @@ def test_a_scheduler_on_stages_with_their_own_budgets_is_an_error():
     sparsifier.groups[0]["sparsity_level"] = 0.9
     with pytest.raises(SparsityError, match="every stage has a budget of its own. Leave the budget out of the stage"):
         sparsifier.step()
-
-
-def test_multihead_attention_runs_prepared():
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-    sparsifier = masks_after_step(model, [{"tensor_fqn": "out_proj.weight"}, {"tensor_fqn": "in_proj_weight"}])
-    x = torch.randn(2, 3, 8)
-    masked = model(x, x, x)[0]
-    sparsifier.squash_mask()
-    assert torch.equal(model(x, x, x)[0], masked)
 
 
 class Saliency:
@@ -171,10 +139,12 @@ def test_loading_keeps_functions_in_stages_and_refuses_another_structure():
     assert torch.equal(staged.mask("0.weight"), before) and "stages" in staged.groups[0]
 
 
-def test_check_names_the_wrong_scope():
+@pytest.mark.parametrize("change", [1, -1])
+def test_check_names_the_wrong_scope(change):
     sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.n_m(2, 4)}])
-    sparsifier.mask("0.weight")[1, 4:] = True
-    with refuses("0.weight: 1 of 8 scopes are wrong; scope 3 keeps 4 blocks, its budget is 2"):
+    row = sparsifier.mask("0.weight")[1, 4:]
+    row[int((row if change < 0 else ~row).nonzero()[0])] = change > 0
+    with refuses(f"0.weight: 1 of 8 scopes are wrong; scope 3 keeps {2 + change} blocks, its budget is 2"):
         sparsifier.check()
     sparsifier = masks_after_step(linear_model(8, 4), [{"tensor_fqn": "0.weight", **patterns.rows(0.5)}])
     row = int(sparsifier.mask("0.weight").any(1).nonzero()[0])
