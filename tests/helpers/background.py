@@ -47,6 +47,15 @@ def _compiling(script, *options):
     return _child(script, *options, *every, TRITON_INTERPRET=None, TRITON_CACHE_DIR=tempfile.mkdtemp())
 
 
+def _older_aot(release):
+    """With a release of triton, whose wheel pip downloads, or with a folder that holds the package."""
+    folder = release if Path(release).is_dir() else tempfile.mkdtemp()
+    if folder != release:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*pip, "--target", folder, f"triton=={release}.*"])
+    return _compiling("aot_child.py", "90", "--triton", folder, PYTHONPATH=os.pathsep.join([folder, *sys.path]))
+
+
 def _interpreter():
     kernels = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     return _child("../selection/interpreted_kernels.py", python=kernels, TRITON_INTERPRET="1")
@@ -95,9 +104,7 @@ JOBS = {  # in the order in which the tests need them
     "test_triton_aot.py": lambda: _compiling("aot_child.py", *map(str, ARCHES)),
     "test_triton_interpreter.py": _interpreter,
     **{
-        f"test_every_form_compiles_with_an_older_triton[{release}]": lambda release=release: _compiling(
-            "older_aot_child.py", release
-        )
+        f"test_every_form_compiles_with_an_older_triton[{release}]": lambda release=release: _older_aot(release)
         for release in OLDER_TRITON
     },
 }
