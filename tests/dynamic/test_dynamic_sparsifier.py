@@ -330,23 +330,33 @@ def setup(method, kind):
 
 def continued(run, how, method, kind):
     """The run as it is now, in other objects."""
-    if how == "copied":
+    if how == "copy":
         return copy.deepcopy(run)
+    model, optimizer = fresh(kind)
     states = reloaded([part.state_dict() for part in run])
-    if how == "loaded":
-        parts = setup(method, kind)
-    else:
-        model, optimizer = fresh(kind)
-        parts, states = (model, optimizer, pickle.loads(pickle.dumps(run[2]))), states[:2]
-        parts[2].prepare(model)
-        parts[2].attach(optimizer)
-    for part, state in zip(parts, states, strict=False):
-        part.load_state_dict(state)
-    return parts
+    sparsifier = pickle.loads(pickle.dumps(run[2])) if "pickle" in how else METHODS[method](sparsity_level=0.8)
+    calls = {
+        "prepare": lambda: sparsifier.prepare(model),
+        "attach": lambda: sparsifier.attach(optimizer),
+        "load": lambda: sparsifier.load_state_dict(states[2]),
+        "weights": lambda: (model.load_state_dict(states[0]), optimizer.load_state_dict(states[1])),
+    }
+    for name in how.removeprefix("pickle, ").split(", "):
+        calls[name]()
+    return model, optimizer, sparsifier
+
+
+LOADED = "prepare, attach, weights, load"
+OTHERWISE = [
+    "prepare, load, attach, weights",
+    "pickle, prepare, attach, weights",
+    "pickle, attach, prepare, weights",
+    "copy",
+]
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "at", "moment", "how"), [*product(*RESUMED, ["loaded"]), *grid(*RESUMED, ["copied", "pickled"])]
+    ("method", "kind", "at", "moment", "how"), [*product(*RESUMED, [LOADED]), *grid(*RESUMED, OTHERWISE)]
 )
 def test_a_resumed_or_copied_run_equals_an_uninterrupted_one(method, kind, at, moment, how):
     straight, resumed = setup(method, kind), None
