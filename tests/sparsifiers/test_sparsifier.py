@@ -122,7 +122,7 @@ def test_an_nnz_group_with_a_following_stage_starts_its_schedule_at_that_count()
     assert kept == [[4] * 4, [3] * 4, [2] * 4, [1] * 4]
 
 
-def test_loading_keeps_functions_in_stages_and_refuses_another_structure():
+def test_loading_keeps_functions_in_stages():
     def inverse(w, name):
         return 1 / w.abs()
 
@@ -131,11 +131,6 @@ def test_loading_keeps_functions_in_stages_and_refuses_another_structure():
     before = staged.mask("0.weight").clone()
     staged.load_state_dict(staged.state_dict())
     staged.step()
-    assert torch.equal(staged.mask("0.weight"), before)
-    plain = masks_after_step(linear_model(8, 4), None)
-    text = "saved with single elements over the tensor, and this sparsifier was prepared with scope_shape=(1, 4), nnz=2"
-    with refuses(text):
-        staged.load_state_dict(plain.state_dict())
     assert torch.equal(staged.mask("0.weight"), before) and "stages" in staged.groups[0]
 
 
