@@ -8,7 +8,6 @@ after each of them. Everything is drawn from the seed, so a failure is repeated 
 
 import copy
 import math
-import pickle
 import random
 import warnings
 
@@ -19,7 +18,7 @@ from stock import reloaded
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 
-OPERATIONS = ["step"] * 4 + ["level", "level", "copy", "save", "pickle", "dtype", "weights", "move", "one", "one"]
+OPERATIONS = ["step"] * 4 + ["level", "level", "save", "dtype", "weights", "move", "one", "one"]
 
 
 class Sequence:
@@ -35,7 +34,6 @@ class Sequence:
         self.sparsifier.prepare(self.model, copy.copy(self.config))
         self.given = [g["sparsity_level"] for g in self.sparsifier.groups]
         self.expected = [[True] * math.prod(t.shape) for t in self.tensors]
-        self.old = []  # (mask, its values) of copies that must not change any more
         self.refill()
 
     def modules(self):
@@ -59,8 +57,6 @@ class Sequence:
             assert mask.dtype == torch.bool and tuple(mask.shape) == tensor.shape
             found = mask.reshape(-1).tolist()
             assert found == expected, f"{tensor.fqn}: mask {show(found)}, expected {show(expected)}"
-        for mask, values in self.old:
-            assert torch.equal(mask, values), "the mask of a copy changed"
 
     def step(self):
         self.expected = self.chosen()
@@ -81,10 +77,6 @@ class Sequence:
             tensor.level = None if tensor.nnz is not None and level == self.given[t] else level
         self.log[-1] += f" {level} of {sorted(own)}"
 
-    def copy(self):
-        self.old += [(m, m.clone()) for m in self.masks()]
-        self.model, self.sparsifier = copy.deepcopy((self.model, self.sparsifier))
-
     def save(self):
         """Save, let other masks be chosen, and load."""
         saved, expected = reloaded(self.sparsifier.state_dict()), self.expected
@@ -93,16 +85,6 @@ class Sequence:
             self.step()
         self.sparsifier.load_state_dict(saved)
         self.expected = expected
-
-    def pickle(self):
-        """Attach an unpickled sparsifier to a dense copy of the model."""
-        data, weights = pickle.dumps(self.sparsifier), [w.clone() for w in self.dense()]
-        self.model, attached = copy.deepcopy((self.model, self.sparsifier))
-        squash(attached)
-        for module, weight in zip(self.modules(), weights, strict=True):
-            module.weight.data.copy_(weight)
-        self.sparsifier = pickle.loads(data)
-        self.sparsifier.prepare(self.model)
 
     def dtype(self):
         dtype = self.rng.choice(DTYPES)

@@ -10,8 +10,6 @@ import torch
 from fuzz_oracle import Sparse, Stage, resolve, window_of
 from torch import nn
 
-from sparsekit_ao import patterns
-
 SIZES = [1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 12]
 LEVELS = [0.0, 0.1, 0.25, 1 / 3, 0.5, 0.7, 0.9, 1.0]
 DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -72,14 +70,13 @@ def strided(rng, shape):
     return whole[tuple(slice(a, a + n * s, s) for a, n, s in zip(lead, shape, steps, strict=True))]
 
 
-def draw_module(rng, shape=None):
-    """A module and its weight's shape; a Raw one where a shape is given."""
+def draw_module(rng):
     kind = rng.choice(["linear", "linear", "conv1d", "conv2d", "conv3d", "transposed", "embedding", "raw", "raw"])
     a, b, k = rng.choice(SIZES), rng.choice(SIZES), rng.choice([1, 2, 3])
-    if shape is not None or kind == "raw":
+    if kind == "raw":
         rank = rng.choice([0, 1, 1, 2, 3, 4])
         drawn = [rng.choice([*SIZES, *([0] if rng.random() < 0.1 else [])]) for _ in range(rank)]
-        return Raw(strided(rng, shape or tuple(n if at < 2 else min(n, 3) for at, n in enumerate(drawn))))
+        return Raw(strided(rng, tuple(n if at < 2 else min(n, 3) for at, n in enumerate(drawn))))
     module = {
         "linear": lambda: nn.Linear(b, a, bias=False),
         "conv1d": lambda: nn.Conv1d(b, a, k),
@@ -172,52 +169,10 @@ def width(tensor, at):
     return math.prod(resolve(tensor.stages[at].scope, grid))
 
 
-def draw_structure(rng, module, scoring):
-    """(stages, nnz or None) of a tensor that is coupled to no other."""
-    shape, options = tuple(module.weight.shape), ["shapes"] * 4 + ["stages"] * 2
-    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        options += ["rows", *(["n_m"] * (shape[1] % 2 == 0)), *(["v_n_m"] * (shape[1] % 4 == shape[0] % 2 == 0))]
-    options += ["axes"] * (len(shape) == 2 and 0 not in shape)
-    keys, norm, score = scoring
-    rest, kind = (1,) * (len(shape) - 2), rng.choice(options)
-    same = {"norm": norm, "score": score}
-    if kind == "rows":
-        return [Stage({**keys, "pattern": patterns.rows()}, block=(1, *(-1,) * (len(shape) - 1)), **same)], None
-    if kind == "n_m":
-        m, n = rng.choice([d for d in (2, 4) if shape[1] % d == 0]), rng.choice([0, 1, 2])
-        return [Stage({**keys, "pattern": patterns.n_m(n, m)}, scope=(1, m, *rest), **same)], n
-    if kind == "v_n_m":
-        m, n = rng.choice([d for d in (4, 8) if shape[1] % d == 0]), rng.choice([1, 2])
-        first = Stage({**keys, "pattern": patterns.v_n_m(2, n, m)}, block=(2, 1, *rest), scope=(1, m, *rest), **same)
-        second = Stage({}, scope=(1, m, *rest), budget=("nnz", n), **same)
-        first.budget = ("nnz", 4)
-        return [first, second], None
-    if kind == "axes":
-        return [draw_axes(rng, shape, keys, same)], None
-    stages = [draw_stage(rng, shape, scoring) for _ in range(rng.choice([2, 2, 3]) if kind == "stages" else 1)]
-    return stages, None
-
-
-def draw_axes(rng, shape, keys, same):
-    a, b = (rng.choice([d for d in range(1, n + 1) if n % d == 0]) for n in shape)
-    sizes = {"a": a, "b": b}
-    return rng.choice(
-        [
-            Stage(
-                {**keys, "axes": "o (s m)", "unit": "o s m", "scope": "o s", "sizes": {"m": b}},
-                view=Chain((("unflatten", 1, (shape[1] // b, b)),)),
-                scope=(1, 1, b),
-                **same,
-            ),
-            Stage(
-                {**keys, "axes": "(r a) (c b)", "unit": "r c", "sizes": sizes},
-                view=Chain((("unflatten", 1, (shape[1] // b, b)), ("unflatten", 0, (shape[0] // a, a)))),
-                block=(1, a, 1, b),
-                **same,
-            ),
-            Stage({**keys, "axes": "o i", "unit": "i o", "scope": "i"}, view=Chain((("t",),)), scope=(1, -1), **same),
-        ]
-    )
+def draw_stages(rng, module):
+    """One to three stages of a tensor that is coupled to no other."""
+    scoring = draw_scoring(rng)
+    return [draw_stage(rng, tuple(module.weight.shape), scoring) for _ in range(rng.choice([1, 1, 2, 2, 3]))]
 
 
 def draw_coupled(rng, scoring):
@@ -259,26 +214,20 @@ def draw_coupled(rng, scoring):
 
 def draw_case(rng):
     """(model, [Sparse of each tensor], config): one to three tensors, coupled or not."""
-    scoring = draw_scoring(rng)
     if rng.random() < 0.35:
-        modules, stages = draw_coupled(rng, scoring)
-        counts = [None] * len(modules)
+        modules, stages = draw_coupled(rng, draw_scoring(rng))
     else:
         modules = [draw_module(rng) for _ in range(rng.choice([1, 1, 2]))]
-        stages, counts = zip(*(draw_structure(rng, m, draw_scoring(rng)) for m in modules), strict=True)
+        stages = [draw_stages(rng, m) for m in modules]
     model = nn.ModuleDict({f"m{k}": m for k, m in enumerate(modules)})
     shapes = [tuple(m.weight.shape) for m in modules]
     tensors = [Sparse(f"m{k}.weight", s, list(own)) for k, (s, own) in enumerate(zip(shapes, stages, strict=True))]
     if any(s.shares or s.together for t in tensors for s in t.stages):
         draw_budget(rng, tensors)
-        return model, tensors, [entry_of(t) for t in tensors]
-    for tensor, count in zip(tensors, counts, strict=True):
-        if "pattern" not in tensor.stages[0].keys:
+    else:
+        for tensor in tensors:
             draw_own_budgets(rng, tensor)
-        if count is None:
             draw_budget(rng, [tensor])
-        else:
-            tensor.level, tensor.nnz = None, count
     return model, tensors, [entry_of(t) for t in tensors]
 
 
@@ -306,9 +255,7 @@ def draw_budget(rng, tensors):
 
 def entry_of(tensor):
     """The config entry of a tensor."""
-    keys = dict(tensor.stages[0].keys)
-    if len(tensor.stages) > 1 and "pattern" not in keys:
-        keys = {"stages": [dict(s.keys) for s in tensor.stages]}
+    keys = [dict(s.keys) for s in tensor.stages]
     budget = {"sparsity_level": tensor.level} if tensor.level is not None else {"nnz": tensor.nnz}
-    has_own = all(s.budget for s in tensor.stages) or ("pattern" in keys and keys["pattern"].budget_key is not None)
-    return {"tensor_fqn": tensor.fqn, **keys, **({} if has_own else budget)}
+    has_own = all(s.budget for s in tensor.stages)
+    return {"tensor_fqn": tensor.fqn, **({"stages": keys} if len(keys) > 1 else keys[0]), **({} if has_own else budget)}
