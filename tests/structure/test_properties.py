@@ -349,14 +349,14 @@ def test_block_to_scope_puts_every_block_in_its_slot(case):
 
 @examples(80)
 @given(scoped_windows(pool=SMALL))
-def test_norm_ofs_lists_every_scope_and_pads_with_zero(case):
+def test_block_norms_lists_every_scope_and_pads_with_zero(case):
     scope, tiled, scopes = case
     dtype = accumulator(tiled.param.dtype)
     expected = torch.zeros(*scope.grid_shape, scope.numblk_per_scope(), dtype=dtype)
     for at, found in scopes.items():
         for slot, block in found:
             expected[at][slot] = norm_of(tiled.read(block), 2, dtype, tiled.partial)
-    assert torch.equal(scope.norm_ofs(), expected)
+    assert torch.equal(scope.block_norms(), expected)
 
 
 @st.composite
@@ -478,7 +478,7 @@ def test_coupled_scopes_share_one_budget(case, data):
 def test_coupled_scopes_rank_threshold_and_convert_by_aligned_scope(case, data):
     coupling, aligned, members, oracles = case
     rows, nnz = competitors_of(aligned, members, oracles), data.draw(st.integers(1, coupling.numblk_per_scope()))
-    norms = coupling.norm_ofs()
+    norms = coupling.block_norms()
     assert all(norms[at].tolist() == [x for x, _, _ in row] for at, row in rows.items())
     kth = {at: sorted((x for x, _, _ in row), reverse=True)[nnz - 1] for at, row in rows.items()}
     assert torch.equal(coupling.kth_largest(None, nnz), grid_tensor(aligned, kth, norms.dtype))
