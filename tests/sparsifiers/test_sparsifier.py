@@ -199,26 +199,3 @@ def test_a_single_number_shares_a_budget(size, scale):
     sparsifier.prepare(model, [{"tensor_fqn": ["scale", "weight"]}])
     sparsifier.step()
     assert sparsifier.check() == 1 and bool(sparsifier.mask("scale")) == (scale > 0)
-
-
-def test_a_step_in_parts_computes_each_dense_weight_for_its_part_alone(monkeypatch):
-    sparsifier, computed, dense = ScopeSparsifier(), [], ScopeSparsifier._dense
-    sparsifier.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))))
-    monkeypatch.setattr("sparsekit_ao.sparsifiers.scope.AT_ONCE", 64)
-    monkeypatch.setattr(ScopeSparsifier, "_dense", lambda *args: computed.append(args) or dense(*args))
-    sparsifier.step()
-    assert len(computed) == 12  # once for the shape, once for the scores
-
-
-def test_prepare_traverses_the_model_as_often_for_many_layers_as_for_few(monkeypatch):
-    traversals, real = [], nn.Module.named_modules
-
-    def counted(self, *args, **kwargs):
-        traversals[-1] += isinstance(self, nn.Sequential)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "named_modules", counted)
-    for layers in (2, 20):
-        traversals.append(0)
-        ScopeSparsifier(0.5).prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), None)
-    assert traversals[0] == traversals[1] > 0
