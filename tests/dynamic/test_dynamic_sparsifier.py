@@ -11,7 +11,7 @@ import pytest
 import torch
 from grids import grid
 from growing import OPTIMIZERS, backward, equal, loss_of, masks, mlp, prepared, train, weights
-from stock import refuses, reloaded, same
+from stock import refuses, reloaded, same, stepped
 from torch import nn
 
 from sparsekit_ao import (
@@ -73,9 +73,7 @@ def test_a_shuffled_ticket_keeps_counts_and_moves_places():
 
 def test_resume_takes_the_zeros_of_the_weights():
     model = mlp()
-    scope = ScopeSparsifier(0.75)
-    scope.prepare(model, None)
-    scope.step()
+    scope = stepped(model, sparsity_level=0.75)
     want = masks(scope)
     scope.squash_mask()
     _, _, sparsifier = prepared(model=model, init="resume", sparsity_level=None)

@@ -19,8 +19,9 @@ from kernel_cases import (
     scores_like,
     sorted_selection,
 )
+from stock import stepped
 
-from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao import SparsityError
 from sparsekit_ao.selection import BACKENDS, Request, api, cpu, fill_masks, keep_mask, reference
 
 IMPLS = ["reference", "cpu"]
@@ -167,9 +168,7 @@ def toy(monkeypatch):
 
 
 def test_a_registered_backend_is_used_unless_it_refuses(toy):
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), None)
-    sparsifier.step()
+    stepped(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
     assert toy.updated == 2
     mask = torch.ones(4, 8, dtype=torch.bool)
     scope_mask([as_scopes(torch.ones(4, 8), mask, (1, 3), (1, 2))], 1)

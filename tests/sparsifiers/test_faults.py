@@ -5,7 +5,7 @@ import sys
 import background
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, stepped
 
 from sparsekit_ao import ScopeSparsifier
 from sparsekit_ao.selection import reference
@@ -55,9 +55,7 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
 ):
     model = linear_model(7, 7, 7)
     shape = {"block_shape": (2, 4), "scope_shape": (3, -1), "edge": "partial"}
-    sparsifier = ScopeSparsifier(0.5, **shape, **{coupling: "both"})
-    sparsifier.prepare(model)
-    sparsifier.step()
+    sparsifier = stepped(model, sparsity_level=0.5, **shape, **{coupling: "both"})
     masks = [sparsifier.mask(f"{k}.weight") for k in (0, 2)]
     old = [mask.clone() for mask in masks]
     for k in (0, 2):

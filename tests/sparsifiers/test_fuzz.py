@@ -9,6 +9,7 @@ import os
 import fuzz
 import pytest
 import torch
+from stock import prepared, stepped
 from torch import nn
 
 from sparsekit_ao import (
@@ -72,16 +73,13 @@ def test_a_budget_for_each_scope_suits_members_of_any_rank():
 )
 def test_check_accepts_what_step_chooses_in_stages(stages):
     model = one_layer(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
-    sparsifier = ScopeSparsifier(edge="partial")
-    sparsifier.prepare(model, [{**ENTRY, "stages": stages}])
-    sparsifier.step()
+    sparsifier = stepped(model, [{**ENTRY, "stages": stages}], edge="partial")
     assert sparsifier.check() > 0
 
 
 def test_a_level_that_is_written_to_one_of_two_tensors_with_a_shared_count_is_an_error():
     model, shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"nnz": 8, "scope_coupling": "both"}
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model, [{"tensor_fqn": f"{k}.weight", **shared} for k in range(2)])
+    sparsifier = prepared(model, [{"tensor_fqn": f"{k}.weight", **shared} for k in range(2)])
     sparsifier.groups[0]["sparsity_level"] = 0.9
     with pytest.raises(CouplingError, match="members share one budget"):
         sparsifier.step()

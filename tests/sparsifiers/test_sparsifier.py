@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stock import Holder, linear_model, refuses
+from stock import Holder, linear_model, prepared, refuses, stepped
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
@@ -22,11 +22,9 @@ def test_config_none_takes_every_linear_and_conv_in_model_order():
         pass
 
     model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Sequential(Special(2, 2), nn.LayerNorm(2)), nn.Conv2d(2, 2, 1))
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model, None)
+    sparsifier = prepared(model)
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["0.weight", "1.0.weight", "2.weight"]
-    root = ScopeSparsifier()
-    root.prepare(nn.Linear(2, 2), None)
+    root = prepared(nn.Linear(2, 2))
     assert [g["tensor_fqn"] for g in root.groups] == ["weight"]
 
 
@@ -38,8 +36,7 @@ def test_edited_groups_are_used_by_the_next_step():
 
 
 def test_enable_mask_update():
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(linear_model(8, 4), None)
+    sparsifier = prepared(linear_model(8, 4))
     sparsifier.enable_mask_update = False
     sparsifier.step()
     assert sparsifier.mask("0.weight").all()
@@ -50,8 +47,7 @@ def test_enable_mask_update():
 )
 @pytest.mark.parametrize("kwargs", [{"sparsity_level": 0.5}, {"nnz": 2, "scope_shape": (1, 4)}])
 def test_torch_aos_schedulers_change_levels_and_counts(scheduler, kwargs):
-    sparsifier = ScopeSparsifier(**kwargs)
-    sparsifier.prepare(linear_model(8, 4), None)
+    sparsifier = prepared(linear_model(8, 4), **kwargs)
     schedule = scheduler(sparsifier)
     kept = []
     for _ in range(5):
@@ -64,8 +60,7 @@ def test_torch_aos_schedulers_change_levels_and_counts(scheduler, kwargs):
 
 
 def test_a_scheduler_on_stages_with_their_own_budgets_is_an_error():
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
+    sparsifier = prepared(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", **patterns.v_n_m(4, 2, 8)}])
     sparsifier.groups[0]["sparsity_level"] = 0.9
     with pytest.raises(SparsityError, match="every stage has a budget of its own. Leave the budget out of the stage"):
         sparsifier.step()
@@ -111,8 +106,7 @@ def test_an_overridden_make_config_from_model_is_used():
 
 def test_an_nnz_group_with_a_following_stage_starts_its_schedule_at_that_count():
     stages = [{"block_shape": (4, 1), "scope_shape": (1, 8), "nnz": 4}, {"scope_shape": (1, 8)}]
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", "stages": stages, "nnz": 2}])
+    sparsifier = prepared(Holder(w=torch.randn(4, 8)), [{"tensor_fqn": "w", "stages": stages, "nnz": 2}])
     assert sparsifier.groups[0]["sparsity_level"] == 0.75
     kept = []
     for level in (0.5, 0.625, 0.75, 0.875):
@@ -181,8 +175,7 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
     for at_once in (0, most):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        sparsifier = ScopeSparsifier(0.75)
-        sparsifier.prepare(model, config)
+        sparsifier = prepared(model, config, sparsity_level=0.75)
         monkeypatch.setattr("sparsekit_ao.sparsifiers.scope.AT_ONCE", at_once)
         sparsifier.step()
         assert sparsifier.check() > 2
@@ -195,7 +188,5 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
 def test_a_single_number_shares_a_budget(size, scale):
     model = nn.Linear(size, size, bias=False)
     model.scale = nn.Parameter(torch.tensor(scale))
-    sparsifier = ScopeSparsifier(0.5, scope_coupling="all")
-    sparsifier.prepare(model, [{"tensor_fqn": ["scale", "weight"]}])
-    sparsifier.step()
+    sparsifier = stepped(model, [{"tensor_fqn": ["scale", "weight"]}], sparsity_level=0.5, scope_coupling="all")
     assert sparsifier.check() == 1 and bool(sparsifier.mask("scale")) == (scale > 0)

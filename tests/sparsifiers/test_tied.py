@@ -7,7 +7,7 @@ import hf_models
 import pytest
 import torch
 from discovered import assert_exact, fill
-from stock import refuses
+from stock import refuses, stepped
 from test_config import Language, prepared
 from torch import nn
 from torch.nn import functional as F
@@ -217,9 +217,7 @@ def test_a_tied_model_of_transformers_is_shrunk_saved_and_read_back(tmp_path):
     small, report = shrink(model, inputs, exclude=["*.self_attn"])
     assert small.lm_head.weight is small.model.embed_tokens.weight and report.difference <= 1e-5
     masked = copy.deepcopy(model)
-    sparsifier = ScopeSparsifier(0.5)
-    sparsifier.prepare(masked, found.couplings[0].entries(masked))
-    sparsifier.step()
+    sparsifier = stepped(masked, found.couplings[0].entries(masked), sparsity_level=0.5)
     masked.save_pretrained(tmp_path, state_dict=dense_state_dict(masked))
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():

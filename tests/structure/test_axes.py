@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from stock import Holder
+from stock import Holder, stepped
 
 from sparsekit_ao import CouplingError, ScopeSparsifier, SparsityError, patterns
 
@@ -143,7 +143,5 @@ def test_coupled_units_of_different_length_are_refused():
 
 def test_blocks_of_a_part_of_a_concatenation_compete_and_what_is_outside_is_kept():
     model = Holder(w=torch.tensor([[9.0, 1, 4, 2, 3, 9], [9, 1, 4, 2, 3, 9]]))
-    sparsifier = ScopeSparsifier(0.5)
-    sparsifier.prepare(model, [{"tensor_fqn": "w", **axes("o (1 + u + 1)", "u")}])
-    sparsifier.step()
+    sparsifier = stepped(model, [{"tensor_fqn": "w", **axes("o (1 + u + 1)", "u")}], sparsity_level=0.5)
     assert sparsifier.mask("w")[0].tolist() == [True, False, True, False, True, True]
