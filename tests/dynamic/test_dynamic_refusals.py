@@ -7,7 +7,16 @@ from growing import backward, equal, masks, mlp, prepared, train
 from stock import refuses
 from torch import nn
 
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, Static, StraightThrough, densities, patterns, schedules
+from sparsekit_ao import (
+    GMP,
+    DynamicSparsifier,
+    ScopeSparsifier,
+    Static,
+    StraightThrough,
+    densities,
+    patterns,
+    schedules,
+)
 from sparsekit_ao.dynamic import inits
 
 
@@ -128,6 +137,7 @@ def test_numbers_of_numpy_are_numbers():
         update_fraction=np.float32(0.25), update_every=np.int64(10), until=np.int32(20)
     ).settings
     assert settings.update_fraction(3) == 0.25 and settings.due() == range(10, 21, 10)
+    assert GMP(until=np.int64(200), update_every=np.int32(100), begin=np.int64(0)).settings.until == 200
 
 
 @pytest.mark.parametrize(
