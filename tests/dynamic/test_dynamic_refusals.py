@@ -91,11 +91,7 @@ REFUSED = [  # arguments, message, and what is not as usual
         {"make": lambda: two((64, 300), (64, 7))},
     ),
     # targets are looked at before training
-    (
-        target_of(lambda t: 0.5 if t != 4 else 0.9),
-        "the overall budget leaves 58 blocks for the tensors that share",
-        {},
-    ),
+    (target_of(lambda t: 0.5 if t != 4 else 0.9), "the overall budget leaves 58 blocks for the tensors that share", {}),
     (target_of(lambda t: 0.7 - t / 20, None), "target: falls from 0.7 to 0.6 at iteration 2, and grow=None never", {}),
     (
         target_of(lambda t: "much" if t else 0.5),
@@ -104,11 +100,7 @@ REFUSED = [  # arguments, message, and what is not as usual
     ),
     (target_of(lambda t: 0.5 + t), "target: an overall sparsity must be in [0, 1], got 2.5 at iteration 2", {}),
     # densities that are none
-    (
-        densities_of(lambda shapes: dict.fromkeys(shapes, 2.0)),
-        "0.weight: init must give it a density in [0, 1]",
-        {},
-    ),
+    (densities_of(lambda shapes: dict.fromkeys(shapes, 2.0)), "0.weight: init must give it a density in [0, 1]", {}),
     (densities_of(lambda shapes: {"0.weight": 0.5}), "2.weight: init must give it a density in [0, 1], got None", {}),
     (densities_of(lambda shapes: 0.5), "0.weight: init must give it a density in [0, 1], got None", {}),
     (densities_of(lambda shapes: dict.fromkeys(shapes, "all")), "a density in [0, 1], got 'all'", {}),

@@ -430,10 +430,7 @@ ARGUMENTS = [
     ({"until": -1}, "until must be an int >= 0, got -1"),
     ({"seed": 0.5}, "seed must be an int >= 0, got 0.5"),
     ({"update_fraction": 1.0}, "update_fraction must be a schedule or a number in [0, 1), got 1.0"),
-    (
-        {"prune": "smallest"},
-        "prune must be one of 'magnitude', 'global', 'random', a Criterion or a function",
-    ),
+    ({"prune": "smallest"}, "prune must be one of 'magnitude', 'global', 'random', a Criterion or a function"),
     ({"prune": None}, "prune must be a criterion; for masks that never change use update_every=None"),
     ({"grow": "grad"}, "grow must be one of 'gradient', 'momentum', 'random', 'none', a Criterion or a function"),
     ({"redistribute": 3}, "redistribute must be one of 'gradient', 'momentum', 'nonzero', 'none', a Criterion or"),
@@ -444,10 +441,7 @@ ARGUMENTS = [
     ({"new_values": 0.1}, "new_values must be a function (weight, generator) -> values or None, got 0.1"),
     ({"sparsity_level": 0.5, "nnz": 2}, "sparsity_level and nnz are mutually exclusive; give one"),
     ({"sparsity_level": 0.5, "target": half}, "sparsity_level and target are mutually exclusive; give one"),
-    (
-        {"sparsity_level": 0.5, "init": "resume"},
-        "sparsity_level and init='resume' are mutually exclusive; give one",
-    ),
+    ({"sparsity_level": 0.5, "init": "resume"}, "sparsity_level and init='resume' are mutually exclusive; give one"),
     ({"target": lambda t: 2.0}, "target: an overall sparsity must be in [0, 1], got 2.0 at iteration 0"),
     ({"optimizer": 3}, "optimizer must be a torch optimizer or several, got int"),
     ({"optimizer": []}, "attach: no optimizer was given"),

@@ -9,17 +9,7 @@ import kernel_cases
 import pytest
 import torch
 from grids import grid
-from kernel_cases import (
-    FLOATS,
-    INF,
-    KINDS,
-    as_request,
-    as_scopes,
-    generator,
-    plain_window,
-    scope_mask,
-    scores_like,
-)
+from kernel_cases import FLOATS, INF, KINDS, as_request, as_scopes, generator, plain_window, scope_mask, scores_like
 
 from sparsekit_ao import BlockSpec, ScopeSpec
 from sparsekit_ao.selection import Request, cpu, fill_masks, keep_mask

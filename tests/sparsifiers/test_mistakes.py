@@ -108,10 +108,7 @@ ENTRIES = [
     ({"stages": [{"nnz": 1, "foo": 2}]}, "stages[0]: unknown key 'foo'"),
     ({"stages": [3]}, "stages[0] must be a dict, got 3"),
     ({"stages": [{"nnz": 1}], "sparsity_level": 0.9}, "sparsity_level has no effect, because every stage has a budget"),
-    (
-        {"block_coupling": "mpl"},
-        "block coupling 'mpl': only 0.weight gives this name, but a coupling needs",
-    ),
+    ({"block_coupling": "mpl"}, "block coupling 'mpl': only 0.weight gives this name, but a coupling needs"),
     ({"coupling_order": (1, 0)}, "coupling_order needs a block_coupling"),
     ({"block_coupling": 3}, "block_coupling must be a name (a str) or None, got 3"),
     ({**patterns.n_m(2, 4), "scope_coupling": "all"}, "n_m(2, 4) keeps a fixed number in every group"),

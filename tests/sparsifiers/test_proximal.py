@@ -448,10 +448,7 @@ def of_no_strength():
 
 BOTH = "strength and a budget are mutually exclusive"
 MISTAKES = [
-    (
-        new(strength=1.0, sparsity_level=0.5),
-        "strength was given with a budget (sparsity_level, nnz, pattern); ",
-    ),
+    (new(strength=1.0, sparsity_level=0.5), "strength was given with a budget (sparsity_level, nnz, pattern); "),
     (new(strength=1.0, pattern=patterns.n_m(2, 4)), "strength was given with a budget"),
     (new(nnz=2, sparsity_level=0.5), "mutually exclusive"),
     (new(strength=-1.0), "strength must be a schedule or a finite number >= 0, got -1.0"),

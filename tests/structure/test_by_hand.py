@@ -80,11 +80,7 @@ FUNCTIONS = [  # a view function, the error
     (lambda w: w.view(torch.int32), "w"),
 ]
 WINDOWS = [  # parameter, window, error
-    (
-        ZEROS,
-        ((2, 4), (1,), 0),
-        "w: a view needs one stride for each dimension, got shape (2, 4) (2) and stride (1,)",
-    ),
+    (ZEROS, ((2, 4), (1,), 0), "w: a view needs one stride for each dimension, got shape (2, 4) (2) and stride (1,)"),
     (ZEROS, ((2, 4), (5, 1), 0), "w: view (2, 4):(5, 1) with offset 0 is out of bounds: it ends at element 8, the"),
     (ZEROS, ((2, 2), (1, 1)), "w: view (2, 2):(1, 1): strides overlap: indices (0, 1) and (1, 0) map to one element"),
     (ZEROS, ((2,), (-1,), 1), "w: view stride must be non-negative ints, got (-1,)"),
