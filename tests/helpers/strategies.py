@@ -10,7 +10,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from fuzz_oracle import block_score
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -133,8 +132,28 @@ def scopes_of(grid, scope):
     return found
 
 
-def norm_of(elements, p, dtype, mean):
-    return block_score(elements, p, mean, np.float64 if dtype == torch.float64 else np.float32)
+def norm_of(x, norm, dtype, is_mean):
+    """The norm of a block's values, or their sum (norm None); with `is_mean` the power mean, or mean.
+
+    In numbers of this dtype. The largest element is scaled to one, so that nothing overflows.
+    """
+    wide = np.float64 if dtype == torch.float64 else np.float32
+    if any(map(math.isnan, x)) or (norm is None and math.inf in x and -math.inf in x):
+        return math.nan
+    x = x if norm is None else [abs(v) for v in x]
+    if len(x) == 1 and not is_mean:
+        return x[0]
+    if any(map(math.isinf, x)):
+        return next(v for v in x if math.isinf(v))
+    if norm == math.inf:
+        return max(x)
+    exponent = math.frexp(max(map(abs, x)))[1]
+    scaled = [math.ldexp(v, -exponent) for v in x]
+    with np.errstate(all="ignore"):
+        total = wide(math.fsum(v * v if norm == 2 else v for v in scaled))
+        total = wide(total / wide(len(x))) if is_mean else total
+        total = wide(math.sqrt(total)) if norm == 2 else total
+        return float(np.ldexp(total, exponent))
 
 
 def accumulator(dtype):
