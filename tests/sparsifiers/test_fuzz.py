@@ -212,6 +212,13 @@ def test_masks_are_those_of_the_oracle(case, data):
         assert torch.equal(getattr(model, f"t{k}").nan_to_num(7.0), weight.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_a_weight_without_elements(shape):
+    for block in ((), (-1, 1), (1, -1)):
+        sparsifier = stepped(Holder(w=torch.zeros(shape)), [{"tensor_fqn": "w", "block_shape": block}])
+        assert sparsifier.mask("w").shape == shape and sparsifier.check() >= 0 and sparsifier.report()[0].kept == 0
+
+
 def one_layer(weight):
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     model[0].weight = nn.Parameter(weight)
