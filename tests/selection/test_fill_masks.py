@@ -142,7 +142,10 @@ def test_a_sample_that_misleads_costs_time_only(bracket, frequent, monkeypatch):
     assert False in kept
 
 
-@pytest.mark.parametrize(("keep", "is_distinct"), [(10, True), (70, False)])
+UNEQUAL = torch.tensor([10, 70] * 15)[:, None]  # some rows keep zeros, others do not
+
+
+@pytest.mark.parametrize(("keep", "is_distinct"), [(10, True), (70, False), (UNEQUAL, True)])
 def test_rows_of_many_zeros_get_distinct_keys(keep, is_distinct, monkeypatch):
     resize(monkeypatch, NETWORK=64)
     distinct = watched(monkeypatch, cpu, "_with_distinct_least")
