@@ -186,7 +186,7 @@ def test_8_masked_means_exactly_zero_in_forward_backward_and_squash(kind, bad):
     assert torch.equal(model[0].weight[dropped], torch.zeros(int(dropped.sum())))
 
 
-@pytest.mark.parametrize("options", [patterns.n_m(2, 4), {"block_shape": (1, -1), "sparsity_level": 0.5}])
+@pytest.mark.parametrize("options", [{"pattern": patterns.n_m(2, 4)}, {"block_shape": (1, -1), "sparsity_level": 0.5}])
 def test_9_weight_norm_below_is_kept_through_step_and_squash(options):
     model = nn.Sequential(nn.Linear(8, 8), weight_norm(nn.Linear(8, 4)))
     sparsifier = prepared(model, ScopeSparsifier(**options))
