@@ -4,6 +4,7 @@ Every rank gets the same whole batch where results are compared bit for bit: the
 four ranks is exact. Where sums are split otherwise (tensor parallel), gradients are written by hand.
 """
 
+import contextlib
 import functools
 import os
 import warnings
@@ -12,13 +13,13 @@ import pytest
 import sharded_fsdp
 import torch
 from grids import EXHAUSTIVE
-from sharded_fsdp import batch, mine, mlp, shard
-from sharded_training import parallel, restore, state_of
+from sharded_fsdp import ADAM, batch, initialize, mine, mlp, pair, shard, sharded, whole
+from sharded_training import assert_ranks_agree, in_ddp, parallel, restore, state_of
 from torch import distributed
 from torch.nn import functional as F
 
-from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, SparsityError, TopKAST
-from sparsekit_ao.distributed import copy_values, full_tensor, is_sharded, local, placed_like
+from sparsekit_ao import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, ScopeSparsifier, SparsityError, TopKAST
+from sparsekit_ao.distributed import full_tensor, is_sharded, local, placed_like
 from sparsekit_ao.dynamic import inits
 from sparsekit_ao.schedules import cubic
 
@@ -51,7 +52,6 @@ PIECES = [
     {"tensor_fqn": "2.weight", "block_shape": (4, 3)},
     {"tensor_fqn": "4.weight", "block_shape": (2, 3), "edge": "partial", "nnz": 3},
 ]
-ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2)
 RIGL = functools.partial(DynamicSparsifier, sparsity_level=0.6, update_every=2, until=8)
 # name: (sparsifier, config, optimizer)
@@ -74,25 +74,15 @@ METHODS = {
 }
 
 
-def twins(method, put, width=21):
+def twins(method, put=sharded, width=21):
     """(model, optimizer, sparsifier) in one process, and the same over the ranks."""
     kind, config, optimizer = METHODS[method] if isinstance(method, str) else method
-    out = []
-    for is_many in (False, True):
-        model, sparsifier = mlp(width=width), kind()
-        if is_many:
-            put(model, sparsifier, config)
-        else:
-            sparsifier.prepare(model, config)
-        trainer = optimizer(model.parameters())
+    runs = []
+    for sparsifier in pair(config, kind, put, width=width, is_stepped=False):
+        trainer = optimizer(sparsifier.model.parameters())
         sparsifier.attach(trainer)
-        out.append((model, trainer, sparsifier))
-    return out
-
-
-def sharded(model, sparsifier, config, **kwargs):
-    sparsifier.prepare(model, config)
-    shard(model, **kwargs)
+        runs.append((sparsifier.model, trainer, sparsifier))
+    return runs
 
 
 def train(run, step, rows=slice(None)):
@@ -151,15 +141,20 @@ def assert_same(one, many):
     assert numbers == other_numbers
 
 
+def train_alike(runs, steps, iteration=train):
+    for step in steps:
+        for run in runs:
+            iteration(run, step)
+        assert_same(*runs)
+
+
 def as_one_process(method, put=sharded, iteration=train, **kwargs):
     one, many = twins(method, put, **kwargs)
     cut = [m["mask"] for m in many[2].state.values() if is_sharded(m["mask"])]
     assert cut and all(m.dtype == torch.bool for m in cut)
     moved = 0
     for step in range(1, 5):
-        for run in (one, many):
-            iteration(run, step)
-        assert_same(one, many)
+        train_alike((one, many), [step], iteration)
         if one[2].last_update is not None and one[2].last_update.iteration == step:
             moved += sum(one[2].last_update.pruned.values())
     assert moved > 4
@@ -214,7 +209,7 @@ def by_closure(run, step):
 
 def gradients_of_one_rank_are_not_finite(is_scaled):
     """The update waits on every rank and happens in the next iteration; a scaler skips the optimizer's step too."""
-    one, many = twins("SNFS" if is_scaled else "RigL", sharded)
+    one, many = twins("SNFS" if is_scaled else "RigL")
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, enabled=is_scaled) for _ in range(2)]
     for step in (1, 2, 3):
         for (model, optimizer, sparsifier), scaler in zip((one, many), scalers, strict=True):
@@ -235,7 +230,7 @@ def gradients_of_one_rank_are_not_finite(is_scaled):
 
 
 def each_rank_its_data():
-    one, many = twins("RigL", sharded)
+    one, many = twins("RigL")
     for step in range(1, 8):
         loss, mean = train(one, step), train(many, step, mine())
         distributed.all_reduce(mean)
@@ -250,6 +245,28 @@ def each_rank_its_data():
     assert many[2].check() == one[2].check()
 
 
+def under_ddp(method, syncs, broadcasts):
+    """Half of every batch for each rank, in two micro-batches of which the first synchronizes only with `syncs`."""
+    one, many = twins(method, whole)
+    wrapped = in_ddp(many[0], broadcasts)
+    for step in range(1, 7):
+        train(one, step)
+        x, y = batch(step)
+        many[1].zero_grad()
+        for part in range(2):
+            rows = slice(mine().start + 2 * part, mine().start + 2 * part + 2)
+            with contextlib.nullcontext() if syncs or part else wrapped.no_sync():
+                (F.cross_entropy(wrapped(x[rows]), y[rows]) / 2).backward()
+        many[1].step()
+        many[2].step()
+        assert many[2].last_update == one[2].last_update
+    (tensors, _), (others, _) = everything(one), everything(many)
+    torch.testing.assert_close(others, tensors, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(t, others[name]) for name, t in tensors.items() if name.endswith(" mask"))
+    assert_ranks_agree(others.values())
+    assert one[2].last_update.iteration == 6 and many[2].check() == one[2].check()
+
+
 def mixed_precision():
     """As FSDP2 over one rank has it; gradients are reduced in float32."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -258,16 +275,13 @@ def mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     alone = init_device_mesh("cpu", (distributed.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
     runs = [twins("RigL", functools.partial(sharded, mp_policy=policy, **own))[1] for own in ({}, {"mesh": alone})]
-    for step in range(1, 6):
-        for run in runs:
-            train(run, step)
-        assert_same(*runs)
+    train_alike(runs, range(1, 6))
     assert runs[0][2].last_update.iteration == 4 and sum(runs[0][2].last_update.pruned.values()) > 10
 
 
 def compiled():
     """One process, compiled and sharded, open and closed: the same masks, weights to the compiler's rounding."""
-    one, many = twins("RigL", sharded)
+    one, many = twins("RigL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         fast = (torch.compile(many[0], backend="aot_eager"), *many[1:])
@@ -281,39 +295,24 @@ def compiled():
 
 def on_meta(init):
     """Masks are drawn once there is memory, as they would have been in prepare."""
-    level = {"init": init, "sparsity_level": 0.6 if init == "erk" else None}
-    plain, one = mlp(), RIGL(**level)
-    one.prepare(plain, None)
-    model, many = mlp("meta"), RIGL(**level)
-    many.prepare(model, None)
-    shard(model)
+    one, many = (RIGL(init=init, sparsity_level=0.6 if init == "erk" else None) for _ in range(2))
+    whole(mlp(), one, None)
+    sharded(mlp("meta"), many, None)
     with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. Call to_empty and initialize"):
-        many.attach(ADAM(model.parameters()))
-    model.to_empty(device="cpu")
-    fresh = dict(mlp().named_parameters())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            copy_values(p, fresh[name.replace("parametrizations.", "").replace(".original", "")].detach())
-    runs = [(plain, ADAM(plain.parameters()), one), (model, ADAM(model.parameters()), many)]
+        many.attach(ADAM(many.model.parameters()))
+    initialize(many.model)
+    runs = [(s.model, ADAM(s.model.parameters()), s) for s in (one, many)]
     for _, optimizer, sparsifier in runs:
         sparsifier.attach(optimizer)
-    for step in range(1, 5):
-        for run in runs:
-            train(run, step)
-        assert_same(*runs)
+    train_alike(runs, range(1, 5))
 
 
 def too_early_on_meta():
-    model, sparsifier = mlp("meta"), RIGL()
-    sparsifier.prepare(model, None)
-    shard(model)
+    model = mlp("meta")
+    sharded(model, RIGL(), None)
     model.to_empty(device="cpu")
     with pytest.raises(SparsityError, match=r"\(21, 12\) was prepared on the meta device.*call sparsifier.attach"):
         model(batch(0)[0])
-    model = mlp("meta")
-    with pytest.raises(SparsityError, match=r"0.weight: it is on the meta device. It has no zeros to resume"):
-        DynamicSparsifier(init="resume").prepare(model, None)
-    assert not hasattr(model[0], "parametrizations")
 
 
 def wrong_orders():
@@ -356,10 +355,7 @@ def parameters_put_into_the_old_optimizer(kind, optimizer):
             shard(model)
             trainer.param_groups[0]["params"] = list(model.parameters())
         runs.append((model, trainer, sparsifier))
-    for step in range(1, 4):
-        for run in runs:
-            train(run, step)
-        assert_same(*runs)
+    train_alike(runs, range(1, 4))
 
 
 def state_on_one_rank_alone():
@@ -392,28 +388,29 @@ def state_on_one_rank_alone():
             refusing.attach(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
 
 
-def gathered_from_outside():
+def gathered_from_outside(kind):
     """What a module around the prepared model leaves gathered is not what optimizers hold: nothing is done with it."""
     from torch.distributed.fsdp import fully_shard
 
-    inner, sparsifier = mlp(), RIGL()
+    inner, sparsifier = mlp(), kind()
     outer = torch.nn.Sequential(inner)
     sparsifier.prepare(inner, None)
     fully_shard(outer)
     sparsifier.attach(ADAM(outer.parameters()))
+    sparsifier.step()
     with torch.no_grad():
         outer(batch(0)[0])
-    for call in (sparsifier.step, lambda: sparsifier.attach(ADAM(outer.parameters()))):
+    calls = [sparsifier.step, lambda: sparsifier.attach(ADAM(outer.parameters()))]
+    for call in calls[: 1 if kind is ScopeSparsifier else 2]:
         with pytest.raises(SparsityError, match=r"0.weight: its parameter is gathered.*reshard"):
             call()
     outer.reshard()
     sparsifier.step()
-    assert sparsifier.iteration == 1
 
 
 def squashed():
     """Zeros are written into shards; no optimizer state moves them afterwards."""
-    one, many = twins("RigL", sharded)
+    one, many = twins("RigL")
     for step in range(1, 4):
         for run in (one, many):
             train(run, step)
@@ -430,11 +427,11 @@ def squashed():
 
 def from_one_kind_to_the_other():
     """One process has float masks on CPU, ranks have bool ones: each loads the other's, model and sparsifier."""
-    one, many = twins("RigL", sharded)
+    one, many = twins("RigL")
     for run in (one, many):
         train(run, 1)
         train(run, 2)
-    fresh, cut = twins("RigL", sharded)
+    fresh, cut = twins("RigL")
     saved = [(run[0].state_dict(), run[2].state_dict()) for run in (one, many)]
     for target, (weights, state) in ((cut, saved[0]), (fresh, saved[1])):
         for key, value in weights.items():
@@ -456,19 +453,15 @@ STRAIGHT = {
 }
 
 
-def straight_through(method, put=None, iteration=train):
-    one, many = twins(STRAIGHT[method], put or sharded)
+def straight_through(method, put=sharded, iteration=train):
+    one, many = twins(STRAIGHT[method], put)
     before = full_tensor(many[2].mask("0.weight")).clone()
     for step in range(1, 4):
-        for run in (one, many):
-            iteration(run, step)
-        for kind in ("mask", "backward_mask"):
-            for g, h in zip(one[2].groups, many[2].groups, strict=True):
-                a, b = (getattr(x["module"].parametrizations.weight[0], kind) for x in (g, h))
-                assert torch.equal(full_tensor(b), a), (g["tensor_fqn"], kind)
-                if kind == "backward_mask":
-                    assert bool(a.all()) == (not method.startswith("Top"))
-        assert_same(one, many)
+        train_alike((one, many), [step], iteration)
+        for g, h in zip(one[2].groups, many[2].groups, strict=True):
+            a, b = (x["module"].parametrizations.weight[0].backward_mask for x in (g, h))
+            assert torch.equal(full_tensor(b), a), g["tensor_fqn"]
+            assert bool(a.all()) == (not method.startswith("Top"))
     assert not torch.equal(full_tensor(many[2].mask("0.weight")), before)
 
 
@@ -551,11 +544,14 @@ def cases_of_two():
         too_early_on_meta,
         wrong_orders,
         state_on_one_rank_alone,
-        gathered_from_outside,
         squashed,
         from_one_kind_to_the_other,
     ):
         yield f"dynamic {case.__name__}", case
+    for name, kind in (("RigL", RIGL), ("scopes", ScopeSparsifier)):
+        yield f"gathered from outside, {name}", functools.partial(gathered_from_outside, kind)
+    for case in (("RigL", True, False), ("RigL", False, True), ("SET", False, False), ("SNFS", False, False)):
+        yield "DDP {}, syncs: {}, broadcasts: {}".format(*case), functools.partial(under_ddp, *case)
     yield "dynamic save", functools.partial(save, os.environ["SPARSEKIT_TEST_FOLDER"])
 
 

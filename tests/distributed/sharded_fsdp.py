@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
-from sparsekit_ao.distributed import full_tensor, is_sharded, local, placed_like
+from sparsekit_ao.distributed import copy_values, full_tensor, is_sharded, local, placed_like
 
 CONFIGS = {
     "global": [{"tensor_fqn": "*.weight", "scope_coupling": "all"}],
@@ -44,14 +44,23 @@ def shard(model, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-def pair(config, make=ScopeSparsifier, mlp=mlp, **kwargs):
-    """A sharded model and one that is not, each with its sparsifier."""
-    plain, sharded = mlp(), mlp()
+def sharded(model, sparsifier, config, **kwargs):
+    sparsifier.prepare(model, config)
+    shard(model, **kwargs)
+
+
+def whole(model, sparsifier, config):
+    sparsifier.prepare(model, config)
+
+
+def pair(config=CONFIGS["global"], make=ScopeSparsifier, put=sharded, *, width=21, is_stepped=True):
+    """Sparsifiers of two equal models: one process, and over the ranks."""
     one, many = make(), make()
-    one.prepare(plain, config)
-    many.prepare(sharded, config)
-    shard(sharded, **kwargs)
-    return plain, one, sharded, many
+    for sparsifier, prepare in ((one, whole), (many, put)):
+        prepare(mlp(width=width), sparsifier, config)
+        if is_stepped:
+            sparsifier.step()
+    return one, many
 
 
 def assert_same_masks(one, many):
@@ -81,84 +90,77 @@ def offload():
     return CPUOffloadPolicy(pin_memory=False)
 
 
-def every_method(config, **kwargs):
-    plain, one, sharded, many = pair(CONFIGS[config], **kwargs)
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, sharded)]
-    x = batch(0)[0]
-    assert torch.equal(sharded(x), plain(x))  # all is kept, and masks are not sharded yet
+def set_level_and_step(sparsifier, level):
+    for g in sparsifier.groups:
+        g["sparsity_level"] = level
+    sparsifier.step()
+
+
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def every_method(config, put=sharded, optimizer=ADAM, rows=None, width=21, ranks=None):
+    """Steps, training, squashing; `ranks` hold equal parts of every weight, unless it is 0 and sums are split too."""
+    one, many = pair(CONFIGS[config], put=put, width=width, is_stepped=False)
+    plain, model, x = one.model, many.model, batch(0)[0]
+    rows = mine() if rows is None else rows
+    ranks = distributed.get_world_size() if ranks is None else ranks
+    optimizers = [optimizer(m.parameters()) for m in (plain, model)]
+    assert not ranks or torch.equal(model(x), plain(x))  # all is kept, and masks are not sharded yet
     for step in range(3):
         for sparsifier in (one, many):
-            for g in sparsifier.groups:
-                g["sparsity_level"] = 0.3 + 0.1 * step
-            sparsifier.step()
+            set_level_and_step(sparsifier, 0.3 + 0.1 * step)
         assert_same_masks(one, many)
-        assert torch.equal(sharded(x), plain(x)) or step
-        torch.testing.assert_close(sharded(x), plain(x), rtol=1e-4, atol=1e-5)
+        assert not ranks or torch.equal(model(x), plain(x)) or step
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
         loss = train(plain, optimizers[0], step)
-        mean = train(sharded, optimizers[1], step, mine())
+        mean = train(model, optimizers[1], step, rows)
         distributed.all_reduce(mean)
         torch.testing.assert_close(mean / distributed.get_world_size(), loss, rtol=1e-4, atol=1e-5)
     assert many.check() == one.check()
-    ranks = kwargs["mesh"].size(-1) if "mesh" in kwargs else distributed.get_world_size()
     for r, q in zip(one.report(), many.report(), strict=True):
-        assert q.mask_bytes <= -(-q.shape[0] // ranks) * q.shape[1] and (r.tensor, r.kept) == (q.tensor, q.kept)
+        assert (r.tensor, r.kept) == (q.tensor, q.kept)
+        assert not ranks or q.mask_bytes <= -(-q.shape[0] // ranks) * q.shape[1]  # one byte for each weight
     many.squash_mask()
     one.squash_mask()
     assert many.check() == one.check()
-    assert list(sharded.state_dict()) == list(plain.state_dict())
+    assert list(model.state_dict()) == list(plain.state_dict())
     for name, w in plain.state_dict().items():
-        got = full_tensor(sharded.state_dict()[name])
+        got = full_tensor(model.state_dict()[name])
         assert torch.equal(got != 0, w != 0), name
         torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(sharded(x), plain(x), rtol=1e-4, atol=1e-5)
-    train(sharded, optimizers[1], 9, mine())  # and it can be trained on
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+    train(model, optimizers[1], 9, rows)  # and it can be trained on
     train(plain, optimizers[0], 9)
-    torch.testing.assert_close(sharded(x), plain(x), rtol=1e-3, atol=1e-4)
-
-
-def one_byte_a_weight_over_the_ranks():
-    _, _, sharded, many = pair(CONFIGS["global"])
-    many.step()
-    found = [b for n, b in sharded.named_buffers() if n.endswith("mask")]
-    assert len(found) == 3 and all(is_sharded(b) and b.dtype == torch.bool for b in found)
-    for b in found:
-        assert local(b).untyped_storage().nbytes() <= -(-b.shape[0] // distributed.get_world_size()) * b.shape[1]
-    assert [n for n, _ in sharded.named_parameters()] == [
-        f"{k}.{n}" for k in "024" for n in ("bias", "parametrizations.weight.original")
-    ]
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-3, atol=1e-4)
 
 
 def gradients_are_masked_and_hidden_nan_does_no_harm():
-    plain, one, sharded, many = pair(CONFIGS["global"])
+    one, many = pair()
     for s in (one, many):
-        s.step()
-    for m, s in ((plain, one), (sharded, many)):
-        weight = m[0].parametrizations.weight.original
+        weight = s.model[0].parametrizations.weight.original
         with torch.no_grad():
-            hidden = ~local(s.mask("0.weight"))
-            local(weight)[hidden] = float("nan")
+            local(weight)[~local(s.mask("0.weight"))] = float("nan")
     x, _ = batch(1)
-    assert torch.equal(sharded(x), plain(x)) and bool(plain(x).isfinite().all())
-    for m in (plain, sharded):
-        m(x).square().mean().backward()
+    assert torch.equal(many.model(x), one.model(x)) and bool(one.model(x).isfinite().all())
+    for s in (one, many):
+        s.model(x).square().mean().backward()
     for k in (0, 2, 4):
-        got = full_tensor(sharded[k].parametrizations.weight.original.grad)
-        torch.testing.assert_close(got, plain[k].parametrizations.weight.original.grad, rtol=1e-5, atol=1e-7)
-        assert torch.equal(got != 0, plain[k].parametrizations.weight.original.grad != 0)
+        got, want = (full_tensor(s.model[k].parametrizations.weight.original.grad) for s in (many, one))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+        assert torch.equal(got != 0, want != 0)
 
 
 def mixed_precision():
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    _, one, sharded, many = pair(CONFIGS["global"], mp_policy=policy)
-    for s in (one, many):
-        s.step()
+    one, many = pair(put=functools.partial(sharded, mp_policy=policy))
     assert_same_masks(one, many)  # chosen from the float32 weights
-    out = sharded(batch(0)[0])
+    out = many.model(batch(0)[0])
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
-    weight = sharded[0].parametrizations.weight.original
+    weight = many.model[0].parametrizations.weight.original
     assert weight.grad.dtype == torch.float32
     assert not bool((full_tensor(weight.grad) * ~full_tensor(many.mask("0.weight"))).any())
     reference = mlp().bfloat16()
@@ -170,59 +172,55 @@ def mixed_precision():
     assert_same_masks(one, many)
 
 
-def meta_device(early):
-    """Masks that were read before `to_empty` are sharded before there is memory."""
-    model = mlp("meta")
-    many = ScopeSparsifier()
-    many.prepare(model, CONFIGS["global"])
-    shard(model)
-    if early:
-        assert all(is_sharded(many.mask(g["tensor_fqn"])) for g in many.groups)
+def initialize(model):
+    """Memory, and the values of `mlp()`, for a model on the meta device."""
     model.to_empty(device="cpu")
-    plain, one = mlp(), ScopeSparsifier()
-    one.prepare(plain, CONFIGS["global"])
-    names = dict(plain.named_parameters())
+    fresh = dict(mlp().named_parameters())
     with torch.no_grad():
         for name, p in model.named_parameters():
-            from sparsekit_ao.distributed import copy_values
+            copy_values(p, fresh[name.replace("parametrizations.", "").replace(".original", "")].detach())
 
-            copy_values(p, names[name].detach())
+
+def meta_device(early):
+    """Masks that were read before `to_empty` are sharded before there is memory."""
+    one, many = ScopeSparsifier(), ScopeSparsifier()
+    whole(mlp(), one, CONFIGS["global"])
+    sharded(mlp("meta"), many, CONFIGS["global"])
+    if early:
+        assert all(is_sharded(many.mask(g["tensor_fqn"])) for g in many.groups)
+    initialize(many.model)
     x = batch(0)[0]
-    assert torch.equal(model(x), plain(x))
+    assert torch.equal(many.model(x), one.model(x))
     for s in (one, many):
         s.step()
     assert_same_masks(one, many)
-    assert torch.equal(model(x), plain(x))
+    assert torch.equal(many.model(x), one.model(x))
 
 
 def checkpointed_activations():
     """Masks are gathered again where the forward pass is run again."""
     from torch.utils.checkpoint import checkpoint
 
-    plain, one, sharded, many = pair(CONFIGS["global"])
-    for s in (one, many):
-        s.step()
+    one, many = pair()
     x = batch(1)[0].requires_grad_()
-    plain(x).square().mean().backward()
+    one.model(x).square().mean().backward()
     want = x.grad.clone()
     x.grad = None
-    checkpoint(sharded, x, use_reentrant=False).square().mean().backward()
+    checkpoint(many.model, x, use_reentrant=False).square().mean().backward()
     torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-7)
 
 
 def compiled():
     """Gathering a mask compiles, and a mask update is seen."""
-    plain, one, sharded, many = pair(CONFIGS["global"])
+    one, many = pair(is_stepped=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        fast = torch.compile(sharded, backend="inductor" if EXHAUSTIVE else "aot_eager")
+        fast = torch.compile(many.model, backend="inductor" if EXHAUSTIVE else "aot_eager")
         for level in (0.5, 0.7):
             for s in (one, many):
-                for g in s.groups:
-                    g["sparsity_level"] = level
-                s.step()
+                set_level_and_step(s, level)
             x = batch(0)[0]
-            torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(fast(x), one.model(x), rtol=1e-5, atol=1e-6)
 
 
 def wrong_order():
@@ -234,57 +232,38 @@ def wrong_order():
     assert not hasattr(model[0], "parametrizations")
 
 
-def of_a_part():
-    """A sparsifier of a model around which another module is sharded, after a step."""
+def squash_of_a_part():
+    """FSDP2's records of a module around the model could not be updated: an error before anything is written."""
     from torch.distributed.fsdp import fully_shard
 
     outer, many = nn.Sequential(mlp()), ScopeSparsifier()
-    many.prepare(outer[0], CONFIGS["global"])
+    whole(outer[0], many, CONFIGS["global"])
     fully_shard(outer)
     many.step()
-    return outer, many
-
-
-def squash_of_a_part():
-    """FSDP2's records could not be updated: an error before anything is written."""
-    outer, many = of_a_part()
-    x = batch(0)[0]
-    before = outer(x)
+    before = outer(x := batch(0)[0])
     outer.reshard()
     with pytest.raises(SparsityError, match=r"0.weight was sharded by .* around the prepared model.*that you wrap"):
         many.squash_mask()
     assert torch.equal(outer(x), before)
-    back = ScopeSparsifier()
-    plain = mlp()
-    back.prepare(plain, CONFIGS["global"])
+    plain, back = mlp(), ScopeSparsifier()
+    whole(plain, back, CONFIGS["global"])
     outer.reshard()
     back.load_state_dict(many.state_dict())
     back.squash_mask()
     assert torch.equal(plain(x), before)
 
 
-def gathered_by_a_parent():
-    """An eval pass may leave the root's parameters gathered; so may a parent that the sparsifier does not know."""
-    outer, many = of_a_part()
-    with torch.no_grad():
-        outer(batch(0)[0])
-    with pytest.raises(SparsityError, match=r"0.weight: its parameter is gathered.*reshard"):
-        many.step()
-    outer.reshard()
-    many.step()
-
-
 def after_an_eval_pass():
-    _, one, sharded, many = pair(CONFIGS["global"], reshard_after_forward=False)
+    one, many = pair(put=functools.partial(sharded, reshard_after_forward=False), is_stepped=False)
     with torch.no_grad():
-        sharded(batch(0)[0])
+        many.model(batch(0)[0])
     for s in (one, many):
         s.step()
     assert_same_masks(one, many)
     assert all(is_sharded(m["mask"]) for m in many.state.values())
     for leave in (many.squash_mask, lambda: None):
         with torch.no_grad():
-            sharded(batch(0)[0])
+            many.model(batch(0)[0])
         assert many.check() == 1
         leave()
 
@@ -295,16 +274,15 @@ def stock_arguments():
         functools.partial(WeightNormSparsifier, 0.5, (2, 3), 4),
         functools.partial(NearlyDiagonalSparsifier, 3),
     ):
-        _, one, _, many = pair(None, make)
-        for _ in range(2):
-            one.step()
-            many.step()
+        one, many = pair(None, make)
+        one.step()
+        many.step()
         assert_same_masks(one, many)
         assert [r.sparsity for r in one.report()] == [r.sparsity for r in many.report()]
 
 
 def one_tensor_by_hand():
-    _, one, _, many = pair(CONFIGS["mixed"])
+    one, many = pair(CONFIGS["mixed"], is_stepped=False)
     for s in (one, many):
         s.update_mask(**{**s.groups[2], "sparsity_level": 0.75})
     assert_same_masks(one, many)
@@ -314,8 +292,7 @@ def another_parametrization_below():
     model = mlp()
     nn.utils.parametrizations.weight_norm(model[0])
     many = ScopeSparsifier()
-    many.prepare(model, CONFIGS["2:4"])
-    shard(model)
+    sharded(model, many, CONFIGS["2:4"])
     with pytest.raises(SparsityError, match=r"0.weight: _WeightNorm is below its mask"):
         many.step()
 
@@ -324,15 +301,14 @@ def what_torch_may_change():
     """Without FSDP2's records: an error before anything is written."""
     from torch.distributed.fsdp import FSDPModule
 
-    _, _, sharded, many = pair(CONFIGS["global"])
-    many.step()
-    before = {name: local(t).clone() for name, t in sharded.state_dict().items()}
+    _, many = pair()
+    before = {name: local(t).clone() for name, t in many.model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPModule, "_get_fsdp_state", lambda self: None)
         patch.setattr(FSDPModule, "reshard", lambda self: None)
         with refuses("cannot find fully_shard's records of its parameters in this version of torch"):
             many.squash_mask()
-    assert all(torch.equal(local(t), before[name]) for name, t in sharded.state_dict().items())
+    assert all(torch.equal(local(t), before[name]) for name, t in many.model.state_dict().items())
     many.squash_mask()
 
 
@@ -391,38 +367,31 @@ def meshes_are_checked_first():
 
 
 def state_dicts():
-    _, one, sharded, many = pair(CONFIGS["global"])
-    for s in (one, many):
-        s.step()
-    saved = one.state_dict()
-    _, _, again, other = pair(CONFIGS["global"])
-    other.load_state_dict(saved)  # whole masks into sharded ones
-    assert_same_masks(one, other)
-    _, _, again, other = pair(CONFIGS["global"])
-    other.load_state_dict(many.state_dict())
-    again.load_state_dict(sharded.state_dict())
-    assert_same_masks(one, other)
-    back = ScopeSparsifier()
-    back.prepare(mlp(), CONFIGS["global"])
-    back.load_state_dict(many.state_dict())  # and sharded ones into whole ones
-    assert_same_masks(back, many)
+    one, many = pair()
+    for state in (one.state_dict(), many.state_dict()):  # whole masks and sharded ones, into both
+        for loaded in pair(is_stepped=False):
+            loaded.load_state_dict(state)
+            assert_same_masks(one, loaded)
+    _, loaded = pair(is_stepped=False)
+    loaded.load_state_dict(many.state_dict())
+    loaded.model.load_state_dict(many.model.state_dict())
+    assert_same_masks(one, loaded)
 
 
 def cases():
     for config in CONFIGS:
         yield f"every method {config}", functools.partial(every_method, config)
-    yield "every method global, offloaded", functools.partial(every_method, "global", offload_policy=offload())
+    offloaded = functools.partial(sharded, offload_policy=offload())
+    yield "every method global, offloaded", functools.partial(every_method, "global", offloaded)
     for early in (False, True):
         yield f"meta {early}", functools.partial(meta_device, early)
     for case in (
-        one_byte_a_weight_over_the_ranks,
         gradients_are_masked_and_hidden_nan_does_no_harm,
         mixed_precision,
         checkpointed_activations,
         compiled,
         wrong_order,
         squash_of_a_part,
-        gathered_by_a_parent,
         after_an_eval_pass,
         other_strides,
         meshes_are_checked_first,

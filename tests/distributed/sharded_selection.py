@@ -124,39 +124,30 @@ def global_cases(mesh, placements, where):
 
 def odd_cases(mesh, placements, where):
     """Views, stages, couplings, callables, partial edges: what cannot simply be cut into shards."""
+    ties = functools.partial(weights, "ties", dtype=torch.float32, seed=0)
 
-    def view():
-        w = weights("ties", (32, 32), torch.float32, 0)
-        seen = View.from_function(meta_like(w), lambda t: t.unflatten(0, (4, 8)).unflatten(2, (2, 16)), name="w")
-        spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)), (1, 4, 1))
-        compare(spec, [w], [placements], mesh, 1)
-        spec = ScopeSpec(BlockSpec(seen, (1, 1, 1, 16)))
-        compare(spec, [w], [placements], mesh, 17)
+    def check(w, keep, block=(), scope=(), view=lambda param: param, edge="error", **how):
+        spec = ScopeSpec(BlockSpec(view(meta_like(w)), block, name="w", edge=edge), scope)
+        compare(spec, [w], [placements], mesh, keep(spec) if callable(keep) else keep, **how)
 
-    def far_view():
-        w = weights("ties", (16, 32), torch.float32, 0)
-        seen = View(meta_like(w), (16, 2, 8, 2), (32, 16, 1, 8), name="w")  # 2:4 of columns 8 apart
-        compare(ScopeSpec(BlockSpec(seen, (1, 1, 1, 2)), (1, 1, 4, 1)), [w], [placements], mesh, 2)
+    def views():
+        def tiles(param):
+            return View.from_function(param, lambda t: t.unflatten(0, (4, 8)).unflatten(2, (2, 16)), name="w")
 
-    def flat_view():
-        w = weights("normal", (12, 8), torch.float32, 0)
-        seen = View(meta_like(w), (48,), (2,), name="w")  # every second element; the others stay as they are
-        compare(ScopeSpec(BlockSpec(seen)), [w], [placements], mesh, 11)
+        check(ties((32, 32)), 1, (1, 1, 1, 16), (1, 4, 1), tiles)
+        check(ties((32, 32)), 17, (1, 1, 1, 16), (), tiles)
+        columns_8_apart = functools.partial(View, shape=(16, 2, 8, 2), stride=(32, 16, 1, 8))
+        check(ties((16, 32)), 2, (1, 1, 1, 2), (1, 1, 4, 1), columns_8_apart)
+        every_second = functools.partial(View, shape=(48,), stride=(2,))  # the others stay as they are
+        check(weights("normal", (12, 8), torch.float32, 0), 11, view=every_second)
 
-    def within_mask():
-        w = weights("ties", (24, 16), torch.float32, 0)
+    def later_stages():
         left = torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3
-        for scope in ((), (1, 4), (24, 1)):
-            compare(ScopeSpec(BlockSpec(meta_like(w)), scope), [w], [placements], mesh, 3, within_mask=left)
-        everything = ScopeSpec(BlockSpec(meta_like(w)))
-        compare(everything, [w], [placements], mesh, 24 * 16, within_mask=left)
-
-    def masked():
+        for keep, scope in ((3, ()), (3, (1, 4)), (3, (24, 1)), (24 * 16, ())):
+            check(ties((24, 16)), keep, (), scope, within_mask=left)
         w = weights("special", (24, 16), torch.float32, 0)
-        held = (torch.rand(24, 16, generator=torch.Generator().manual_seed(1)) < 0.3).float()
         for block, scope in (((), ()), ((), (1, 4)), ((), (24, 1)), ((1, 4), ()), ((4, 4), ())):
-            spec = ScopeSpec(BlockSpec(meta_like(w), block), scope)
-            compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.4), masked=held)
+            check(w, lambda spec: spec.sparsity_to_nnz(0.4), block, scope, masked=left.float())
 
     def weight_norm():
         w = weights("normal", (20, 16), torch.float32, 0)
@@ -173,61 +164,30 @@ def odd_cases(mesh, placements, where):
             assert torch.equal(local(masks[1]), part_of(masks[0], masks[1])), settings
 
     def coupled():
-        up, gate, down = (weights("ties", s, torch.float32, i) for i, s in enumerate([(12, 8), (12, 8), (8, 12)]))
-        blocks = [
-            BlockSpec(meta_like(up), (1, -1)),
-            BlockSpec(meta_like(gate), (1, -1)),
-            BlockSpec(meta_like(down), (-1, 1)),
-        ]
-        together = BlockCoupling(blocks, orders=[None, None, (1, 0)])
-        compare(ScopeSpec(together), [up, gate, down], [placements] * 3, mesh, 5)
-        other = ScopeSpec(BlockSpec(meta_like(weights("ties", (9, 4), torch.float32, 3))))
-        tensors = [up, gate, down, weights("ties", (9, 4), torch.float32, 3)]
-        compare(ScopeCoupling([ScopeSpec(together), other]), tensors, [placements] * 4, mesh, 11)
+        tensors = [ties(shape, seed=k) for k, shape in enumerate([(12, 8), (12, 8), (8, 12), (9, 4)])]
+        up, gate, down, other = map(meta_like, tensors)
+        blocks = [BlockSpec(up, (1, -1)), BlockSpec(gate, (1, -1)), BlockSpec(down, (-1, 1))]
+        together = ScopeSpec(BlockCoupling(blocks, orders=[None, None, (1, 0)]))
+        compare(together, tensors[:3], [placements] * 3, mesh, 5)
+        compare(ScopeCoupling([together, ScopeSpec(BlockSpec(other))]), tensors, [placements] * 4, mesh, 11)
 
-    def saliency():
-        w = weights("ties", (12, 8), torch.float32, 0)
-        for block in ((2, 2), (1, 1)):  # signed values
-            compare(ScopeSpec(BlockSpec(meta_like(w), block)), [w], [placements], mesh, 7, norm=None)
-
-    def edge():
-        w = weights("ties", (13, 10), torch.float32, 0)
+    def partial_edges():
         for block, scope in itertools.product([(2, 4), (1, 4), (1, 1)], [(), (3, 2)]):
-            spec = ScopeSpec(BlockSpec(meta_like(w), block, edge="partial"), scope)
-            compare(spec, [w], [placements], mesh, spec.sparsity_to_nnz(0.5))
-            compare(spec, [w], [placements], mesh, spec.numblk_per_scope())
+            for keep in (lambda spec: spec.sparsity_to_nnz(0.5), ScopeSpec.numblk_per_scope):
+                check(ties((13, 10)), keep, block, scope, edge="partial")
 
-    def norms():
-        w = weights("ties", (16, 8), torch.float64, 0)
+    def scores_and_budgets():
+        for block in ((2, 2), (1, 1)):  # signed values
+            check(ties((12, 8)), 7, block, norm=None)
         for norm in (1, 2, float("inf")):
-            compare(ScopeSpec(BlockSpec(meta_like(w), (1, 2))), [w], [placements], mesh, 9, norm=norm)
-
-    def many_scopes():
-        w = weights("normal", (40, 64), torch.float32, 0)
-        compare(ScopeSpec(BlockSpec(meta_like(w)), (-1, 1)), [w], [placements], mesh, 13)
-        compare(ScopeSpec(BlockSpec(meta_like(w)), (1, -1)), [w], [placements], mesh, 13)
-
-    def own_budgets():
-        w = weights("ties", (16, 16), torch.float32, 0)
+            check(ties((16, 8), dtype=torch.float64), 9, (1, 2), norm=norm)
+        for scope in ((-1, 1), (1, -1)):
+            check(weights("normal", (40, 64), torch.float32, 0), 13, (), scope)
         for scope in ((1, 4), (8, 8), (-1, 4), (4, -1), (3, 16)):
-            spec = ScopeSpec(BlockSpec(meta_like(w), edge="partial"), scope)
-            keep = torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
-            compare(spec, [w], [placements], mesh, keep)
+            own = ties((16, 16)), lambda spec: torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
+            check(*own, (), scope, edge="partial")
 
-    for case in (
-        view,
-        far_view,
-        flat_view,
-        within_mask,
-        masked,
-        weight_norm,
-        coupled,
-        saliency,
-        edge,
-        norms,
-        many_scopes,
-        own_budgets,
-    ):
+    for case in (views, later_stages, weight_norm, coupled, partial_edges, scores_and_budgets):
         yield f"{where} {case.__name__}", case
 
 

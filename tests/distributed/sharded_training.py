@@ -1,7 +1,4 @@
-"""Cases for `test_sharded`: training over ranks.
-
-DDP, checkpoints that change the number of ranks, tensor parallel, HSDP.
-"""
+"""Cases for `test_sharded`: DDP, proximal steps, checkpoints that change the number of ranks, tensor parallel, HSDP."""
 
 import functools
 import itertools
@@ -11,7 +8,20 @@ import warnings
 
 import torch
 from grids import EXHAUSTIVE
-from sharded_fsdp import CONFIGS, assert_same_masks, batch, every_method, mine, mlp, shard, train
+from sharded_fsdp import (
+    ADAM,
+    CONFIGS,
+    assert_same_masks,
+    every_method,
+    mine,
+    mlp,
+    pair,
+    set_level_and_step,
+    shard,
+    sharded,
+    train,
+    whole,
+)
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,33 +29,31 @@ from sparsekit_ao import ProximalSparsifier, ScopeSparsifier, patterns
 from sparsekit_ao.distributed import full_tensor
 
 
-def set_level_and_step(sparsifier, level):
-    for g in sparsifier.groups:
-        g["sparsity_level"] = level
-    sparsifier.step()
+def in_ddp(model, broadcast):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed it, torch 2.11 has only this name
+        return DistributedDataParallel(model, broadcast_buffers=broadcast)
+
+
+def assert_ranks_agree(tensors):
+    for t in tensors:
+        everyone = [torch.empty_like(t) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(everyone, t.contiguous())
+        assert all(torch.equal(other, t) for other in everyone)
 
 
 def ddp(broadcast, config):
     """`step` sends no masks. With `broadcast_buffers` DDP sends them, at every forward."""
-    plain, one = mlp(), ScopeSparsifier()
-    one.prepare(plain, CONFIGS[config])
-    model, many = mlp(), ScopeSparsifier()
-    many.prepare(model, CONFIGS[config])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed it, torch 2.11 has only this name
-        parallel = DistributedDataParallel(model, broadcast_buffers=broadcast)
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (plain, model)]
+    one, many = pair(CONFIGS[config], put=whole, is_stepped=False)
+    models = one.model, in_ddp(many.model, broadcast)
+    optimizers = [ADAM(m.parameters()) for m in models]
     for step in range(4):
         for s in (one, many):
             set_level_and_step(s, 0.2 * step)
         assert_same_masks(one, many)
-        train(plain, optimizers[0], step)
-        train(parallel, optimizers[1], step, mine())
-    masks = [many.mask(g["tensor_fqn"]).clone() for g in many.groups]
-    for mask in masks:
-        everyone = [torch.empty_like(mask) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(everyone, mask)
-        assert all(torch.equal(m, mask) for m in everyone)
+        train(models[0], optimizers[0], step)
+        train(models[1], optimizers[1], step, mine())
+    assert_ranks_agree(many.mask(g["tensor_fqn"]).clone() for g in many.groups)
 
 
 def proximal(make, budget):
@@ -66,22 +74,17 @@ def proximal(make, budget):
         results.append((masks, [p.detach() for p in model.parameters()]))
     (masks, weights), (own_masks, own) = results
     assert not all(mask.all() for mask in masks)
-    for mask, own_mask in zip(masks, own_masks, strict=True):
-        assert torch.equal(mask, own_mask)
-    for weight, mine_of_it in zip(weights, own, strict=True):
-        torch.testing.assert_close(mine_of_it, weight, rtol=1e-4, atol=1e-6)
-        everyone = [torch.empty_like(weight) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(everyone, mine_of_it.contiguous())
-        assert all(torch.equal(w, mine_of_it) for w in everyone)
+    assert all(map(torch.equal, masks, own_masks))
+    torch.testing.assert_close(own, weights, rtol=1e-4, atol=1e-6)
+    assert_ranks_agree(own)
 
 
-def build(config="global"):
+def build():
     model, sparsifier = mlp(), ScopeSparsifier()
-    sparsifier.prepare(model, CONFIGS[config])
+    sparsifier.prepare(model, CONFIGS["global"])
     if distributed.is_initialized():
         shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    return model, sparsifier, optimizer
+    return model, sparsifier, ADAM(model.parameters())
 
 
 def state_of(model, sparsifier, optimizer, **kwargs):
@@ -112,10 +115,8 @@ def save(folder, how):
 
     run = build()
     some_steps(*run, range(4))
-    if how == "save":
-        checkpoint.save(state_of(*run), checkpoint_id=f"{folder}/save")
-    else:
-        saved = checkpoint.async_save(state_of(*run), checkpoint_id=f"{folder}/async_save")
+    saved = getattr(checkpoint, how)(state_of(*run), checkpoint_id=f"{folder}/{how}")
+    if how == "async_save":
         saved.result()
     some_steps(*run, range(4, 6))
     after = {g["tensor_fqn"]: full_tensor(run[1].mask(g["tensor_fqn"])) for g in run[1].groups}
@@ -129,8 +130,7 @@ def load(folder, how):
     for group in run[1].groups:
         group["sparsity_level"] = 0.1 * 3  # as the loop would; else loading warns of another level
     restore(f"{folder}/{how}", *run)
-    levels = {g["sparsity_level"] for g in run[1].groups}
-    assert levels == {0.1 * 3}
+    assert {g["sparsity_level"] for g in run[1].groups} == {0.1 * 3}
     run[1].check()
     some_steps(*run, range(4, 6))
     for name, mask in torch.load(f"{folder}/{how}.pt").items():
@@ -146,33 +146,6 @@ def parallel(mesh, model, sparsifier, config):
     sparsifier.prepare(model, config)
     if mesh.ndim > 1:
         fully_shard(model, mesh=mesh["dp"])
-
-
-def tensor_parallel(config, mesh):
-    plain, one = mlp(width=24), ScopeSparsifier()
-    one.prepare(plain, CONFIGS[config])
-    model, many = mlp(width=24), ScopeSparsifier()
-    parallel(mesh, model, many, CONFIGS[config])
-    rows = slice(None)
-    if mesh.ndim > 1:
-        rows = slice(4 * mesh["dp"].get_local_rank(), 4 * mesh["dp"].get_local_rank() + 4)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, model)]
-    for step in range(3):
-        for s in (one, many):
-            set_level_and_step(s, 0.3 + 0.1 * step)
-        assert_same_masks(one, many)
-        train(plain, optimizers[0], step)
-        train(model, optimizers[1], step, rows)
-    assert one.check() == many.check()
-    torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=1e-4, atol=1e-5)
-    one.squash_mask()
-    many.squash_mask()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    for name, w in plain.state_dict().items():
-        got = full_tensor(model.state_dict()[name])
-        torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5)
-        assert torch.equal(got == 0, w == 0)
-    torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=1e-4, atol=1e-5)
 
 
 def cases_of_two():
@@ -198,9 +171,14 @@ def cases_of_four():
         yield f"load {how}", functools.partial(load, folder, how)
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    half = slice(4 * square["dp"].get_local_rank(), 4 * square["dp"].get_local_rank() + 4)
+    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    split = functools.partial(every_method, optimizer=momentum, width=24, ranks=0)
     for config in CONFIGS:
-        yield f"tensor parallel {config}", functools.partial(tensor_parallel, config, line)
-        yield f"tensor parallel and FSDP2 {config}", functools.partial(tensor_parallel, config, square)
+        for mesh, rows in ((line, slice(None)), (square, half)):
+            put = functools.partial(parallel, mesh)
+            yield f"tensor parallel of {mesh.ndim} {config}", functools.partial(split, config, put, rows=rows)
     for config in CONFIGS if EXHAUSTIVE else ("mixed",):  # five rows over four ranks: one has none
-        yield f"HSDP {config}", functools.partial(every_method, config, mesh=square)
+        put = functools.partial(sharded, mesh=square)
+        yield f"HSDP {config}", functools.partial(every_method, config, put, ranks=2)
         yield f"every method {config}", functools.partial(every_method, config)

@@ -7,63 +7,114 @@ from growing import backward, equal, masks, mlp, prepared, train
 from stock import refuses
 from torch import nn
 
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, Static, StraightThrough, densities, patterns, schedules
+from sparsekit_ao import (
+    GMP,
+    DynamicSparsifier,
+    ScopeSparsifier,
+    Static,
+    StraightThrough,
+    densities,
+    patterns,
+    schedules,
+)
 from sparsekit_ao.dynamic import inits
-
-
-def refused_in_prepare(model, message, config=None, **arguments):
-    """`prepare` raises this text and leaves the model as it was."""
-    before = set(model.state_dict())
-    sparsifier = DynamicSparsifier(optimizer=torch.optim.SGD(model.parameters(), 0.1), **arguments)
-    with refuses(message):
-        sparsifier.prepare(model, config)
-    assert set(model.state_dict()) == before and not sparsifier.groups
 
 
 def two(a, b):
     return nn.ModuleDict({"a": nn.Linear(*a, bias=False), "b": nn.Linear(*b, bias=False)})
 
 
-def test_redistribution_over_scopes_of_several_sizes_is_refused():
+def uneven():
+    """A saved mask whose scopes of five and two rows keep ten elements each."""
     mask = torch.zeros(7, 8)
     mask[:5].view(-1)[:10] = 1
     mask[5:].view(-1)[:10] = 1
-    refused_in_prepare(
-        two((8, 7), (8, 7)),
+    return inits.lottery_ticket({"a.weight": mask, "b.weight": mask})
+
+
+def weight_normed():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+
+
+def other_optimizer(model):
+    return torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def densities_of(answer):
+    return {"init": lambda shapes, density, fixed: answer(shapes), "sparsity_level": 0.5}
+
+
+def target_of(schedule, grow="random"):
+    return {"target": schedule, "grow": grow, "update_every": 2, "until": 8, "scope_shape": (1, 4)}
+
+
+FIXED = [{"tensor_fqn": "0.weight"}, {"tensor_fqn": "2.weight", "sparsity_level": 0.0}]
+ROWS_OF_5 = [{"tensor_fqn": "*.weight", "scope_shape": (5,), "edge": "partial"}]
+TWO_SIZES = {"prune": "global", "target": lambda t: 0.5, "block_shape": (1, -1)}
+BY_ROW = {"sparsity_level": 0.5, "redistribute": "gradient", "scope_shape": (1, -1)}
+REFUSED = [  # arguments, message, and what is not as usual
+    ({}, "0.weight: exactly one optimizer must train it, but 0 of the 1 given do", {"optimizer": other_optimizer}),
+    (
+        {},
+        "an optimizer was given that trains none of the sparsified",
+        {"optimizer": lambda m: [sgd(m), other_optimizer(m)]},
+    ),
+    ({"grow": "momentum"}, "0.weight: its optimizer (SGD) keeps no momentum. Use SGD with momentum > 0", {}),
+    ({"nnz": 2, "redistribute": "nonzero"}, "redistribute moves budgets between tensors, but every", {}),
+    ({"nnz": 2, "prune": "global"}, "prune='global' moves budgets between tensors, but every", {}),
+    ({"sparsity_level": 0.999}, "the overall budget leaves 1 blocks for the tensors that share it, but", {}),
+    (
+        {},
+        "an overall density of 0.1 is not possible: with the fixed tensors it must be in [0.571429",
+        {"config": FIXED},
+    ),
+    ({"scope_shape": (5,), "edge": "partial"}, "0.weight: its scopes differ in size, so they cannot", {}),
+    (TWO_SIZES, "prune='global' with a target counts blocks of all tensors together, so all must have", {}),
+    (
+        {},
+        "0.weight: another parametrization computes this weight, so it has no grad",
+        {"make": weight_normed, "optimizer": lambda model: None},
+    ),
+    (
+        {"init": uneven(), "redistribute": "gradient"},
         "a.weight: its scopes differ in size, so they cannot share one distributed budget",
-        config=[{"tensor_fqn": "*.weight", "scope_shape": (5,), "edge": "partial"}],
-        init=inits.lottery_ticket({"a.weight": mask, "b.weight": mask}),
-        redistribute="gradient",
-    )
-
-
-def test_redistribution_that_could_never_move_a_block_is_refused():
-    refused_in_prepare(
-        two((64, 300), (64, 7)),
+        {"make": lambda: two((8, 7), (8, 7)), "config": ROWS_OF_5},
+    ),
+    (
+        BY_ROW,
         "redistribute: no block could ever move between a.weight and the others: one more block in every scope means "
         "[300, 7] elements",
-        sparsity_level=0.5,
-        redistribute="gradient",
-        scope_shape=(1, -1),
-    )
+        {"make": lambda: two((64, 300), (64, 7))},
+    ),
+    # targets are looked at before training
+    (target_of(lambda t: 0.5 if t != 4 else 0.9), "the overall budget leaves 58 blocks for the tensors that share", {}),
+    (target_of(lambda t: 0.7 - t / 20, None), "target: falls from 0.7 to 0.6 at iteration 2, and grow=None never", {}),
+    (
+        target_of(lambda t: "much" if t else 0.5),
+        "target: a schedule must return a number, got 'much' at iteration 2",
+        {},
+    ),
+    (target_of(lambda t: 0.5 + t), "target: an overall sparsity must be in [0, 1], got 2.5 at iteration 2", {}),
+    # densities that are none
+    (densities_of(lambda shapes: dict.fromkeys(shapes, 2.0)), "0.weight: init must give it a density in [0, 1]", {}),
+    (densities_of(lambda shapes: {"0.weight": 0.5}), "2.weight: init must give it a density in [0, 1], got None", {}),
+    (densities_of(lambda shapes: 0.5), "0.weight: init must give it a density in [0, 1], got None", {}),
+    (densities_of(lambda shapes: dict.fromkeys(shapes, "all")), "a density in [0, 1], got 'all'", {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("target", "grow", "message"),
-    [
-        (lambda t: 0.5 if t != 4 else 0.9, "random", "the overall budget leaves 58 blocks for the tensors that share"),
-        (lambda t: 0.7 - t / 20, None, "target: falls from 0.7 to 0.6 at iteration 2, and grow=None never adds"),
-        (
-            lambda t: "much" if t else 0.5,
-            "random",
-            "target: a schedule must return a number, got 'much' at iteration 2",
-        ),
-        (lambda t: 0.5 + t, "random", "target: an overall sparsity must be in [0, 1], got 2.5 at iteration 2"),
-    ],
-)
-def test_a_target_is_looked_at_before_training(target, grow, message):
-    arguments = {"target": target, "grow": grow, "update_every": 2, "until": 8, "scope_shape": (1, 4)}
-    refused_in_prepare(mlp(), message, **arguments)
+@pytest.mark.parametrize(("arguments", "message", "unusual"), REFUSED, ids=range(len(REFUSED)))
+def test_models_and_rules_that_do_not_fit_are_refused_and_the_model_is_left_alone(arguments, message, unusual):
+    model = unusual.get("make", mlp)()
+    before = model.state_dict().keys()
+    sparsifier = DynamicSparsifier(optimizer=unusual.get("optimizer", sgd)(model), **arguments)
+    with refuses(message):
+        sparsifier.prepare(model, unusual.get("config"))
+    assert model.state_dict().keys() == before and not sparsifier.groups
 
 
 def test_a_target_that_falls_is_followed_where_something_grows():
@@ -78,6 +129,7 @@ def test_numbers_of_numpy_are_numbers():
         update_fraction=np.float32(0.25), update_every=np.int64(10), until=np.int32(20)
     ).settings
     assert settings.update_fraction(3) == 0.25 and settings.due() == range(10, 21, 10)
+    assert GMP(until=np.int64(200), update_every=np.int32(100), begin=np.int64(0)).settings.until == 200
 
 
 @pytest.mark.parametrize(
@@ -103,19 +155,6 @@ def test_answers_of_rules_that_are_none_change_nothing(arguments, message):
     with refuses(message):
         sparsifier.step()
     assert equal(before, masks(sparsifier)) and sparsifier.iteration == 0
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda shapes, density, fixed: dict.fromkeys(shapes, 2.0), "0.weight: init must give it a density in [0, 1]"),
-        (lambda shapes, density, fixed: {"0.weight": 0.5}, "2.weight: init must give it a density in [0, 1], got None"),
-        (lambda shapes, density, fixed: 0.5, "0.weight: init must give it a density in [0, 1], got None"),
-        (lambda shapes, density, fixed: dict.fromkeys(shapes, "all"), "a density in [0, 1], got 'all'"),
-    ],
-)
-def test_densities_that_are_none_are_refused(answer, message):
-    refused_in_prepare(mlp(), message, init=answer, sparsity_level=0.5)
 
 
 def test_densities_are_those_of_whole_tensors_and_budgets_are_counted_in_blocks():

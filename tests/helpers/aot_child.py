@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "benchmarks"))
 from kernel_cases import as_request
@@ -154,7 +155,9 @@ def main():
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--every", action="store_true", help="all cases for every architecture")
     parser.add_argument("--table", action="store_true", help="rows for a README instead of JSON")
+    parser.add_argument("--triton", default="", help="the folder that triton must come from")
     args = parser.parse_args()
+    assert triton.__file__.startswith(args.triton), f"{args.triton} has no triton"
     every = args.every or args.case
     names = [name for name in CASES | FORMS | (COMBINED if every else {}) if args.case in name]
     cases = [(name, arch) for name in names for arch in args.arches if every or name in CASES or arch == 90]

@@ -35,55 +35,42 @@ _begun: set[str] = set()
 _lock = threading.Lock()
 
 
-def _aot():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # compile, whatever was compiled before
-    command = [sys.executable, str(HERE / "aot_child.py"), *map(str, ARCHES)]
-    return command + (["--every"] if EXHAUSTIVE else []), environment
+def _child(script, *options, python=(), **environment):
+    """A command and its environment, in which None takes a variable away."""
+    given = {k: v for k, v in (os.environ | environment).items() if v is not None}
+    return [sys.executable, *python, str((HERE / script).resolve()), *options], given
+
+
+def _compiling(script, *options):
+    """Whatever was compiled before."""
+    every = ["--every"] if EXHAUSTIVE else []
+    return _child(script, *options, *every, TRITON_INTERPRET=None, TRITON_CACHE_DIR=tempfile.mkdtemp())
 
 
 def _older_aot(release):
-    environment = dict(os.environ) | {"TRITON_CACHE_DIR": tempfile.mkdtemp()}
-    every = ["--every"] if EXHAUSTIVE else []
-    return [sys.executable, str(HERE / "older_aot_child.py"), release, *every], environment
+    """With a release of triton, whose wheel pip downloads, or with a folder that holds the package."""
+    folder = release if Path(release).is_dir() else tempfile.mkdtemp()
+    if folder != release:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*pip, "--target", folder, f"triton=={release}.*"])
+    return _compiling("aot_child.py", "90", "--triton", folder, PYTHONPATH=os.pathsep.join([folder, *sys.path]))
 
 
 def _interpreter():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(HERE.parent / "selection" / "interpreted_kernels.py"),
-    ]
-    return command, os.environ | {"TRITON_INTERPRET": "1"}
+    kernels = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    return _child("../selection/interpreted_kernels.py", python=kernels, TRITON_INTERPRET="1")
 
 
 def _ranks():
-    command = [sys.executable, str(HERE.parent / "distributed" / "test_sharded.py")]
-    return command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return _child("../distributed/test_sharded.py", PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
 
 
-def _without_torch_ao():
-    command = [sys.executable, str(HERE / "without_torch_ao_child.py")]
-    return command, os.environ | {"OMP_NUM_THREADS": "1"}
+def _killed():
+    return _child("killed.py", "20" if EXHAUSTIVE else "1", python=("-O", "-W", "error"), OMP_NUM_THREADS="1")
 
 
-def _process():
-    command = [sys.executable, "-W", "ignore", str(HERE / "process_child.py")]
-    return command, os.environ | {"OMP_NUM_THREADS": "2"}
-
-
-def _forks():
-    command = [sys.executable, "-O", "-W", "error", str(HERE / "forks_child.py"), "20" if EXHAUSTIVE else "1"]
-    return command, os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def _tiny(script, *options, run_by=()):
-    command, environment = _script(script, *options)
-    return [sys.executable, *run_by, *command], environment or dict(os.environ)
+def _tiny(script, run_by=()):
+    return _child(f"../../examples/{script}", "--tiny", python=run_by)
 
 
 def _script(script, *options):
@@ -109,10 +96,12 @@ JOBS = {  # in the order in which the tests need them
     "test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime": lambda: _script("shrink_minilm.py", "--threads", "1"),
     "test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times": lambda: _tiny("benchmarks/gpu_step.py"),
     "test_every_case": _ranks,
-    "test_a_process_is_the_same_before_and_after": _process,
-    "test_the_library_works_without_torch_ao": _without_torch_ao,
-    "test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits": _forks,
-    "test_triton_aot.py": _aot,
+    "test_a_process_is_the_same_before_and_after": lambda: _child(
+        "process_child.py", python=("-W", "ignore"), OMP_NUM_THREADS="2"
+    ),
+    "test_the_library_works_without_torch_ao": lambda: _child("without_torch_ao_child.py", OMP_NUM_THREADS="1"),
+    "test_killed_runs_go_on_bit_for_bit": _killed,
+    "test_triton_aot.py": lambda: _compiling("aot_child.py", *map(str, ARCHES)),
     "test_triton_interpreter.py": _interpreter,
     **{
         f"test_every_form_compiles_with_an_older_triton[{release}]": lambda release=release: _older_aot(release)
@@ -146,6 +135,13 @@ def result(name):
             _run(other)
     assert _ended[name].wait(900), f"the child process of {name} takes too long"
     return _found[name], _folders[name]
+
+
+def succeeded(name):
+    """What a job printed, and its folder, once it has succeeded."""
+    done, folder = result(name)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    return done.stdout, folder
 
 
 def _run(name):

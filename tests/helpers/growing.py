@@ -40,6 +40,13 @@ class Recorder:
         self.seen.setdefault(slots.step, {})[slots.name] = gradient.clone()
         return slots.scores(slots.gradients)
 
+    def compare(self, step, want, every=2):
+        """It saw these gradients, of all three tensors, where an update was due in this step."""
+        found = self.seen.get(step, {})
+        assert len(found) == (3 if step % every == 0 else 0)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
+
 
 def dense_gradients(model, step):
     """Gradients of a plain dense model with the same masked weights."""
@@ -78,6 +85,18 @@ def prepared(optimizer="momentum", model=None, config=None, **arguments):
 def backward(model, optimizer, step):
     optimizer.zero_grad()
     loss_of(model, step).backward()
+
+
+def step_by_closure(model, optimizer, step, **how):
+    """The optimizer's step, which calls for gradients itself."""
+
+    def closure():
+        model.zero_grad(**how)
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
 
 
 def train(model, optimizer, sparsifier, steps):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from importlib import metadata
 
 import numpy as np
@@ -120,3 +121,14 @@ def as_request(scopes, keep, norm=2, *, within_mask=False, masked=False):
 def scope_mask(scopes, keep, norm=2, *, within_mask=False, masked=False, impl="auto"):
     """Fill the masks of windows whose scopes share budgets."""
     fill_masks([as_request(scopes, keep, norm, within_mask=within_mask, masked=masked)], impl=impl)
+
+
+def agree(groups, keep, norm=2, *, impl, **how):
+    """Assert that a backend and the reference fill the same masks; returns those."""
+    masks = []
+    for name in ("reference", impl):
+        copies = [replace(g, windows=tuple(replace(m, mask=m.mask.clone()) for m in g.windows)) for g in groups]
+        scope_mask(copies, keep, norm, **how, impl=name)
+        masks.append([m.mask for g in copies for m in g.windows])
+    assert all(map(torch.equal, *masks))
+    return masks[1]

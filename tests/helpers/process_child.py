@@ -1,4 +1,4 @@
-"""Reads the state of its process before and after the library works; run by test_process_state.py."""
+"""Reads the state of its process before and after the library works; run by test_fresh_process.py."""
 
 import gc
 import os
@@ -7,8 +7,10 @@ import sys
 import threading
 import time
 import warnings
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 SIZE = 512
@@ -116,15 +118,8 @@ def fail(before):
         real(*arguments)
 
     for error, fault in ((ZeroDivisionError, broken), (KeyboardInterrupt, interrupted)):
-        cpu._fill_chunk = fault
-        try:
+        with mock.patch.object(cpu, "_fill_chunk", fault), pytest.raises(error):
             fill_masks([request])
-        except error:
-            pass
-        else:
-            raise AssertionError(f"no {error.__name__}")
-        finally:
-            cpu._fill_chunk = real
         check(f"a {error.__name__} in the middle of an update", before)
     fill_masks([request])
     assert int(mask.sum()) == mask.numel() // 2

@@ -15,7 +15,7 @@ try:
 except ImportError:  # in `without_torch_ao_child.py`
     StockWeightNorm = None
 
-__all__ = ["Holder", "StockWeightNorm", "linear_model", "mask_by", "prepared", "refuses", "reloaded", "same"]
+__all__ = ["Holder", "StockWeightNorm", "linear_model", "mask_by", "prepared", "refuses", "reloaded", "same", "stepped"]
 
 
 def refuses(text, kind=SparsityError):
@@ -55,6 +55,13 @@ def prepared(model=None, config=None, kind=ScopeSparsifier, **options):
     """A sparsifier of a model, by default of two small layers."""
     sparsifier = kind(**options)
     sparsifier.prepare(linear_model(8, 8, 4) if model is None else model, config)
+    return sparsifier
+
+
+def stepped(*args, **options):
+    """The same after a step."""
+    sparsifier = prepared(*args, **options)
+    sparsifier.step()
     return sparsifier
 
 

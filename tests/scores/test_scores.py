@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from stock import prepared
 from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError, keep_mask, scores
@@ -117,8 +118,7 @@ def test_a_singular_gram_matrix_is_damped_and_dead_inputs_are_an_error(case):
 def calibrated(score, model=None, **options):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) if model is None else model
-    sparsifier = ScopeSparsifier(score=score, **options)
-    sparsifier.prepare(model)
+    sparsifier = prepared(model, score=score, **options)
     sparsifier.calibrate([torch.randn(16, 8)])
     sparsifier.step()
     return sparsifier
@@ -201,8 +201,7 @@ def coupled(how, score="obd"):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
     coupling = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"}, member_scores=how)
-    sparsifier = ScopeSparsifier(score=score)
-    sparsifier.prepare(model, [*coupling.entries(model, nnz=3)])
+    sparsifier = prepared(model, [*coupling.entries(model, nnz=3)], score=score)
     return sparsifier
 
 
@@ -232,8 +231,7 @@ def test_a_coupling_without_consumers():
         ScopeSparsifier(member_scores="consumers").prepare(nn.Sequential(nn.Linear(8, 6)))
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 6))
     coupling = Coupling({"0.weight": "u i", "1.weight": "u i"}, member_scores="consumers")
-    sparsifier = ScopeSparsifier(score="wanda")
-    sparsifier.prepare(model, [*coupling.entries(model, nnz=3)])
+    sparsifier = prepared(model, [*coupling.entries(model, nnz=3)], score="wanda")
     with pytest.raises(CouplingError, match="'consumers' needs a tensor whose blocks are inputs of its layer"):
         sparsifier.calibrate([torch.ones(1, 8)])
 

@@ -6,8 +6,8 @@ small, so that every path (one kernel, stored rows, long rows narrowed or not) i
 
 import math
 from contextlib import contextmanager
-from dataclasses import replace
 
+import kernel_cases
 import pytest
 import torch
 from grids import EXHAUSTIVE, grid
@@ -66,21 +66,10 @@ def scopes(values, block, scope, **more):
     return ScopeWindows(windows=(blocks_of(values, block, **more),), shape=scope)
 
 
-def copied(groups):
-    """The same scopes over copies of their masks."""
-    return [replace(g, windows=tuple(replace(m, mask=m.mask.clone()) for m in g.windows)) for g in groups]
-
-
 def agree(groups, keep, path="fused", norm=2, **how):
     """Whether kernels and reference fill the same masks; returns them."""
-    expected, found = copied(groups), copied(groups)
-    scope_mask(expected, keep, norm, **how, impl="reference")
     with on(path):
-        scope_mask(found, keep, norm, **how, impl="triton")
-    for a, b in zip(expected, found, strict=True):
-        for m, n in zip(a.windows, b.windows, strict=True):
-            assert torch.equal(m.mask, n.mask)
-    return [n.mask for g in found for n in g.windows]
+        return kernel_cases.agree(groups, keep, norm, impl="triton", **how)
 
 
 # rows of scores
@@ -384,6 +373,8 @@ def test_every_scope_may_have_a_budget_of_its_own(path):
     agree([scopes(values, (1, 1), (1, 8))], (torch.arange(3 * rows).reshape(rows, 3) + 1) % 9, path)
     agree([scopes(values, (1, 4), (1, 6))], first.int(), path)
     agree([scopes(values, (1, 1), (1, 24))], 4 * first, path)
+    turned = blocks_of(values.t(), (1, 1), mask=torch.zeros(rows, 24, dtype=torch.bool).t())
+    agree([ScopeWindows(windows=(turned,), shape=(8, 1))], torch.arange(3 * rows).reshape(3, rows) % 9, path)
 
 
 def test_nothing_to_choose():
@@ -402,15 +393,6 @@ def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
         for within_mask, path in ((False, "fused"), (True, "fused, 64-bit")):
             kept = torch.rand(values.shape, generator=generator(3)) < 0.6
             agree([scopes(values, (1, 1), (height, 1), mask=kept)], keep, path, within_mask=within_mask)
-
-
-def test_scopes_go_in_memory_order_unless_they_have_budgets():
-    values = integers((32, 64)).t()
-    member = blocks_of(values, (1, 1), mask=torch.zeros(32, 64, dtype=torch.bool).t())
-    ((part,),) = lowering.lower(as_request([ScopeWindows(windows=(member,), shape=(1, 4))], 2)).parts
-    assert part.scope == lowering.Nest((8, 64), (256, 1), (256, 1))
-    assert part.in_memory_order().scope == lowering.Nest((64, 8), (1, 256), (1, 256))
-    agree([ScopeWindows(windows=(member,), shape=(1, 4))], torch.arange(512).reshape(64, 8) % 5)
 
 
 # launches

@@ -1,4 +1,4 @@
-"""The selection rule against numpy's sort: `keep_mask` of every backend, keys, errors; backends are found by name."""
+"""The selection rule against numpy's sort: `keep_mask` of every backend, errors; backends are found by name."""
 
 import re
 
@@ -19,10 +19,10 @@ from kernel_cases import (
     scores_like,
     sorted_selection,
 )
+from stock import stepped
 
-from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao import SparsityError
 from sparsekit_ao.selection import BACKENDS, Request, api, cpu, fill_masks, keep_mask, reference
-from sparsekit_ao.structure.rule import absent, key_bits, order_keys
 
 IMPLS = ["reference", "cpu"]
 
@@ -79,6 +79,15 @@ def test_only_candidates_are_kept_and_a_short_scope_keeps_them_all(width, kind, 
     assert torch.equal(found.sum(1), torch.minimum(keep, candidates.sum(1)))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_pattern_of_16_bits_has_its_rank(dtype, impl):
+    scores = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).expand(12, -1)
+    keep = torch.arange(12) * 5461 + 1
+    for ranked in (scores, scores.abs()):
+        assert torch.equal(keep_mask(ranked, keep, impl=impl), sorted_selection(ranked, keep))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_real_length_equal_the_reference(kind, monkeypatch):
     monkeypatch.undo()
@@ -132,29 +141,6 @@ def test_wrong_arguments_say_what_was_required_and_found(args, kwargs, text):
         keep_mask(*args, **kwargs)
 
 
-# keys
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_keys_keep_the_order_of_every_16_bit_pattern_and_of_random_longer_ones(dtype):
-    if key_bits(dtype) == 16:
-        values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    else:
-        values = torch.cat([scores_like(k, 1, 20_000, dtype)[0] for k in ("bit patterns", "special", "random")])
-    keys, nan = order_keys(values), values.isnan()
-    order = values[~nan].double().argsort(stable=True)
-    ranked, ranks = values[~nan].double()[order], keys[~nan][order]
-    assert torch.equal(ranked[1:] > ranked[:-1], ranks[1:] > ranks[:-1])
-    assert torch.equal(ranked[1:] == ranked[:-1], ranks[1:] == ranks[:-1])
-    assert nan.any() and keys[nan].unique().numel() == 1
-    assert int(keys[nan][0]) > int(ranks.max()) and absent(dtype) < int(ranks.min())
-    assert torch.equal(order_keys(values, magnitude=True), order_keys(values.abs()))
-    assert keys.dtype == BITS[dtype] and key_bits(dtype) == torch.iinfo(BITS[dtype]).bits
-    for magnitude in (False, True):  # those of the backend for the CPU, which are 32 bits at least
-        own = cpu._keys(cpu._ints(values), dtype, magnitude)
-        assert own.tolist() == order_keys(values, magnitude=magnitude).tolist()
-
-
 # backends
 
 
@@ -182,9 +168,7 @@ def toy(monkeypatch):
 
 
 def test_a_registered_backend_is_used_unless_it_refuses(toy):
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), None)
-    sparsifier.step()
+    stepped(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
     assert toy.updated == 2
     mask = torch.ones(4, 8, dtype=torch.bool)
     scope_mask([as_scopes(torch.ones(4, 8), mask, (1, 3), (1, 2))], 1)

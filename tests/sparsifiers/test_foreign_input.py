@@ -269,11 +269,3 @@ def test_calibration_data_that_the_model_does_not_take(batches, options, text):
     with pytest.raises(SparsityError, match=text) if batches is not None else contextlib.nullcontext():
         sparsifier.calibrate(batches or [X], progress=False, **options)
     assert torch.equal(sparsifier.model[0].weight, before)
-
-
-def test_layers_whose_inputs_are_not_recorded_are_named_as_such():
-    sparsifier = ScopeSparsifier(score="wanda")
-    sparsifier.prepare(nn.Bilinear(4, 4, 2), [{"tensor_fqn": "weight"}])
-    with pytest.warns(UserWarning, match="one_shot: inputs of Bilinear are not recorded, so weight are pruned without"):
-        report = one_shot(sparsifier, [(torch.ones(2, 4), torch.ones(2, 4))], progress=False)
-    assert report.rows[0].note == "no inputs recorded: not compensated"

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from stock import linear_model, prepared, reloaded
+from stock import linear_model, prepared, reloaded, stepped
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -121,9 +121,7 @@ def test_the_report_names_nearly_empty_tensors():
 
 def test_like_tensors_of_a_large_model_share_a_line_of_a_printed_report(tmp_path):
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(45)), "head": nn.Linear(8, 4)})
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model)
-    sparsifier.step()
+    sparsifier = stepped(model)
     sparsifier.mask("layers.3.weight")[0] = False
     report = sparsifier.report()
     lines = str(report).splitlines()
@@ -150,17 +148,16 @@ def test_without_a_config_attention_and_recurrent_weights_are_covered_too():
             "norm": nn.LayerNorm(8),
         }
     )
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model)
-    sparsifier.step()
+    sparsifier = stepped(model)
     report = sparsifier.report()
     matrices = [name for name, p in model.named_parameters() if p.ndim > 1]
     assert len(report) == len(matrices) == 2 + 4 + 6 + 4 and report.matrices == 1.0 and not report.others
     assert "covers 100.0% of the weights of two or more dimensions" in str(report) and "bias" not in str(report)
     assert report["attention.in_proj_weight"].shape == (24, 8)
     x = torch.randn(3, 1, 8)
-    model["gru"](x), model["attention"](x, x, x)
+    masked = [model["gru"](x)[0], model["attention"](x, x, x)[0]]
     sparsifier.squash_mask()
+    assert torch.equal(model["gru"](x)[0], masked[0]) and torch.equal(model["attention"](x, x, x)[0], masked[1])
     assert int((model["lstm"].weight_hh_l1 == 0).sum()) == model["lstm"].weight_hh_l1.numel() // 2
 
 

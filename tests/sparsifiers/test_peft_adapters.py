@@ -5,9 +5,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from stock import stepped
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao import SparsityError
 
 TEXT = r"first.weight: adapters were added to its masked layer.*export.merge_lora\(peft_model, sparsifier\) and"
 
@@ -30,9 +31,7 @@ class LoRA(nn.Module):
 
 def masked():
     model = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), act=nn.ReLU(), last=nn.Linear(8, 8)))
-    sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
-    sparsifier.prepare(model)
-    sparsifier.step()
+    sparsifier = stepped(model, nnz=2, scope_shape=(1, 4))
     return model, sparsifier
 
 
@@ -53,9 +52,7 @@ def test_adapters_on_masked_layers_are_warned_of_once_and_not_squashed():
 
 def test_a_layer_inside_of_an_adapted_module():
     model = nn.Sequential(nn.ModuleDict({"proj": nn.Linear(8, 8)}))
-    sparsifier = ScopeSparsifier()
-    sparsifier.prepare(model)
-    sparsifier.step()
+    sparsifier = stepped(model)
     model[0] = LoRA(model[0])  # the name 0.proj leads nowhere now
     with pytest.raises(SparsityError, match="squash_mask: 0.proj.weight: adapters were added to its masked layer"):
         sparsifier.squash_mask()

@@ -100,18 +100,6 @@ def test_a_layer_that_was_replaced_after_prepare_is_named():
         sparsifier.squash_mask()
 
 
-def test_a_copy_whose_masks_were_averaged():
-    sparsifier = prepared(8, 8, 4)
-    sparsifier.step()
-    average = copy.deepcopy(sparsifier.model)
-    sparsifier.model[0].parametrizations.weight.original.data.normal_()
-    sparsifier.step()
-    for mean, value in zip(average.state_dict().values(), sparsifier.model.state_dict().values(), strict=True):
-        mean.copy_(0.9 * mean + 0.1 * value)
-    with pytest.warns(UserWarning, match=r"masks of the given copy keep \d+ elements, but the sparsifier's keep 48"):
-        sparsifier.squash_mask(model=average)
-
-
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_an_average_is_made_after_prepare_and_copies_the_masks(use_buffers):
     model, sparsifier = linear_model(8, 8, 4), ScopeSparsifier(0.5)
@@ -126,7 +114,8 @@ def test_an_average_is_made_after_prepare_and_copies_the_masks(use_buffers):
         average.update_parameters(model)
     copied = torch.equal(average.module[0].parametrizations.weight[0].mask, sparsifier.mask("0.weight"))
     assert copied is not use_buffers
-    with pytest.warns(UserWarning, match="averaged the masks too") if use_buffers else contextlib.nullcontext():
+    text = r"masks of the given copy keep \d+ elements, but the sparsifier's keep 48.*averaged the masks too"
+    with pytest.warns(UserWarning, match=text) if use_buffers else contextlib.nullcontext():
         sparsifier.squash_mask(model=average.module)
     assert (int((average.module[0].weight == 0).sum()) == 32) is not use_buffers
 
