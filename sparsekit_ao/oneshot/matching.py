@@ -311,7 +311,7 @@ class Teacher:
         with eval_mode(dense):
             if walk.blocks:
                 self._dense_blocks, self._last = _paired(walk.data.model, dense, walk.names)
-                self.stream = walk.captured(data, self._dense_blocks[0])
+                self.stream = walk.new_stream(data, self._dense_blocks[0])
             elif self.dense is None:
                 for k in range(len(data.batches)):
                     walk.kept.put(("outputs", k), _output_tensor(data.output(k)))

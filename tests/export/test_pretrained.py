@@ -554,7 +554,7 @@ def test_a_merge_that_does_not_fit_is_refused_before_anything_changes():
 
 
 def compacted(model):
-    """A model without half of its MLP units, as `compact` makes it, and the report."""
+    """Return the model without half of its MLP units, as `compact` makes it, and the report."""
     units = Coupling({"encoder.layer.*.intermediate.dense.weight": "u i", "encoder.layer.*.output.dense.weight": "o u"})
     with torch.no_grad():
         layer = model.encoder.layer[0]
