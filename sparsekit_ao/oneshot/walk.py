@@ -369,7 +369,7 @@ class Walk:
     def _sampled(self, target: Target) -> Target:
         """Return the target with fewer sampled positions of a convolution per batch.
 
-        The rows of all batches then hold at most `SAMPLED` values together.
+        The positions of all batches then have at most `SAMPLED` input values for each group of the convolution.
         """
         adapter = copy.copy(target.adapter)
         if adapter is not None:
