@@ -89,13 +89,13 @@ class _Known(NamedTuple):
     def place_of(self, view: Tensor) -> Place | None:
         """Return the place of a view, or None if its dimensions are not slices of different dimensions of the tensor.
 
-        Both are given by strides: the view's offset is a number of steps along each dimension of the tensor, and each
-        stride of the view is a multiple of the stride of one dimension.
+        Both are in one storage. The view's offset is split into an index along each dimension of the tensor, and each
+        stride of the view must be a multiple of the stride of one of these dimensions.
         """
         shape, stride, offset = view.shape, view.stride(), int(view.storage_offset()) - self.offset
         if offset == 0 and shape == self.shape and stride == self.stride:
             return self.place
-        # From the longest stride to the shortest, as the digits of a number.
+        # Dimensions from the longest stride to the shortest: the offset is split as a number into its digits.
         order = sorted((d for d, n in enumerate(self.shape) if n > 1 and self.stride[d]), key=lambda d: -self.stride[d])
         start = dict.fromkeys(range(len(self.shape)), 0)
         for d in order:

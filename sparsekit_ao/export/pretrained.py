@@ -134,7 +134,7 @@ class _LazyMasked(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, mask: Tensor) -> Tensor:
-        """Return the lazy product of a weight and a mask, or the computed one of a sharded or quantized weight."""
+        """Return the masked weight, which is computed later; a sharded or quantized one is computed at once."""
         if type(weight) is not Tensor:
             return select(weight, mask)
         lazy = weight.as_subclass(cls)
@@ -227,13 +227,14 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
         shards = [file.name for file in folder.glob("model-*-of-*.safetensors")]
         for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, *shards):
             (folder / stale).unlink(missing_ok=True)
+        written_bytes = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
         for file in [*unchecked.iterdir()]:
             file.replace(folder / file.name)
     return Conversion(
         target="save_pretrained",
         converted=(),
         before=report.before.bytes,
-        after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        after=written_bytes,
         notes=(note,),
     )
 

@@ -375,7 +375,7 @@ class Teacher:
 
         Args:
             student: The module.
-            target: The output of the dense model for a batch.
+            target: A function that returns the output of the dense model for the batch of an index.
             metric: "mse" or "kl", as `outputs` of `recover`.
             at: The number of the block, which is added to the seed.
             name: The name of the block; "" is the whole model.

@@ -65,7 +65,7 @@ class Step:
 
 
 class Solving(Protocol):
-    """How layers are pruned in a walk.
+    """What a walk calls to prune layers.
 
     Attributes:
         row: The class of the rows that `solve` returns.
@@ -89,7 +89,9 @@ class Solving(Protocol):
 
 
 class Matching(Protocol):
-    """How blocks are matched to those of the dense model in a walk.
+    """What a walk calls to match blocks to those of the dense model.
+
+    Methods are called with the number of a block in the walk and with the block itself.
 
     Attributes:
         row: The class of the rows that `match` returns.
@@ -116,7 +118,7 @@ class Walk:
         data: The model and its batches.
         targets: The tensors whose inputs are recorded.
         blocks: The name of the list of repeated blocks; None finds the one that holds most of `layers`.
-        layers: The layers that are counted to find it; None counts those of the targets.
+        layers: The layers that are counted to find this list; None counts those of the targets.
         device: Where blocks run; None runs them where their weights are.
         stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files. None sets
             no limit.
@@ -228,7 +230,7 @@ class Walk:
                     error.add_note(f"{caller}: {finished} of {len(plan)} steps are finished. {text}.")
                 raise
             finally:
-                abandon_forward(self.data.model)  # if an error interrupted one
+                abandon_forward(self.data.model)  # an error may have interrupted a forward pass
         return solved, matched
 
     def _visit(

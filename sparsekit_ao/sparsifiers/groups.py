@@ -50,7 +50,7 @@ class PruningGroup:
         scope: The scopes of the tensors, over meta placeholders.
         specs: {tensor name: its block spec}.
         stage: The number of the stage. A later stage chooses among the elements that earlier ones kept.
-        norm: The norm that scores a block: 1, 2 or inf, or None if a `score` gives saliencies.
+        norm: The norm that scores a block: 1, 2 or inf. None adds up the saliencies that a `score` gives.
         score: How much each element matters, as for `ScopeSparsifier`; None scores a block by the norm of its weights.
         member_scores: How the scores of coupled tensors are combined; see `ScopeSparsifier`.
         least: The smallest number of blocks that each member of `scope` may keep (`max_sparsity`); () sets no limit.

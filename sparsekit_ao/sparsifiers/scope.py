@@ -155,6 +155,7 @@ class BudgetSparsifier(MaskSparsifier):
         return _structure_text(group)
 
     def _rows(self) -> Iterator[Row]:
+        """Yield a row for each group, with the blocks of its last stage."""
         pruning_groups, entries, named = self.pruning_groups(), self._resolved.entries, groups_by_name(self.groups)
         stages_of_tensors: dict[str, list[PruningGroup]] = {}
         for pruning in pruning_groups:
@@ -203,6 +204,7 @@ class BudgetSparsifier(MaskSparsifier):
             raise
 
     def _miscounted(self) -> str:
+        """Return a warning if `check` fails, and otherwise ""."""
         try:
             self.check()
         except SparsityError as e:
