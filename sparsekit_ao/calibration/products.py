@@ -1,12 +1,13 @@
-"""Observes the products of a running model: what each one reads, and which weight multiplies it.
+"""Observe the products of a running model: which tensor each product reads, and which weight multiplies this tensor.
 
-A `TorchFunctionMode` sees each product. The weight is found by the storage of the tensor that is multiplied, whatever
-module computes the product: a parameter, a part of one (one of packed experts, a chunk, a transposed view), or what
-functions and parametrizations make of it (a masked weight, another dtype, experts gathered for each token).
+A `TorchFunctionMode` sees each product. The weight is found by the storage of the tensor that multiplies, whatever
+module computes the product. This tensor may be a parameter, a part of one (one of packed experts, a chunk, a transposed
+view), or what functions and parametrizations make of one (a masked weight, another dtype, experts gathered for each
+token).
 
-The plain case is short: a masked Linear computes its weight, a hook ties that tensor's storage to the parameter
-(`Products.tie`), and `F.linear` multiplies by it, so the whole parameter has been read. `place_of`, `_follow` and
-`_reads_outputs` are for parts, copies and gathered weights.
+The plain case is short: a masked Linear computes its weight, a hook ties the storage of the computed tensor to the
+parameter (`Products.tie`), and `F.linear` multiplies by this tensor, so the product is one with the whole parameter.
+`_Known.place_of`, `_follow` and `_reads_outputs` of `adapters.py` are for parts, copies and gathered weights.
 """
 
 import inspect
@@ -26,25 +27,28 @@ from ..distributed import full_tensor, local
 from ..models.names import owner_of, weights_by_name
 from ..models.running import eval_mode
 
-_GATHERS = ("__getitem__", "index_select")
+_GATHERS = ("__getitem__", "index_select")  # functions that may gather rows by their numbers
 Positions = range | Tensor
 
 
 @dataclass(kw_only=True, eq=False)
 class Product:
-    """A product of the model: a tensor that is multiplied by a weight.
+    """A product that the model computes: a tensor is multiplied by a weight.
 
     Attributes:
         read: The tensor that is multiplied, as the model passes it.
-        weight: The tensor that multiplies it, as the model passes it.
+        weight: The weight that multiplies it, as the model passes it.
         kind: "matrix", "convolution", "transposed convolution" or "embedding".
         inputs: A function that returns `read` as [..., inputs], or with `batch` as [batch, tokens, inputs].
         contracted: The dimensions of the weight that are summed over, in the order of the inputs.
-        batch: The dimension of the weight, such as experts, with separate inputs for each index, if any.
-        ends: Where the inputs [tokens, inputs] of each index of `batch` end, for sorted tokens.
-        settings: What a convolution is called with: stride, padding, dilation and so on.
+        batch: The dimension of the weight with separate inputs for each index, such as that of experts; None without
+            one.
+        ends: If tokens are sorted by the index of `batch` that multiplies them, a tensor with the end of the tokens of
+            each index; `inputs` then returns [tokens, inputs].
+        settings: The arguments of a convolution: stride, padding, dilation and so on.
         is_computed: Whether the inputs are computed from `read`, rather than a view of it.
-        counts: Bool tensor of the inputs that count, if it is known from following gathered tokens.
+        counts: A bool tensor that says which rows of `read` count; None if this is not known, for example because no
+            tokens were gathered.
     """
 
     read: Tensor
@@ -64,8 +68,9 @@ class Place(NamedTuple):
 
     Attributes:
         name: The name of the weight.
-        fixed: {dimension of the weight: index} of the dimensions that the tensor does not have.
-        dims: For each dimension of the tensor, the weight's dimension and the indices in it; None for one index.
+        fixed: {dimension of the weight: index}, for the dimensions that the tensor does not have.
+        dims: For each dimension of the tensor, a pair of the dimension of the weight and the indices in it. A dimension
+            of the tensor that has length 1 or is expanded has None.
     """
 
     name: str
@@ -74,7 +79,7 @@ class Place(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A tensor whose place is known, which gives the places of its views."""
+    """A tensor whose place is known, and from which the places of its views follow."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -82,15 +87,20 @@ class _Known(NamedTuple):
     place: Place
 
     def place_of(self, view: Tensor) -> Place | None:
-        """Return the place of a view, or None if its dimensions are not slices of the tensor's dimensions."""
-        shape, stride, rest = view.shape, view.stride(), int(view.storage_offset()) - self.offset
-        if rest == 0 and shape == self.shape and stride == self.stride:
+        """Return the place of a view, or None if its dimensions are not slices of different dimensions of the tensor.
+
+        Both are in one storage. The view's offset is split into an index along each dimension of the tensor, and each
+        stride of the view must be a multiple of the stride of one of these dimensions.
+        """
+        shape, stride, offset = view.shape, view.stride(), int(view.storage_offset()) - self.offset
+        if offset == 0 and shape == self.shape and stride == self.stride:
             return self.place
+        # Dimensions from the longest stride to the shortest: the offset is split as a number into its digits.
         order = sorted((d for d, n in enumerate(self.shape) if n > 1 and self.stride[d]), key=lambda d: -self.stride[d])
         start = dict.fromkeys(range(len(self.shape)), 0)
         for d in order:
-            start[d], rest = divmod(rest, self.stride[d])
-        if rest or any(not 0 <= start[d] < self.shape[d] for d in order):
+            start[d], offset = divmod(offset, self.stride[d])
+        if offset or any(not 0 <= start[d] < self.shape[d] for d in order):
             return None
         fixed, dims, used = dict(self.place.fixed), list[tuple[int, Positions] | None](), set[int]()
         for n, step in zip(shape, stride, strict=True):
@@ -103,12 +113,12 @@ class _Known(NamedTuple):
                     break
             else:
                 return None
-            own = self.place.dims[d]
+            in_weight = self.place.dims[d]
             used.add(d)
-            dims.append(own and (own[0], own[1][start[d] : end + 1 : step // self.stride[d]]))
-        for d, own in enumerate(self.place.dims):
-            if d not in used and own is not None:
-                fixed[own[0]] = int(own[1][start[d]])
+            dims.append(in_weight and (in_weight[0], in_weight[1][start[d] : end + 1 : step // self.stride[d]]))
+        for d, in_weight in enumerate(self.place.dims):
+            if d not in used and in_weight is not None:
+                fixed[in_weight[0]] = int(in_weight[1][start[d]])
         return Place(self.place.name, fixed, tuple(dims))
 
 
@@ -120,7 +130,7 @@ class Products(TorchFunctionMode):
     Args:
         tensors: {name: (module, name of the tensor in it)} of the weights.
         take: A function that is called before a product is computed.
-        token_mask: A function that returns the mask of the tokens that count, or None.
+        token_mask: A function that returns the mask of the tokens that count, or None if all of them do.
     """
 
     def __init__(
@@ -131,14 +141,16 @@ class Products(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._tensors, self._take, self._token_mask = tensors, take, token_mask
-        self._known: dict[StorageWeakRef, list[_Known]] = {}  # storages may be shared, as those of flat parameters are
-        self._counts = WeakTensorKeyDictionary()  # {gathered tokens: which count}
+        # {storage: tensors in it whose places are known, the last one first}. Weights may share a storage.
+        self._known: dict[StorageWeakRef, list[_Known]] = {}
+        self._counts = WeakTensorKeyDictionary()  # {gathered tokens: bool tensor of the rows that count}
 
     def tie(self, name: str, tensor: Tensor) -> None:
         """Register a tensor as the whole weight of this name."""
         self._add(tensor, Place(name, {}, tuple((d, range(n)) for d, n in enumerate(tensor.shape))))
 
     def _add(self, tensor: Tensor, place: Place) -> None:
+        """Store the place of a tensor. Forget storages that were freed, and places in a storage that are too old."""
         if len(self._known) > 2 * len(self._tensors) + 64:
             self._known = {key: known for key, known in self._known.items() if not key.expired()}
         key = _key(tensor)
@@ -148,12 +160,16 @@ class Products(TorchFunctionMode):
         known.insert(0, _Known(tensor.shape, tensor.stride(), int(tensor.storage_offset()), place))
         del known[len(self._tensors) + 1 :]
 
-    def _place(self, tensor: Tensor, *, looks: bool) -> Place | None:
-        """Return the place of a tensor; `looks` also finds parameters that FSDP or accelerate has replaced."""
+    def _place(self, tensor: Tensor, *, may_be_new: bool) -> Place | None:
+        """Return the place of a tensor, or None if it is not a view of a known tensor.
+
+        If `may_be_new`, a tensor of unknown storage is compared with the present parameters, since FSDP and accelerate
+        replace parameters.
+        """
         key = _key(tensor)
         if key is None:
             return None
-        if key not in self._known and looks:
+        if key not in self._known and may_be_new:
             for name, (module, tensor_name) in self._tensors.items():
                 if not parametrize.is_parametrized(module, tensor_name):
                     whole = getattr(module, tensor_name)
@@ -171,29 +187,32 @@ class Products(TorchFunctionMode):
         if name in READERS:
             with torch.no_grad():
                 for product in READERS[name](func, args, kwargs):
-                    place = self._place(product.weight, looks=True)
+                    place = self._place(product.weight, may_be_new=True)
                     if place is not None:
                         product.counts = self._counts.get(product.read)
                         self._take(product, place)
         output = func(*args, **kwargs)
-        if name != "__get__":
+        if name != "__get__":  # reading an attribute, such as `.shape` or `.T`, makes no new values
             self._follow(name, args, kwargs, output)
         return output
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Store the place of a tensor computed from a weight, and which rows of gathered tokens count."""
+        """Store the place of an output that is computed from a weight, and which rows of gathered tokens count.
+
+        An output has the place of an operand of the same shape, or of the rows that are gathered from an operand.
+        """
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
-            first, ids = tensors[0], tensors[-1]
-            if name in _GATHERS and _is_index(args, kwargs, ids):
-                place = self._place(first, looks=isinstance(first, nn.Parameter))
+            first, index = tensors[0], tensors[-1]
+            if name in _GATHERS and _is_index(args, kwargs, index):
+                place = self._place(first, may_be_new=isinstance(first, nn.Parameter))
                 if place is not None and place.dims[0] is not None:
                     d, positions = place.dims[0]
-                    chosen = torch.as_tensor(positions, device=ids.device)[ids]
+                    chosen = torch.as_tensor(positions, device=index.device)[index]
                     self._add(output, place._replace(dims=((d, chosen), *place.dims[1:])))
             elif name not in READERS:
-                like = [t for t in tensors if t.shape == output.shape and t.ndim > 1 and t is not output]
-                places = (self._place(t, looks=isinstance(t, nn.Parameter)) for t in like)
+                alike = [t for t in tensors if t.shape == output.shape and t.ndim > 1 and t is not output]
+                places = (self._place(t, may_be_new=isinstance(t, nn.Parameter)) for t in alike)
                 place = next(filter(None, places), None)
                 if place is not None and _key(output) not in self._known:
                     self._add(output, place)
@@ -210,7 +229,11 @@ class Products(TorchFunctionMode):
         output: Any,
         mask: Tensor,
     ) -> None:
-        """Store which rows count: gathered rows if their tokens count, and computed rows if their sources do."""
+        """Store which rows of an output count.
+
+        Gathered rows count if the tokens that they are taken from count, which `mask` says for all tokens of the batch.
+        Rows that are computed from such rows count if these do.
+        """
         counts = next((self._counts[t] for t in tensors if t in self._counts), None)
         first, is_repeated = tensors[0], name == "repeat_interleave" and (*args[2:], kwargs.get("dim"))[0] == 0
         if is_repeated or (name in _GATHERS and _is_index(args, kwargs, tensors[-1])):
@@ -225,54 +248,67 @@ class Products(TorchFunctionMode):
 
 
 def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], object]) -> dict[str, bool]:
-    """Find parameters with other names than the known ones that products of a running model read.
+    """Find the parameters that products of a running model read, except those with a known name.
+
+    Args:
+        model: The model.
+        known: The names of the parameters that are not looked for.
+        run: A function that runs the model.
 
     Returns:
         {name: whether its last two dimensions are (inputs, outputs)}, in the order of the model.
     """
-    found: dict[str, bool] = {}
+    is_transposed: dict[str, bool] = {}
     tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name not in known}
 
     def take(product: Product, place: Place) -> None:
         inputs = [place.dims[d] for d in product.contracted]
-        whole = getattr(*tensors[place.name])
-        is_itself = _key(product.weight) == _key(whole)  # and not computed from it, as an added position is
-        if is_itself and product.kind == "matrix" and len(inputs) == 1 and inputs[0] is not None and whole.ndim < 4:
-            found.setdefault(place.name, inputs[0][0] == whole.ndim - 2)
+        parameter = getattr(*tensors[place.name])
+        # A tensor that is computed from the parameter, such as a sum with position embeddings, is not a weight.
+        is_itself = _key(product.weight) == _key(parameter)
+        is_matrix = product.kind == "matrix" and parameter.ndim < 4
+        if is_itself and is_matrix and len(inputs) == 1 and inputs[0] is not None:
+            is_transposed.setdefault(place.name, inputs[0][0] == parameter.ndim - 2)
 
     if tensors:
         with Products(tensors, take, lambda: None), eval_mode(model), torch.no_grad():
             run()
-    return {name: found[name] for name in tensors if name in found}
+    return {name: is_transposed[name] for name in tensors if name in is_transposed}
 
 
 def _key(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a key that differs for all storages, also freed ones, or None without a storage (sparse, inside vmap)."""
+    """Return a key of a tensor's storage, or None if the tensor has no storage (sparse tensors, or inside vmap).
+
+    Keys of different storages differ, even if one of the storages was freed before the other was allocated.
+    """
     try:
         return StorageWeakRef(local(tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 
 
-def _is_index(args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: Tensor) -> bool:
-    """Return whether rows are gathered by their numbers along dimension 0."""
-    others = [a for a in (*args[1:], *kwargs.values()) if a is not ids]
-    return ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64) and others in ([], [0]) and ids is not args[0]
+def _is_index(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: Tensor) -> bool:
+    """Return whether a call gathers rows along dimension 0, by the row numbers in `index`."""
+    others = [a for a in (*args[1:], *kwargs.values()) if a is not index]
+    is_of_numbers = index.ndim == 1 and index.dtype in (torch.int32, torch.int64)
+    return is_of_numbers and others in ([], [0]) and index is not args[0]
 
 
-Read = Iterator[Product]
+# The functions below are called as `reader(func, args, kwargs)` for a function of torch and its arguments. Each yields
+# the products that this call computes. `READERS` names the functions of torch that each of them reads.
 
 
-def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
     x, weight = _tensors(args, kwargs)[:2]
     yield Product(read=x, weight=weight, inputs=partial(full_tensor, x), contracted=(-1,))
 
 
-def _matmul(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Yield a product for each factor that may be the weight."""
-    a, b = _tensors(args, kwargs)[-2:]
+def _matmul(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield a product for each of the two factors that may be the weight."""
+    a, b = _tensors(args, kwargs)[-2:]  # addmm and baddbmm have another tensor before the factors
     if func is Tensor.__rmatmul__:
         a, b = b, a
+    # If the first factor is the weight, the product is that of the transposed factors, in the other order.
     for x, weight, read in ((a, b, a), (b.mT if b.ndim > 1 else b[None], a.mT if a.ndim > 1 else a, b)):
         if weight.ndim == 2:
             yield Product(read=read, weight=weight, inputs=partial(full_tensor, x), contracted=(0,))
@@ -282,12 +318,13 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read
 
 
 def _batched(x: Tensor, count: int) -> Tensor:
-    """Return [..., tokens, inputs] as [batch, tokens, inputs]."""
+    """Return [..., tokens, inputs] as [batch, tokens, inputs], for a batch of `count` matrices."""
     x = x.expand(*torch.broadcast_shapes(x.shape[:-2], (count,)), *x.shape[-2:])
     return x.movedim(-3, 0).flatten(1, -2)
 
 
-def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield the product of packed experts, of tokens that are sorted by expert or [experts, tokens, inputs]."""
     x, weight, *others = _tensors(args, kwargs)
     if weight.ndim == 3 and x.ndim == 3:
         yield from _matmul(func, (x, weight), {})
@@ -295,8 +332,12 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rea
         yield Product(read=x, weight=weight, inputs=lambda: x, contracted=(1,), batch=0, ends=others[0])
 
 
-def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Read an einsum of two factors if each of their letters is in the other factor or in the result."""
+def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield a product for each factor of an einsum of two factors that may be the weight.
+
+    The equation must have a result ("->"). Every letter of the other factor must be in the weight or in the result, at
+    least one only in the two factors, and at most one in all three.
+    """
     equation, *factors = args
     factors = [*factors[0]] if factors and isinstance(factors[0], (tuple, list)) else factors
     if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:
@@ -307,8 +348,9 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read
         (x, weight), (of_x, of_weight) = (factors[at], factors[1 - at]), (letters[at], letters[1 - at])
         if "..." in of_weight:
             continue
-        more = "".join(chr(0x100 + k) for k in range(x.ndim - len(of_x) + 3))
-        of_x, of_out = of_x.replace("...", more), out.replace("...", more)
+        # Letters that cannot be in an equation stand for the dimensions of "...".
+        ellipsis = "".join(chr(0x100 + k) for k in range(x.ndim - len(of_x) + 3))
+        of_x, of_out = of_x.replace("...", ellipsis), out.replace("...", ellipsis)
         both = [letter for letter in of_weight if letter in of_x]
         summed, batch = ([letter for letter in both if (letter in of_out) is kept] for kept in (False, True))
         rest = [letter for letter in of_x if letter not in both]
@@ -325,20 +367,22 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read
 
 
 def _permuted(x: Tensor, order: Sequence[int], summed: int, has_batch: bool) -> Tensor:
+    """Return a factor of an einsum as [..., inputs] or [batch, tokens, inputs]; `order` ends with `summed` inputs."""
     x = x.permute(*order).flatten(-summed)
     return x.reshape(len(x), -1, x.shape[-1]) if has_batch else x
 
 
-def _convolution(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+def _convolution(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield the product of a convolution, with settings that have a number for each dimension."""
     is_transposed = "transpose" in func.__name__
-    last = "output_padding groups dilation" if is_transposed else "dilation groups"
-    names = f"input weight bias stride padding {last}".split()
+    last_names = "output_padding groups dilation" if is_transposed else "dilation groups"
+    names = f"input weight bias stride padding {last_names}".split()
     named = dict(zip(names, args, strict=False)) | dict(kwargs)
     weight, n = named["weight"], named["weight"].ndim - 2
     settings = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1} | named
     for name in ("stride", "padding", "output_padding", "dilation"):
         value = settings[name]
-        if not isinstance(value, str):
+        if not isinstance(value, str):  # padding may be "same" or "valid"
             value = (value,) if isinstance(value, int) else tuple(value)
             settings[name] = value * n if len(value) == 1 else value
     kind = "transposed convolution" if is_transposed else "convolution"
@@ -346,15 +390,18 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     yield Product(read=x, weight=weight, inputs=partial(full_tensor, x), kind=kind, settings=settings)
 
 
-def _embedding(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    ids, weight = _tensors(args, kwargs)[:2]
-    if ids.is_floating_point():  # torch.embedding takes the weight first
-        ids, weight = weight, ids
-    yield Product(read=ids, weight=weight, inputs=partial(full_tensor, ids), kind="embedding")
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    indices, weight = _tensors(args, kwargs)[:2]
+    if indices.is_floating_point():  # torch.embedding takes the weight first
+        indices, weight = weight, indices
+    yield Product(read=indices, weight=weight, inputs=partial(full_tensor, indices), kind="embedding")
 
 
-def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Read `nn.MultiheadAttention`; with an identity as output projection, it returns what the projection reads."""
+def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield the products of `nn.MultiheadAttention`.
+
+    What the output projection reads is computed by another call, whose output projection is the identity.
+    """
     named = inspect.signature(func).bind(*args, **kwargs).arguments
     reads = [named[name] for name in ("query", "key", "value")]
     is_separate = named.get("use_separate_proj_weight")
@@ -375,22 +422,23 @@ def _batch_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1) if x.ndim == 3 else x
 
 
-def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
-    """Read `nn.RNN`, `nn.LSTM` and `nn.GRU` layer by layer: the outputs of a layer are its hidden states.
+def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield the products of `nn.RNN`, `nn.LSTM` and `nn.GRU`, layer by layer.
 
-    The input of the projection of an LSTM with `proj_size` is not read.
+    The outputs of a layer are its hidden states. For the projection of an LSTM with `proj_size`, no product is yielded,
+    since its inputs are not returned.
     """
-    x, *others = args
+    x, *others = args  # then the sizes of steps if the sequences are packed
     sizes = others.pop(0) if isinstance(others[0], Tensor) and not others[0].is_floating_point() else None
     states, weights, has_biases, layers, _, _, is_bidirectional, *rest = others
     is_batch_first = bool(rest and rest[0])
     directions, is_lstm = 1 + is_bidirectional, isinstance(states, (tuple, list))
-    count = len(weights) // (layers * directions)  # of one layer and direction
+    count = len(weights) // (layers * directions)  # the number of weights of one layer and direction
     for layer in range(layers):
-        some = slice(layer * directions, (layer + 1) * directions)
-        of_layer = [*weights[some.start * count : some.stop * count]]
-        first = tuple(state[some] for state in states) if is_lstm else states[some]
-        settings = (has_biases, 1, 0.0, False, is_bidirectional)
+        rows = slice(layer * directions, (layer + 1) * directions)  # of this layer in the states
+        of_layer = [*weights[rows.start * count : rows.stop * count]]
+        first = tuple(state[rows] for state in states) if is_lstm else states[rows]
+        settings = (has_biases, 1, 0.0, False, is_bidirectional)  # one layer, no dropout, eval mode
         if sizes is None:
             output = func(x, first, of_layer, *settings, is_batch_first)[0]
         else:
@@ -400,22 +448,31 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R
             start = (first[0] if is_lstm else first)[k]
             before = _before(hidden, start, sizes, time, is_reversed=k == 1)
             for read, weight in ((x, of_layer[k * count]), (before, of_layer[k * count + 1])):
-                form = full_tensor if sizes is not None or is_batch_first else _batch_first
-                yield Product(read=read, weight=weight, inputs=partial(form, read), contracted=(1,))
+                as_inputs = full_tensor if sizes is not None or is_batch_first else _batch_first
+                yield Product(read=read, weight=weight, inputs=partial(as_inputs, read), contracted=(1,))
         x = output
 
 
 def _before(hidden: Tensor, start: Tensor, sizes: Tensor | None, time: int, is_reversed: bool) -> Tensor:
-    """Return the hidden state that each step reads: the state before it, at first the initial one [batch, hidden]."""
+    """Return the hidden state that each step reads, in the shape of `hidden`.
+
+    Args:
+        hidden: The hidden states after the steps.
+        start: The state that the first step reads, [batch, hidden].
+        sizes: The number of sequences that have each step, if the sequences are packed; otherwise None.
+        time: The dimension of the steps, if the sequences are not packed.
+        is_reversed: Whether steps run from the last to the first.
+    """
     if sizes is None:
         length, initial = hidden.shape[time], start.unsqueeze(time)
         steps = hidden.narrow(time, int(is_reversed), length - 1)
         return torch.cat([steps, initial] if is_reversed else [initial, steps], time)
-    counts = sizes.tolist()  # how many sequences have each step; packed ones are sorted by length
-    offsets = [sum(counts[:t]) for t in range(len(counts))]
+    counts = sizes.tolist()
+    offsets = [sum(counts[:t]) for t in range(len(counts))]  # where each step begins in the packed rows
+    # Row numbers in [hidden, start]. Sequences are sorted by length, so a step has the first rows of the one before.
     ranges = [range(len(hidden), len(hidden) + counts[0])]
     ranges += [range(offset, offset + n) for offset, n in zip(offsets, counts[1:], strict=False)]
-    if is_reversed:
+    if is_reversed:  # sequences that end with a step read the initial state, others the state of the step after
         ranges = []
         for t, count in enumerate(counts):
             after = counts[t + 1] if t + 1 < len(counts) else 0
@@ -425,7 +482,8 @@ def _before(hidden: Tensor, start: Tensor, sizes: Tensor | None, time: int, is_r
     return torch.cat([hidden, start])[at]
 
 
-def _cell(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
+def _cell(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
+    """Yield the two products of a cell: of the input and of the hidden state."""
     x, state, *weights = args
     hidden = state[0] if isinstance(state, (tuple, list)) else state
     for read, weight in zip((x, hidden), weights, strict=False):
@@ -433,12 +491,13 @@ def _cell(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among positional arguments and named ones, except an output and a bias that are named."""
     values = (*args, *(value for name, value in kwargs.items() if name not in ("out", "bias")))
     return [value for value in values if isinstance(value, Tensor)]
 
 
-#: what the functions of torch read, by their names
-READERS: dict[str, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Read]] = {
+#: {name of a function of torch: the function above that yields the products of a call}
+READERS: dict[str, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Iterator[Product]]] = {
     "linear": _linear,
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "mv", "addmm", "addmv", "bmm", "baddbmm"), _matmul),
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped),

@@ -1,6 +1,6 @@
-"""`Coupling`, which describes the tensors that are pruned together by name patterns and axes in einops notation.
+"""`Coupling`, which describes by name patterns and einops axes which units of several tensors are pruned together.
 
-A `Coupling` does not refer to a model; `bind` matches it against one.
+A `Coupling` does not refer to a model; `bind` matches it against one, and returns a `BoundCoupling` for each layer.
 """
 
 import copy
@@ -31,9 +31,9 @@ from .bound import (
     with_lists,
 )
 
-_ENTRY_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")
-_LIST_KEYS = ("block_shape", "scope_coupling")
-_Rows = list[tuple[str, dict[str, Any]]]  # names of parameters, with the config keys of their blocks
+_ENTRY_KEYS = ("tensor_fqn", "axes", "unit", "scope", "sizes", "block_coupling", "member_scores")  # `entries` sets them
+_LIST_KEYS = ("block_shape", "scope_coupling")  # and these, for a coupling with `lists`
+_Rows = list[tuple[str, dict[str, Any]]]  # (name of a parameter, config keys that define its blocks)
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,29 @@ class Coupling:
 
     Args:
         members: {name of a parameter or buffer: its axes}. A unit consists of the elements at one index of the unit
-            axis and of the scope axes. Axes other than these and those of `sizes` may have another length in each
-            member. `"o (8 + u + 4)"` describes a concatenation whose units lie between the first 8 and the last 4
-            entries. If a tensor has the unit in two dimensions (`"(g u) u"`, recurrent weights), the mask is on the
-            first one, and `compact` removes both.
+            axis and of the scope axes. The unit axis, the scope axes and those of `sizes` have the same length in all
+            members; other axes may have another length in each. `"o (8 + u + 4)"` describes a concatenation whose units
+            lie between the first 8 and the last 4 entries. If a tensor has the unit in two dimensions (`"(g u) u"`, as
+            recurrent weights do), the mask drops units along the first of them, and `compact` removes both.
         unit: The name of the axis that is kept or dropped; "u" by default.
-        scope: Axes (a str). The same number of units is kept at each index of these axes, such as in each key head if
-            units are query heads.
+        scope: Names of axes, in one str. The same number of units is kept at each index of these axes, for example in
+            each key head if the units are query heads.
         sizes: {axis: length}, for axes whose length the shapes do not determine.
         member_scores: How the scores of the members are combined: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
-        name: The name in errors and reports, with as many `*`s as the members or none; by default the first member's.
-        attrs: {integer attribute: the axes whose product it holds}, such as `{"layers.*.attn.num_heads": "u"}`.
-            `compact` updates them. Attributes of torch.nn's own layers need not be listed.
+        name: The name in errors and reports; by default the name of the first member. Its `*`s are replaced by what
+            those of the members match, so it needs at least as many of them as a member. If it has none, what they
+            match is appended.
+        attrs: {name of an integer attribute: the axes whose product it holds}, such as
+            `{"layers.*.attn.num_heads": "u"}`. `compact` updates these attributes. Attributes of torch.nn's own layers
+            need not be listed.
         lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as an expert belongs to a row of its router;
             units are counted one scope after the other. All parameters of these modules then have masks (modules of two
-            units may share none), while the part of a unit in the members is removed without a mask.
+            units may not share a parameter), while the part of a unit in the members is removed without a mask.
 
     Raises:
-        SparsityError: Members differ in their `*`s, a member lacks an axis, or an argument has a wrong type or value.
+        SparsityError: Members or the name differ in their `*`s, a member lacks an axis, or an argument has a wrong type
+            or value.
 
     >>> mlp = Coupling({"up.weight": "u i", "up.bias": "u", "down.weight": "o u"})
     >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 6), "down": torch.nn.Linear(6, 4)})
@@ -124,16 +128,21 @@ class Coupling:
                     "coupling for each value of '*', so all members need the same number; write '**' where all that "
                     "matches belongs to one coupling."
                 )
+        if 0 < count_stars(self.name) < count_stars(first):
+            raise SparsityError(
+                f"{self._where}the name has {count_stars(self.name)} '*', but {first!r} has {count_stars(first)}, so "
+                "several couplings would have one name; write a '*' for each of those, or none"
+            )
 
     def __hash__(self) -> int:
         return hash((tuple(self.members.items()), self.unit, self.scope, self.member_scores, self.name, self.lists))
 
     @property
     def kind(self) -> str:
-        """The kind of the units by names and axes: "heads", "key heads", "query heads", "head size", "mlp", "width"...
+        """Return what the units are, judged by names and axes.
 
-        "width" means the hidden size, which many layers write. Other units are named by their module: "conv2 channels",
-        "gate units".
+        It is "heads", "key heads", "query heads", "head size", "mlp", "expert units" or "width", which means the hidden
+        size that many layers write. Other units are named by their module, such as "conv2 channels" or "gate units".
 
         >>> Coupling({"blocks.*.attn.qkv.weight": "(g u d) i", "blocks.*.attn.proj.weight": "o (u d)"}).kind
         'heads'
@@ -142,12 +151,14 @@ class Coupling:
         path = [part for part in first.split(".")[:-1] if not part.isdigit() and set(part) != {"*"}]
         shapes = [dimensions_of(occurrences(axes, self.unit)[0]) for axes in self.members.values()]
         divided = [d for shape in shapes for d in shape if self.unit in d]
-        inside = [len(d) - 1 - d.index(self.unit) for d in divided]  # factors inside of a unit
+        inside = [len(d) - 1 - d.index(self.unit) for d in divided]  # the number of axes inside of a unit
         if len(divided[0]) > 1 and re.search("attn|attention", first, re.IGNORECASE):
-            whole = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
-            return "head size" if not inside[0] else "query heads" if self.scope else whole
-        alike = {re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member) for member in self.members}
-        if len(alike) < len(self.members) or any("**" in member for member in self.members):
+            # Key heads have more axes in queries and outputs, whose heads are groups: "(u g d)" beside "(u d)".
+            all_heads = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
+            return "head size" if not inside[0] else "query heads" if self.scope else all_heads
+        # Members of several layers become equal if their numbers are replaced: many layers share the units.
+        without_numbers = {re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member) for member in self.members}
+        if len(without_numbers) < len(self.members) or any("**" in member for member in self.members):
             return "width"
         if "experts" in path:
             return "expert units"
@@ -157,10 +168,10 @@ class Coupling:
         return "mlp" if is_mlp or not path else f"{path[-1]} units"
 
     def bind(self, model: nn.Module) -> list[BoundCoupling]:
-        """Match the coupling against a model: return a bound coupling for each value of the `*`s, in order.
+        """Return a bound coupling for each value of the `*`s in the names of a model, in the order of the model.
 
         Raises:
-            SparsityError: A name matches nothing, a member is missing for some value, or a pattern does not fit.
+            SparsityError: A name matches nothing, a member is missing for one value of the `*`s, or axes do not fit.
             CouplingError: Members have different numbers of units.
 
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 5))
@@ -177,8 +188,8 @@ class Coupling:
                 raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
         lists = match_lists(model, self.lists, self._where)
         values = dict.fromkeys(captured for names in matches.values() for captured in names)
-        bounds = [self._bind(captured, matches, tensors, parameters) for captured in values]
-        return [with_lists(bound, lists, model, parameters) for bound in bounds] if lists else bounds
+        bound_couplings = [self._bind(captured, matches, tensors, parameters) for captured in values]
+        return [with_lists(b, lists, model, parameters) for b in bound_couplings] if lists else bound_couplings
 
     def of_layers(self, model: nn.Module) -> list["Coupling"]:
         """Return a coupling without stars for each bound coupling, so that each may keep its own number of units.
@@ -193,14 +204,14 @@ class Coupling:
             pairs = [(match_names(member, names)[bound.captured], axes) for member, axes in self.members.items()]
             members = {fqn: axes for fqns, axes in pairs for fqn in fqns}
             attrs = {fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()}
-            whole = self.layer_of or self.name
+            origin = self.layer_of or self.name
             layers.append(
-                replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists, layer_of=whole)
+                replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists, layer_of=origin)
             )
         return layers
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-        """Return config dicts for a sparsifier, one for each parameter; other entries may be added to them.
+        """Return config dicts for a sparsifier, one for each parameter. A config may also have further entries.
 
         Buffers have no mask and no entry. A config may name a tensor only once. For couplings that share a tensor, as
         heads and the residual stream share a query projection, use `joint_entries`.
@@ -215,15 +226,16 @@ class Coupling:
         return [entry for entries in self._entries(model, keys) for entry in entries]
 
     def _entries(self, model: nn.Module, keys: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the entries of each bound coupling."""
         for key in keys:
             if key in (*_ENTRY_KEYS, *(_LIST_KEYS if self.lists else ())):
                 raise SparsityError(f"{self._where}entries sets {key!r} from the coupling; do not pass it")
         for bound in self.bind(model):
-            blocks = _module_rows(bound, model) if bound.lists else {bound.name: _member_rows(bound)}
-            if not all(blocks.values()):
+            rows_of = _module_rows(bound, model) if bound.lists else {bound.name: _member_rows(bound)}
+            if not all(rows_of.values()):
                 raise SparsityError(f"{self._where}no member is a parameter, so there is nothing to put a mask on")
             entries = []
-            for name, rows in blocks.items():
+            for name, rows in rows_of.items():
                 shared: dict[str, Any] = {"block_coupling": name} if len(rows) > 1 else {}
                 shared |= {"member_scores": self.member_scores} if shared and self.member_scores != "sum" else {}
                 entries += [{"tensor_fqn": fqn, **block, **shared, **keys} for fqn, block in rows]
@@ -234,8 +246,11 @@ class Coupling:
         return f"coupling {self.name!r}: "
 
     def _axes_of(self, member: object, axes: object) -> list[str]:
+        """Return the names of the axes of a member; raise an error if it lacks one that every member needs."""
         if not isinstance(member, str) or not isinstance(axes, str):
-            raise SparsityError(f"{self._where}a member is a name and its axes, two strs, got {member!r}: {axes!r}")
+            raise SparsityError(
+                f"{self._where}members must map names to axes, both of type str, got {member!r}: {axes!r}"
+            )
         patterns = occurrences(axes, self.unit)
         names = [axis for text in patterns for dimension in dimensions_of(text, f"{member}: ") for axis in dimension]
         for axis in (*self.scope.split(), self.unit):
@@ -254,14 +269,23 @@ class Coupling:
         tensors: Mapping[str, Tensor],
         parameters: Collection[str],
     ) -> BoundCoupling:
+        """Return the coupling of the members whose `*`s match these values.
+
+        Args:
+            captured: One value for each `*`.
+            matches: {member: {values: names of tensors}}.
+            tensors: {name: parameter or buffer of the model}.
+            parameters: The names of the parameters.
+        """
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
         rows: list[tuple[str, str, bool]] = []  # (name, axes, whether an earlier dimension has the unit)
         source: dict[str, str] = {}
         for member, axes in self.members.items():
             if captured not in matches[member]:
                 raise SparsityError(
-                    f"{self._where}{', '.join(captured) or 'the model'} has no tensor {fill_stars(member, captured)!r}."
-                    " Every member must exist for every value of *; leave the member out, or write two couplings."
+                    f"{self._where}the model has no tensor {fill_stars(member, captured)!r}, but other members have "
+                    f"{', '.join(captured)} in place of '*'. Every member must exist for every value of '*'; leave the "
+                    "member out, or write two couplings."
                 )
             for fqn in matches[member][captured]:
                 if fqn in source:
@@ -272,22 +296,22 @@ class Coupling:
         shapes = [(fqn, axes, tuple(tensors[fqn].shape)) for fqn, axes, _ in rows]
         sizes = solve_sizes(name, shapes, {*scope, self.unit}, self.sizes)
         members: tuple[Member, ...] = ()
-        first: dict[int, Member] = {}
+        first_of: dict[int, Member] = {}  # {id of a tensor: its first member}
         for fqn, axes, is_further in rows:
             known = {axis: sizes[axis] for dimension in dimensions_of(axes) for axis in dimension if axis in sizes}
             try:
                 shared = _fitted(axes, (*scope, self.unit), scope, tuple(known.items()), tuple(tensors[fqn].shape))
             except SparsityError as e:
                 raise SparsityError(f"{fqn}: {e}") from None
-            pattern = copy.copy(shared)
+            pattern = copy.copy(shared)  # the cached pattern, with the name of this tensor in its errors
             object.__setattr__(pattern, "where", f"{fqn}: ")
-            tied = None if is_further else first.get(id(tensors[fqn]))
+            tied = None if is_further else first_of.get(id(tensors[fqn]))
             has_mask = fqn in parameters and not is_further and not self.lists
             members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied.fqn if tied else ""),)
-            first.setdefault(id(tensors[fqn]), members[-1])
+            first_of.setdefault(id(tensors[fqn]), members[-1])
             if tied and tied.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
                 raise SparsityError(
-                    f"{self._where}{fqn} and {tied.fqn} are one tensor, but have the unit in other dimensions: "
+                    f"{self._where}{fqn} and {tied.fqn} are one tensor, but have the unit in different dimensions: "
                     f"{axes!r} and {tied.pattern.axes!r}"
                 )
         keys: dict[str, Any] = {"members": members, "unit": self.unit, "scope": scope, "sizes": sizes}
@@ -298,26 +322,30 @@ class Coupling:
 def _fitted(
     axes: str, unit: tuple[str, ...], scope: tuple[str, ...], sizes: tuple[tuple[str, int], ...], shape: Shape
 ) -> AxisPattern:
-    """Return a pattern that fits a shape; the layers of a deep model share few of them."""
+    """Return a pattern that was checked to fit a shape; the layers of a deep model share few patterns and shapes."""
     pattern = AxisPattern(axes=axes, unit=unit, scope=scope, sizes=dict(sizes))
     pattern.check_shape(shape)
     return pattern
 
 
 def check_attrs(where: str, attrs: object) -> None:
-    """Raise an error that begins with `where` unless attributes are a dict {name: axes}."""
+    """Raise an error that begins with `where` unless `attrs` is a dict {name of an attribute: axes}."""
     if not isinstance(attrs, Mapping) or not all(isinstance(text, str) for pair in attrs.items() for text in pair):
         raise SparsityError(f"{where}attrs must be a dict {{name of an attribute: axes}} of strs, got {attrs!r}")
 
 
 def _member_rows(bound: BoundCoupling) -> _Rows:
-    """Return the parameters of a coupling with the keys of their blocks; a unit is one block over all of them."""
+    """Return the parameters of a coupling without lists, with the keys of their blocks.
+
+    The blocks of all of them are coupled: a block of the coupling is one unit.
+    """
     rows = []
     for member in bound.members:
         if member.is_parameter and not member.tied_to:
             pattern = member.pattern
             block: dict[str, Any] = {"axes": pattern.axes, "unit": " ".join(pattern.unit)}
             block |= {"scope": " ".join(pattern.scope)} if pattern.scope else {}
+            # The shape itself determines the length of an axis that is a whole dimension.
             packed = {axis for dimension in pattern.dimensions if len(dimension) > 1 for axis in dimension}
             sizes = {axis: size for axis, size in pattern.sizes.items() if axis in packed}
             rows.append((member.fqn, block | ({"sizes": sizes} if sizes else {})))
@@ -325,35 +353,39 @@ def _member_rows(bound: BoundCoupling) -> _Rows:
 
 
 def _module_rows(bound: BoundCoupling, model: nn.Module) -> dict[str, _Rows]:
-    """Return the parameters of each unit's modules, which are one block; the units of a scope share its budget."""
-    blocks = {}
+    """Return {name of a unit: the parameters of its modules, with the keys of their blocks} of a coupling with lists.
+
+    All of these parameters are one coupled block, and the units of a scope share the budget of the scope.
+    """
+    rows_of = {}
     for at, names in enumerate(bound.listed):
         scope = f"{bound.name}, scope {at // bound.grid[-1]}" if bound.scope else bound.name
         parameters = {fqn: parameter_of(*owner_of(model, fqn)) for fqn in names}
-        first = {id(parameters[fqn]): fqn for fqn in reversed(names)}  # a parameter with several names has one entry
-        blocks[f"{bound.name}, unit {at}"] = [
+        first_name = {id(parameters[fqn]): fqn for fqn in reversed(names)}  # a tied parameter has only one entry
+        rows_of[f"{bound.name}, unit {at}"] = [
             (fqn, {"block_shape": (-1,) * parameters[fqn].ndim, "scope_coupling": scope})
             for fqn in names
-            if first[id(parameters[fqn])] == fqn
+            if first_name[id(parameters[fqn])] == fqn
         ]
-    return blocks
+    return rows_of
 
 
 def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-    """Return config dicts for one sparsifier of several couplings, so that one schedule spans them all.
+    """Return config dicts for one sparsifier of several couplings, so that one schedule changes the levels of all.
 
-    If couplings share a tensor, as heads and the residual stream share a query projection, its entry has `stages`, in
-    the order of the couplings, and its mask drops what any of them drops. A scheduler that writes `sparsity_level`
-    changes the level of every coupling.
+    If couplings share a tensor, as heads and the residual stream share a query projection, the entry of this tensor has
+    `stages`, in the order of the couplings, and its mask drops what any of the couplings drops. A scheduler that writes
+    `sparsity_level` changes the level of every coupling.
 
     Args:
         couplings: A sequence of couplings with different names.
         model: The model in which names are looked up.
         keys: Further keys of every entry, as for `Coupling.entries`. `sparsity_level` and `nnz` may also be a dict
-            {name of a coupling: its number}; a coupling that it does not name has the sparsifier's default.
+            {name of a coupling: number}; a coupling without a number has the sparsifier's default.
 
     Raises:
-        SparsityError: As for `Coupling.entries`, or two couplings have one name, or a budget names an unknown coupling.
+        SparsityError: As for `Coupling.entries`, or two couplings have the same name, or a budget names an unknown
+            coupling.
 
     >>> from sparsekit_ao import ScopeSparsifier
     >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8), nn.Linear(8, 2))
@@ -376,36 +408,39 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     for key, value in budgets.items():
         for name in set(value) - set(names):
             raise SparsityError(f"joint_entries: {key} names {name!r}, but the couplings are {', '.join(names)}")
-    whole: dict[str, Any] = {key: keys[key] for key in ("sparsity_level", "nnz") if key in keys and key not in budgets}
-    rest = {key: value for key, value in keys.items() if key not in whole and key not in budgets}
-    stages: dict[str, dict[int, dict[str, Any]]] = {}  # {parameter: {stage: its keys}}
-    first: dict[int, str] = {}  # a tied parameter has the name that comes first
+    # A budget of all couplings stays outside of the stages, where schedulers change it.
+    common: dict[str, Any] = {key: keys[key] for key in ("sparsity_level", "nnz") if key in keys and key not in budgets}
+    other_keys = {key: value for key, value in keys.items() if key not in common and key not in budgets}
+    stages: dict[str, dict[int, dict[str, Any]]] = {}  # {parameter: {stage: the keys of this stage}}
+    first_name: dict[int, str] = {}  # {id of a parameter: its name that comes first}
     for coupling in couplings:
         budget = {key: value[coupling.name] for key, value in budgets.items() if coupling.name in value}
-        for entries in coupling._entries(model, rest | budget):
+        for entries in coupling._entries(model, other_keys | budget):
             fqns = [entry.pop("tensor_fqn") for entry in entries]
-            fqns = [first.setdefault(id(parameter_of(*owner_of(model, fqn))), fqn) for fqn in fqns]
+            fqns = [first_name.setdefault(id(parameter_of(*owner_of(model, fqn))), fqn) for fqn in fqns]
             taken = {stage for fqn in fqns for stage in stages.get(fqn, ())}
-            free = next(stage for stage in itertools.count() if stage not in taken)
+            free = next(stage for stage in itertools.count() if stage not in taken)  # coupled tensors share a stage
             for fqn, entry in zip(fqns, entries, strict=True):
                 stages.setdefault(fqn, {})[free] = entry
     joint = []
-    for fqn, of_tensor in stages.items():  # in stages of other couplings, a tensor is one kept block
+    for fqn, of_tensor in stages.items():
         shape = (-1,) * parameter_of(*owner_of(model, fqn)).ndim
+        # A stage that drops nothing: the whole tensor is one block, which is kept. It fills gaps before later stages.
         kept = {"block_shape": shape, "nnz": 1, "norm": 2, "member_scores": "sum", "scope_coupling": None}
         joined = {"stages": [of_tensor.get(stage, kept) for stage in range(max(of_tensor) + 1)]}
-        joint.append({"tensor_fqn": fqn, **(of_tensor[0] if set(of_tensor) == {0} else joined), **whole})
+        joint.append({"tensor_fqn": fqn, **(of_tensor[0] if set(of_tensor) == {0} else joined), **common})
     return joint
 
 
 def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Coupling | None:
-    """Merge two couplings: a unit of the result is one unit of the coarser coupling with its units of the finer one.
+    """Return one coupling in place of two, or None if they cannot be merged.
 
-    In a rotary attention, for example, a pair of numbers of the queries and keys belongs with two numbers of the
-    values.
+    A unit of the result is one unit of the coupling with fewer units, together with an equal share of the units of the
+    other coupling. In a rotary attention, for example, a pair of numbers of the queries and keys belongs with two
+    numbers of the values.
 
-    Returns None if the couplings share a tensor, are bound to different layers, have units in a part of a concatenation
-    or in two dimensions of a tensor, or if neither number of units divides the other.
+    Couplings cannot be merged if they share a tensor, are bound to different layers, have units in a part of a
+    concatenation or in two dimensions of a tensor, or if neither number of units divides the other.
 
     >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
     >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})
@@ -419,26 +454,26 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
         first, second = _of_all_layers(first), _of_all_layers(second)
     try:
         ours, theirs = first.bind(model), second.bind(model)
-    except SparsityError:  # layers of different sizes
+    except SparsityError:  # layers of different sizes cannot have the same units
         return None
     first_names, second_names = ({m.fqn for bound in bounds for m in bound.members} for bounds in (ours, theirs))
     if [bound.captured for bound in ours] != [bound.captured for bound in theirs] or first_names & second_names:
         return None
-    if ours[0].grid[-1] > theirs[0].grid[-1]:
+    if ours[0].grid[-1] > theirs[0].grid[-1]:  # the first is to be the one with fewer units
         first, second, ours, theirs = second, first, theirs, ours
-    times = {b.grid[-1] / a.grid[-1] for a, b in zip(ours, theirs, strict=True)}
-    if len(times) > 1 or not (each := times.pop()).is_integer():
+    ratios = {b.grid[-1] / a.grid[-1] for a, b in zip(ours, theirs, strict=True)}
+    if len(ratios) > 1 or not (ratio := ratios.pop()).is_integer():
         return None
     if ours[0].grid[:-1] != theirs[0].grid[:-1]:
-        first, second = (  # the same units in every scope
+        first, second = (  # without scopes, so that the same units are kept at every index of the scope axes
             replace(c, scope="", sizes={**{axis: bound.sizes[axis] for axis in bound.scope}, **c.sizes})
             for c, (bound, *_) in ((first, ours), (second, theirs))
         )
-    return _joined(first, second, int(each))
+    return _joined(first, second, int(ratio))
 
 
 def _of_all_layers(coupling: Coupling) -> Coupling:
-    """Return the coupling with the same units in all layers."""
+    """Return a coupling that has the same units in all layers: every `*` becomes a `**`."""
     members, attrs = (
         {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
         for texts in (coupling.members, coupling.attrs)
@@ -446,18 +481,19 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
     return replace(coupling, members=members, attrs=attrs)
 
 
-def _joined(first: Coupling, second: Coupling, each: int) -> Coupling:
-    """Return the first coupling with the members of the second; `each` units of the second make one unit."""
+def _joined(first: Coupling, second: Coupling, ratio: int) -> Coupling:
+    """Return the first coupling with the members of the second, of which `ratio` units make one unit of the first."""
     used = {axis for c in (first, second) for text in c.members.values() for d in dimensions_of(text) for axis in d}
-    fresh = (letter for letter in ascii_letters if letter not in used)
+    unused = (letter for letter in ascii_letters if letter not in used)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))
-    names = {axis: [scopes.get(axis) or next(fresh)] for axis in (*second.scope.split(), *second.sizes)}
-    parts = [next(fresh)] if each > 1 else []
-    names[second.unit] = [*parts, first.unit]
-    sizes = {names[axis][0]: size for axis, size in second.sizes.items()} | dict.fromkeys(parts, each)
+    # {axis of the second coupling: its new names}; the unit becomes two axes if its length is a multiple.
+    new_names = {axis: [scopes.get(axis) or next(unused)] for axis in (*second.scope.split(), *second.sizes)}
+    factors = [next(unused)] if ratio > 1 else []
+    new_names[second.unit] = [*factors, first.unit]
+    sizes = {new_names[axis][0]: size for axis, size in second.sizes.items()} | dict.fromkeys(factors, ratio)
 
     def renamed(axes: list[str]) -> list[str]:
-        return [name for axis in axes for name in names.get(axis, [axis])]
+        return [name for axis in axes for name in new_names.get(axis, [axis])]
 
     members = dict(first.members)
     for member, text in second.members.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import copy_values, placed_like
 from ..errors import SparsityError
-from ..masking import WeightMask, find_mask, marked, select
+from ..masking import WeightMask, find_mask, mark_masked, select
 from ..sparsifiers.config import TensorGroup
 
 
@@ -75,7 +75,7 @@ class DynamicMask(WeightMask):
             dropped = torch.where(reached, x, 0)
             return torch.where(mask != 0, x, 0) + (dropped - dropped.detach())  # plus zero, whose gradient is not zero
         # autograd saves a copy, so that masks may be written before the backward pass
-        return marked(_TwoMasks.apply(x, mask, None if backward is None else backward.clone()))
+        return mark_masked(_TwoMasks.apply(x, mask, None if backward is None else backward.clone()))
 
     def shard_like(self, weight: Tensor) -> None:
         """Shard both masks as the weight is; as bool (one byte), because they are gathered in every forward pass."""

@@ -1,8 +1,8 @@
 """One update of masks: prune the lowest scores, redistribute budgets, grow the highest scores, write the result.
 
-`Settings` says when updates happen and by which criteria. `run_update` computes all that may raise before it writes
-anything. Pruning groups are read one after the other, so that only one group of sharded weights is gathered at a time.
-Tensors that compete with each other (prune="global") are read together.
+`Settings` says when updates happen and by which criteria. `run_update` calls criteria, and whatever else may raise an
+error, before it writes anything. Pruning groups are read one after the other, so that sharded weights are gathered for
+only one of them at a time. Pruning groups that compete with each other (prune="global") are read together.
 """
 
 import math
@@ -43,13 +43,16 @@ NewValues = Callable[[Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStatistics:
-    """What one update of the masks changed.
+    """The numbers of elements that one update of the masks changed.
 
     Attributes:
         iteration: The iteration of the update.
-        fraction: The fraction of the active blocks that was pruned; some may have grown again in the same update.
-        grown, pruned: {tensor_fqn: number of elements} that became active, and that became inactive.
-        kept: {tensor_fqn: number of elements} that are active now.
+        fraction: The fraction of the active blocks that `update_fraction` asked to prune. Pruned blocks may have grown
+            again in the same update. It is 0 if there is a target and nothing grows, because the target alone decides
+            then how many blocks are pruned.
+        grown: {tensor_fqn: number of elements that became active}.
+        pruned: {tensor_fqn: number of elements that became inactive}.
+        kept: {tensor_fqn: number of elements that are active now}.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,7 +74,7 @@ class UpdateStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The checked arguments of `DynamicSparsifier` that say when updates happen and what they do."""
+    """The checked arguments of `DynamicSparsifier`, which say when updates happen and what they do."""
 
     update_every: int | None
     update_fraction: Schedule
@@ -86,27 +89,28 @@ class Settings:
 
     @property
     def updates(self) -> bool:
-        """Whether masks ever change."""
+        """Return whether masks ever change."""
         return self.update_every is not None and self.until != 0
 
     @property
     def criteria(self) -> list[Criterion]:
-        """The criteria of updates, if there are any updates."""
-        return [r for r in (self.prune, self.grow, self.redistribute) if r is not None and self.updates]
+        """Return the criteria that updates call; none if there are no updates."""
+        criteria = (self.prune, self.grow, self.redistribute)
+        return [criterion for criterion in criteria if criterion is not None and self.updates]
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether an update reads dense gradients."""
+        """Return whether an update reads dense gradients."""
         return self.needs_squares or any("gradient" in criterion.needs for criterion in self.criteria)
 
     @property
     def needs_momentum(self) -> bool:
-        """Whether an update reads momentum, which must then include inactive weights in every iteration."""
+        """Return whether an update reads momentum, which must then include inactive weights in every iteration."""
         return any("momentum" in criterion.needs for criterion in self.criteria)
 
     @property
     def needs_squares(self) -> bool:
-        """Whether an update sets the optimizer's second moments."""
+        """Return whether an update sets the optimizer's second moments."""
         return self.updates and self.state_init == "grad"
 
     def is_due(self, iteration: int) -> bool:
@@ -119,21 +123,29 @@ class Settings:
         return range(every, (every * 1000 if self.until is None else self.until) + 1, every)
 
     def may_update(self, iteration: int) -> bool:
-        """Return whether an update may still happen in this iteration."""
+        """Return whether this iteration is not later than `until`, and masks change at all."""
         return self.updates and (self.until is None or iteration <= self.until)
 
     def opening(self, iteration: int, is_pending: bool) -> dict[str, bool]:
-        """Return the arguments of `GradientCapture.set_open` for an iteration; `is_pending` if an update is late.
+        """Return the arguments of `GradientCapture.set_open` for an iteration.
 
-        Masks are open if an update reads the gradients of this iteration, or if a later one reads momentum.
+        Masks are open if an update reads the gradients of this iteration, or if this or a later one reads momentum.
+
+        Args:
+            iteration: The iteration, counted from 1.
+            is_pending: Whether an update that was due earlier has not happened yet.
         """
-        feeds = self.is_due(iteration) or (is_pending and self.may_update(iteration))
-        always = self.needs_momentum and self.may_update(iteration)
-        return {"is_open": always or (feeds and self.needs_gradient), "keep": feeds, "masked": not always}
+        feeds_update = self.is_due(iteration) or (is_pending and self.may_update(iteration))
+        feeds_momentum = self.needs_momentum and self.may_update(iteration)
+        is_open = feeds_momentum or (feeds_update and self.needs_gradient)
+        return {"is_open": is_open, "keep": feeds_update, "masked": not feeds_momentum}
 
     def fraction_at(self, iteration: int) -> float:
-        """Return the fraction of the active blocks that an update prunes."""
-        if self.grow is None and self.target is not None:  # the target alone decides
+        """Return the fraction of the active blocks that `update_fraction` asks to prune in this iteration.
+
+        It is 0 if there is a target and nothing grows, because the target alone decides then.
+        """
+        if self.grow is None and self.target is not None:
             return 0.0
         fraction = _value_at(self.update_fraction, iteration, "update_fraction")
         if not 0 <= fraction < 1:
@@ -141,7 +153,7 @@ class Settings:
         return fraction
 
     def target_at(self, iteration: int) -> float:
-        """Return the overall sparsity that the target demands."""
+        """Return the overall sparsity that the target demands in this iteration."""
         assert self.target is not None
         level = _value_at(self.target, iteration, "target")
         if not 0 <= level <= 1:
@@ -151,11 +163,15 @@ class Settings:
         return level
 
     def extreme_targets(self) -> tuple[float, ...]:
-        """Return the lowest and highest overall sparsity of a target, if `until` is given."""
+        """Return the lowest and highest overall sparsity of a target, or () if there is no target or no `until`.
+
+        Raises:
+            SparsityError: The target is outside [0, 1] in an update, or falls although nothing grows.
+        """
         if self.target is None:
             return ()
         levels = [self.target_at(t) for t in (0, *self.due())]
-        falls = [k for k in range(1, len(levels)) if levels[k] < levels[k - 1] - 1e-9]
+        falls = [k for k in range(1, len(levels)) if levels[k] < levels[k - 1] - 1e-9]  # a tolerance for rounding
         if self.grow is None and falls:
             raise SparsityError(
                 f"target: falls from {levels[falls[0] - 1]:g} to {levels[falls[0]]:g} at iteration "
@@ -164,7 +180,7 @@ class Settings:
         return () if self.until is None else (min(levels), max(levels))
 
     def check_budgets(self, budgets: Budgets) -> None:
-        """Raise an error if a setting moves budgets between tensors that cannot be moved."""
+        """Raise an error if a setting moves budgets between tensors, but these budgets cannot be moved."""
         moving = [name for name in ("redistribute", "target") if getattr(self, name) is not None]
         moving += ["prune='global'"] if self.prune.is_global else []
         if moving and not budgets.shared:
@@ -182,7 +198,10 @@ class Settings:
             budgets.refuse_without_exchange()
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
-        """Raise an error unless optimizers train each parameter and store what updates read, and each trains some."""
+        """Raise an error unless optimizers train every parameter and store what updates read.
+
+        Raise one also if an optimizer trains none of the parameters.
+        """
         momentum, squares = self.needs_momentum, self.needs_squares
         used = set()
         for group in groups:
@@ -198,7 +217,7 @@ class Settings:
 
 
 def make_settings(**arguments: Any) -> Settings:
-    """Check the arguments of `DynamicSparsifier`, each alone and together, and return them as Settings."""
+    """Check the arguments of `DynamicSparsifier`, each alone and all together, and return them as `Settings`."""
     criteria = {purpose: parse_criterion(purpose, arguments[purpose]) for purpose in ("prune", "grow", "redistribute")}
     target, fraction = arguments["target"], arguments["update_fraction"]
     if arguments["state_init"] not in ("zero", "grad"):
@@ -241,30 +260,37 @@ def run_update(
     iteration: int,
     statistics: Callable[[str], Statistics],
 ) -> UpdateStatistics:
-    """Choose new masks of all pruning groups and write them; if a criterion raises, nothing has changed.
+    """Choose new masks of all pruning groups, write them, and set shared budgets to their new values.
 
-    Shared budgets are set to their new values. `momenta` is {tensor_fqn: momentum}, if a criterion needs it;
-    `statistics(name)` returns the statistics of a tensor.
+    If a criterion raises an error, nothing has changed.
+
+    Args:
+        budgets: The pruning groups and their budgets.
+        settings: The criteria, and what else the user has chosen.
+        capture: The optimizers and the captured gradients.
+        momenta: {tensor_fqn: momentum}, if a criterion needs it.
+        iteration: The number of the training iteration.
+        statistics: A function that returns the statistics of a tensor by its name.
     """
     fraction, slots = settings.fraction_at(iteration), []
     for pruning in budgets.pruning_groups:
         names = {spec: name for name, spec in pruning.specs.items()}
-        leaves = {spec: budgets.groups[name] for spec, name in names.items()}
+        group_of = {spec: budgets.groups[name] for spec, name in names.items()}
         placed = {
-            "weights": {spec: original(g).detach() for spec, g in leaves.items()},
-            "masks": {spec: mask_of(g).mask for spec, g in leaves.items()},
+            "weights": {spec: original(group).detach() for spec, group in group_of.items()},
+            "masks": {spec: mask_of(group).mask for spec, group in group_of.items()},
             "gradients": {spec: capture.gradients[n] for spec, n in names.items() if n in capture.gradients},
             "momenta": {spec: m for spec, n in names.items() if (m := momenta.get(n)) is not None},
         }
         recorded = {spec: statistics(name) for spec, name in names.items()}
         slots.append(Slots(pruning=pruning, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
     keep = [budgets.of_scopes(k) for k in range(len(slots))]
-    masks, nnz = _choose(slots, keep, budgets, settings, iteration, fraction)
+    masks, shared_counts = _choose(slots, keep, budgets, settings, iteration, fraction)
     chosen = zip(budgets.pruning_groups, masks, strict=True)
     by_tensor = {name: new[spec] for pruning, new in chosen for name, spec in pruning.specs.items()}
     groups = list(budgets.groups.values())
     counts = _apply(groups, [by_tensor[name] for name in budgets.groups], settings, capture, iteration)
-    for k, count in nnz.items():
+    for k, count in shared_counts.items():
         budgets.set(k, count)
     return UpdateStatistics(
         iteration=iteration,
@@ -278,11 +304,22 @@ def run_update(
 def _choose(
     slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
-    """Return new masks of every pruning group, and {pruning group that shares the budget: blocks of each scope}.
+    """Choose new masks and budgets.
 
-    `keep` is the budget of every scope, int64 [scopes] on the CPU for each pruning group. A target for the sparsity of
-    all changes it first. RigL and SET prune each pruning group by itself (`_prune`) and grow as many blocks (`_grow`);
-    only global criteria let pruning groups compete (`_prune_together`).
+    RigL and SET prune each pruning group by itself (`_prune`) and grow as many blocks (`_grow`). Only global criteria
+    let pruning groups compete (`_prune_together`). A target for the overall sparsity changes the budgets first.
+
+    Args:
+        slots: The slots of each pruning group.
+        keep: The budgets, for each pruning group int64 [scopes] on the CPU.
+        budgets: How budgets are distributed.
+        settings: The criteria and the target.
+        iteration: The number of the training iteration.
+        fraction: The fraction of the active blocks to prune.
+
+    Returns:
+        A tuple of the masks of every pruning group and of {index of a pruning group that shares the overall budget:
+        number of blocks that each of its scopes keeps}.
     """
     shared, regrows = budgets.shared, settings.grow is not None
     competing = shared if settings.prune.is_global else []
@@ -290,9 +327,10 @@ def _choose(
     if settings.target is not None and competing:
         most = budgets.ideals(settings.target_at(iteration))[1] // budgets.sizes[shared[0]]
     elif settings.target is not None:
-        high = None if regrows else {k: int(slots[k].active[0].sum()) for k in shared}  # no scope can keep more
+        # Without growth, a scope cannot keep more blocks than are active; all scopes have the same number of them.
+        high = None if regrows else {k: int(slots[k].active[0].sum()) for k in shared}
         keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), high=high))
-    kept = {}  # masks, and int64 [scopes]: how many slots are left in each scope
+    kept = {}  # {index: (masks, int64 [scopes] of the slots that each scope keeps)}
     if competing:
         rivals, limits = [slots[k] for k in competing], [keep[k] for k in competing]
         together = _prune_together(rivals, limits, settings.prune, fraction, most, regrows)
@@ -300,12 +338,12 @@ def _choose(
     for k in (k for k in range(len(slots)) if k not in kept):
         if regrows or k in shared:
             kept[k] = _prune(slots[k], keep[k], settings.prune, fraction, regrows)
-        else:  # it has a budget of its own, and nothing would grow back
-            kept[k] = _stored(slots[k], slots[k].active)
+        else:  # it has a budget of its own, which pruning would undercut, since nothing grows back
+            kept[k] = _masks_and_counts(slots[k], slots[k].active)
     masks, counts = [kept[k][0] for k in range(len(slots))], [kept[k][1] for k in range(len(slots))]
     if settings.grow is None:
         return masks, {k: int(counts[k][0]) for k in shared}
-    if most is not None:
+    if most is not None:  # the target's budgets follow only now, when it is known which blocks are left
         low = {k: int(counts[k].max()) for k in shared}
         keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), low=low))
     if settings.redistribute is not None:
@@ -314,36 +352,43 @@ def _choose(
     return grown, {k: int(keep[k][0]) for k in shared}
 
 
-def _with_budgets(keep: Sequence[Tensor], nnz: Mapping[int, int]) -> list[Tensor]:
-    return [torch.full_like(n, nnz[k]) if k in nnz else n for k, n in enumerate(keep)]
+def _with_budgets(keep: Sequence[Tensor], counts: Mapping[int, int]) -> list[Tensor]:
+    """Return the budgets, with the same count in all scopes of the pruning groups that `counts` has."""
+    return [torch.full_like(n, counts[k]) if k in counts else n for k, n in enumerate(keep)]
 
 
-def _stored(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
-    """Return rows as masks, which are sharded like the weights, and the count of each scope."""
+def _masks_and_counts(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
+    """Return the masks that keep these slots (bool rows), sharded like the weights, and the count of each scope."""
     return slots.masks_of(rows), rows.sum(1)
 
 
 def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
-    """Return what is left of int64 counts; the fraction is exact to 1e-9, so that 0.3 of 10 is 3."""
+    """Return what int64 counts are after a fraction of them, rounded down, is pruned.
+
+    Products are rounded down only if they are more than 1e-9 below a whole number, so that 0.3 of 10 is 3.
+    """
     return count - torch.floor(count.double() * fraction + 1e-9).long()
 
 
 def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
     """Prune floor(fraction * active) slots of a pruning group, and more if a scope would exceed its budget.
 
-    Every scope loses its lowest floor(fraction * active) slots. If these are too few for the pruning group (2 of 4 lose
-    none at 0.3) and scopes regrow to their budgets, the lowest among the weakest slots of all scopes are pruned too.
+    Every scope loses its lowest floor(fraction * active) slots. These may be too few for the pruning group as a whole
+    (scopes with 2 active slots lose none at 0.3). If scopes grow to their budgets again, the group then also loses the
+    lowest of the slots that are the weakest in their scope.
+
+    Returns the masks and the number of slots that each scope keeps.
     """
     active, scores = slots.active, _scores(criterion, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
     surplus = int(rows.sum() - count_after_pruning(active.sum(), fraction))
     if regrows and len(rows) > 1 and surplus > 0:
-        fewer = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
-        weakest = (rows & ~fewer).reshape(1, -1)
-        stays = keep_mask(scores.reshape(1, -1), max(int(weakest.sum()) - surplus, 0), candidates=weakest)
-        rows = fewer | stays.reshape(rows.shape)
-    return _stored(slots, rows)
+        all_but_weakest = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
+        weakest = (rows & ~all_but_weakest).reshape(1, -1)
+        still_kept = keep_mask(scores.reshape(1, -1), max(int(weakest.sum()) - surplus, 0), candidates=weakest)
+        rows = all_but_weakest | still_kept.reshape(rows.shape)
+    return _masks_and_counts(slots, rows)
 
 
 def _prune_together(
@@ -356,44 +401,48 @@ def _prune_together(
 ) -> list[tuple[Tensors, Tensor]]:
     """Let pruning groups compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
 
-    The best slot of a pruning group always stays. With a target, or without growth, the best of every scope stays, and
-    all scopes of a pruning group keep the same number.
+    The best slot of a pruning group is always kept. With a target, or without growth, the best slot of every scope is
+    kept, and all scopes of a pruning group keep the same number of slots.
+
+    Returns the masks and the number of slots that each scope keeps, for each pruning group.
     """
     scores, active = [_scores(criterion, s) for s in slots], [s.active for s in slots]
-    totals, even = [int(a.sum()) for a in active], most is not None or not regrows
+    totals, is_even = [int(a.sum()) for a in active], most is not None or not regrows
     count = sum(totals) - math.floor(sum(totals) * fraction + 1e-9)
     count = count if most is None else min(count, most)
-    scopes = [s.shape[0] if even else 1 for s in slots]
-    if count < sum(scopes):
+    least = [s.shape[0] if is_even else 1 for s in slots]  # one block in each scope, or in the whole pruning group
+    if count < sum(least):
         raise SparsityError(
-            f"global pruning would keep {count} blocks, but every {'scope' if even else 'tensor'} keeps at least "
-            f"one, and there are {sum(scopes)}; prune a smaller fraction, or lower the sparsity"
+            f"global pruning would keep {count} blocks, but every {'scope' if is_even else 'tensor'} keeps at least "
+            f"one, and there are {sum(least)}; prune a smaller fraction, or lower the sparsity"
         )
     ranked = []
-    for score, a, n in zip(scores, active, scopes, strict=True):
+    for score, a, n in zip(scores, active, least, strict=True):
         best = keep_mask(score.reshape(n, -1), 1, candidates=a.reshape(n, -1))
         ranked.append(score.double().reshape(n, -1).masked_fill(best, math.inf).reshape(1, -1))
-    flat = torch.cat([a.reshape(1, -1) for a in active], dim=1)
-    rows = list(keep_mask(torch.cat(ranked, dim=1), count, candidates=flat).split([a.numel() for a in active], dim=1))
-    if even:
-        counts = allocate([float(r.sum()) for r in rows], count, scopes, totals, scopes)
-        each = zip(scores, counts, scopes, active, strict=True)
-        rows = [keep_mask(score, n // m, candidates=a) for score, n, m, a in each]
+    all_active = torch.cat([a.reshape(1, -1) for a in active], dim=1)
+    kept = keep_mask(torch.cat(ranked, dim=1), count, candidates=all_active)
+    rows = list(kept.split([a.numel() for a in active], dim=1))
+    if is_even:  # how many slots each pruning group has won is rounded to the same number in all of its scopes
+        counts = allocate([float(r.sum()) for r in rows], count, least, totals, least)
+        each = zip(scores, counts, least, active, strict=True)
+        rows = [keep_mask(score, n // scopes, candidates=a) for score, n, scopes, a in each]
     together = []
     for s, score, row, budget in zip(slots, scores, rows, keep, strict=True):
         candidates = row.reshape(s.shape)
-        limit = torch.minimum(candidates.sum(1), budget.to(row.device))  # budgets may be scheduled
-        together.append(_stored(s, keep_mask(score, limit, candidates=candidates)))
+        limit = torch.minimum(candidates.sum(1), budget.to(row.device))  # a scheduler may have lowered the budget
+        together.append(_masks_and_counts(s, keep_mask(score, limit, candidates=candidates)))
     return together
 
 
 def _redistribute(
     slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, criterion: Criterion
 ) -> list[Tensor]:
-    """Return the budgets after the pruned blocks are distributed among the groups that share a budget.
+    """Return the budgets after the pruned blocks are distributed among the pruning groups that share a budget.
 
-    Groups grow in proportion to their shares by the criterion; `counts` are the slots left in each scope. If one more
-    block per scope costs the same in all groups, the largest remainders are rounded up, else groups exchange units.
+    Pruning groups grow in proportion to their shares by the criterion; `counts` are the slots left in each scope. If
+    one more block in every scope costs the same number of elements in all pruning groups, the largest remainders are
+    rounded up. Otherwise pruning groups exchange numbers of blocks that cost both of them the same.
     """
     shared = budgets.shared
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
@@ -401,7 +450,7 @@ def _redistribute(
     weights = [_number(criterion.share_of(slots[k]), f"{slots[k].name}: {requirement}") for k in shared]
     remaining = [int(counts[k].sum()) * budgets.sizes[k] for k in shared]
     now = [int(keep[k].sum()) * budgets.sizes[k] for k in shared]
-    if not any(math.isfinite(w) and w > 0 for w in weights):
+    if not any(math.isfinite(w) and w > 0 for w in weights):  # each pruning group then gets back what it has lost
         weights = [float(b - n) for b, n in zip(now, remaining, strict=True)]
     free = [c - n for c, n in zip(capacity, remaining, strict=True)]
     growth = shares(weights, sum(now) - sum(remaining), free)
@@ -414,14 +463,14 @@ def _redistribute(
 
 
 def _grow(slots: Slots, kept: Tensors, keep: Tensor, criterion: Criterion) -> Tensors:
-    """Return masks of the kept slots of a pruning group and its highest inactive slots, up to its budget."""
+    """Return the masks of a pruning group with the kept slots and, up to its budget, the highest of the other slots."""
     rows = slots.rows_of(kept)
     grown = keep_mask(_scores(criterion, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
 
 def _scores(criterion: Criterion, slots: Slots) -> Tensor:
-    """Return the scores that a criterion gives every slot, checked because a user may have written it."""
+    """Return the scores that a criterion gives every slot; raise an error if they are not float rows."""
     scores = criterion.score(slots)
     if not isinstance(scores, Tensor) or tuple(scores.shape) != slots.shape or not scores.is_floating_point():
         kind = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -432,11 +481,12 @@ def _scores(criterion: Criterion, slots: Slots) -> Tensor:
 
 
 def _value_at(schedule: Schedule, iteration: int, name: str) -> float:
+    """Return the number that a user's schedule gives for an iteration."""
     return _number(schedule(iteration), f"{name}: a schedule must return a number", f" at iteration {iteration}")
 
 
 def _number(value: Any, requirement: str, when: str = "") -> float:
-    """Return a user's number, or tensor of one number, as float."""
+    """Return a user's number, or tensor of one number, as a float; an error states `requirement` and `when`."""
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not is_number(value):
         raise SparsityError(f"{requirement}, got {value!r}{when}")
@@ -446,13 +496,18 @@ def _number(value: Any, requirement: str, when: str = "") -> float:
 def _apply(
     groups: Sequence[TensorGroup], masks: list[Tensor], settings: Settings, capture: GradientCapture, iteration: int
 ) -> dict[str, list[int]]:
-    """Write new masks (bool, sharded as the weights) in place; return {tensor_fqn: [grown, grown or pruned, kept]}.
+    """Write new masks (bool, sharded as the weights) in place, and return counts of elements.
 
-    Grown and pruned weights become zero (or `new_values`), and so does their optimizer state.
+    Grown and pruned weights become zero, except that grown ones get `new_values` if there are any. Their optimizer
+    state becomes zero too, except that with state_init="grad" second moments of grown weights become squared gradients.
+
+    Returns:
+        {tensor_fqn: [grown, grown or pruned, kept]}, in elements, summed over ranks.
     """
     optimizers, is_grad = capture.optimizers, settings.state_init == "grad"
     for group in groups:
         refuse_closed_state(optimizers, original(group), group["tensor_fqn"])
+    # What may raise an error comes before the first write.
     moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) if is_grad else [] for g in groups]
     values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
     counts = {}
@@ -474,6 +529,7 @@ def _apply(
 
 
 def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: int) -> Tensor | None:
+    """Return the values that a user's `new_values` gives for the new mask, sharded as the weight; None without it."""
     if settings.new_values is None:
         return None
     weight, fqn = original(group).detach(), group["tensor_fqn"]
@@ -496,6 +552,6 @@ def zero_dropped(groups: Sequence[TensorGroup]) -> None:
 
 
 def zero_dropped_state(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:
-    """Zero the optimizer state of dropped weights, because it would change them for many more steps."""
+    """Zero the optimizer state of dropped weights, because momentum would go on changing them for many steps."""
     for group in groups:
         reset_state(optimizers, original(group), mask_of(group).mask == 0)

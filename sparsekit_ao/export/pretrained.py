@@ -33,24 +33,28 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transfor
 def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
     """Save a masked, squashed or compacted transformers model so that `from_pretrained` loads it.
 
-    Masked values are written under their plain names, and the masks to `masks.safetensors`, with one bit for each
-    element. Values are computed file by file (`max_shard_size`, 5 GB by default). If a config cannot describe a
-    compacted model, the dense model's config and `manifest.json` are written, which `load_pretrained` reads.
+    Masked values are written under their plain names. The masks are written to `masks.safetensors`, with one bit for
+    each element. The masked values of a transformers `PreTrainedModel` are computed file by file (`max_shard_size`,
+    5 GB by default); those of another model are computed together before the first file is written. If the config is
+    not known to describe a compacted model, the dense model's config and `manifest.json` are written, which
+    `load_pretrained` reads.
 
     Args:
         model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `shrink` or `compact` returned.
-        path: The folder to write.
+        path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
-        A `Conversion` with the bytes of the masked tensors and of the file of masks. For a compacted model, it has the
-        bytes of the dense model and of the files, and the line of code that loads it.
+        A `Conversion`. For a masked model, `before` counts the bytes of the masked tensors, and `after` counts the same
+        bytes, since these tensors are written dense, and those of the file of masks. For a compacted model, `before`
+        counts the bytes of the dense model, `after` those of the written files, and a note says how to load them.
 
     Raises:
-        SparsityError: The model has no such method; it has adapters that are not merged; it has no tensor with the name
-            and shape of a mask, or one that is not zero where its mask drops; or a written file has other values.
+        SparsityError: The model has no such method, or has adapters that are not merged; no tensor of the model has the
+            name and shape of a mask; a tensor is not zero where its mask drops; or a file does not hold the values that
+            were written.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -82,10 +86,12 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
 
 
 def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
+    """Save a masked or squashed model and its masks, and compare what was written with the masked values."""
     from safetensors.torch import save_file
 
     masks = {name: mask for name, _, _, mask in masked_tensors([model], sparsifier, "save_pretrained")}
-    values = dense_state_dict_of(model, _Masked.of if is_of_transformers(model, "PreTrainedModel") else select)
+    # Only transformers is known to read the values of a state dict file by file, so only its models get lazy values.
+    values = dense_state_dict_of(model, _LazyMasked.of if is_of_transformers(model, "PreTrainedModel") else select)
     for name, mask in masks.items():
         wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
         if len(wrong):
@@ -96,36 +102,40 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
     if "max_shard_size" in inspect.signature(model.save_pretrained).parameters:
         kwargs = {"max_shard_size": "5GB"} | kwargs
     model.save_pretrained(folder, state_dict=dict(values), **kwargs)
+    (folder / MANIFEST).unlink(missing_ok=True)  # of a compacted model; `load_pretrained` would follow it
     shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
     bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
     save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
-    read = set()
+    compared = set()
     for name, tensor in _read_back(model, folder, masks.keys()):
         if not same_bits(tensor, values[name].contiguous()):
             raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {name}")
-        read.add(name)
-    if missing := masks.keys() - read:
+        compared.add(name)
+    if missing := masks.keys() - compared:
         raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {min(missing)}")
+    dense_bytes, mask_bytes = sum(values[name].nbytes for name in masks), (folder / MASKS).stat().st_size
     return Conversion(
         target="save_pretrained",
         converted=tuple(masks),
-        before=sum(values[name].nbytes for name in masks),
-        after=(folder / MASKS).stat().st_size,
-        notes=(f"the bytes after are those of {MASKS}; the weights are saved dense, with their zeros",),
+        before=dense_bytes,
+        after=dense_bytes + mask_bytes,
+        notes=(f"the weights are saved dense, with their zeros; {MASKS} adds {mask_bytes:,} bytes",),
     )
 
 
-class _Masked(Tensor):
-    """A masked weight, which is computed when its values are read, and takes no memory of its own until then.
+class _LazyMasked(Tensor):
+    """A masked weight that is computed each time its values are read, so that it takes no memory of its own.
 
-    transformers reads values shard by shard; of the tensors in a whole state dict it only takes views.
+    transformers reads values shard by shard. From the whole state dict it takes only views, shapes and addresses, for
+    which no values are needed.
     """
 
     mask: Tensor
 
     @classmethod
     def of(cls, weight: Tensor, mask: Tensor) -> Tensor:
-        if type(weight) is not Tensor:  # sharded or quantized
+        """Return the masked weight, which is computed later; a sharded or quantized one is computed at once."""
+        if type(weight) is not Tensor:
             return select(weight, mask)
         lazy = weight.as_subclass(cls)
         lazy.mask = mask
@@ -134,42 +144,42 @@ class _Masked(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         lazy: Any = next(iter(args), None)
-        others, kwargs = args[1:], kwargs or {}
+        other_args, kwargs = args[1:], kwargs or {}
         name = func.__name__ if isinstance(lazy, cls) else ""
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("chunk", "detach", "squeeze"):
-                views = (func(tensor, *others, **kwargs) for tensor in (lazy.as_subclass(Tensor), lazy.mask))
+            if name in ("chunk", "detach", "squeeze"):  # a view of the weight under the same view of the mask
+                views = (func(tensor, *other_args, **kwargs) for tensor in (lazy.as_subclass(Tensor), lazy.mask))
                 return _pytree.tree_map(cls.of, *views)
-            if name in ("__get__", "data_ptr", "size", "untyped_storage"):  # `__get__` reads shape, device and dtype
-                found = func(lazy.as_subclass(Tensor), *others, **kwargs)
-                if not isinstance(found, Tensor):
-                    return found
+            if name in ("__get__", "data_ptr", "size", "untyped_storage"):  # `__get__` reads attributes such as shape
+                attribute = func(lazy.as_subclass(Tensor), *other_args, **kwargs)
+                if not isinstance(attribute, Tensor):  # tensors, such as `.T`, hold values: they are masked below
+                    return attribute
             plain = _pytree.tree_map_only(cls, lambda t: select(t.as_subclass(Tensor), t.mask), (args, kwargs))
             return func(*plain[0], **plain[1])
 
 
 def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the saved tensors one by one: from the files, or by `from_pretrained` if some were renamed or split."""
+    """Yield (name, saved tensor) one by one, from the files, or by `from_pretrained` if some were renamed or split."""
     from safetensors import safe_open
 
-    written = []
+    places = []  # pairs (file, name of a tensor in it)
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            written += [(path, name) for name in set(file.keys()) & names if path.name != MASKS]
-    if len({name for _, name in written}) == len(names) or not hasattr(model, "from_pretrained"):
-        for path, name in written:
+            places += [(path, name) for name in set(file.keys()) & names if path.name != MASKS]
+    if len({name for _, name in places}) == len(names) or not hasattr(model, "from_pretrained"):
+        for path, name in places:
             with safe_open(path, framework="pt") as file:
                 yield name, file.get_tensor(name)
         return
     with tempfile.TemporaryDirectory(dir=folder) as offloaded:
         on_disk = {"device_map": {"": "disk"}, "offload_folder": offloaded} if find_spec("accelerate") else {}
-        loaded = type(model).from_pretrained(folder, **on_disk)
+        loaded = type(model).from_pretrained(folder, **on_disk)  # on disk, so that memory holds one tensor at a time
         for name in names:
             yield name, _tensor(loaded, name)
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer, and read it from disk if accelerate has offloaded it there."""
+    """Return a parameter or buffer, which is read from disk if accelerate has offloaded it there."""
     module, key = owner_of(model, name)
     if not hasattr(module, "_hf_hook"):
         return getattr(module, key).detach()
@@ -180,44 +190,51 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
-    """Save an ordinary checkpoint if the config describes the model, else the dense config and the manifest.
+    """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest.
 
-    It is written beside the folder and loaded for a check first, so that an error leaves the folder as it is.
+    The files are first written to a temporary folder and loaded for a check, so that an error leaves `folder` as it is.
     """
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-        new = Path(parent) / folder.name
+        unchecked = Path(parent) / folder.name
         if report.not_in_config == "":
-            model.save_pretrained(new, **kwargs)
+            model.save_pretrained(unchecked, **kwargs)
         else:
-            _save_with_manifest(model, report, new, **kwargs)
-            why = f" ({report.not_in_config})" if report.not_in_config else ""
-            loads = f"{name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
-            note = f"the config does not describe the smaller model{why}: {loads}"
-            note += _write_per_layer_config(model, new / "config.json")
+            _save_with_manifest(model, report, unchecked, **kwargs)
+            note = f"the config does not describe the smaller model ({report.not_in_config})"
+            if report.not_in_config is None:  # `compact` does not fit the config to the smaller model
+                note = "the config was not fitted to the smaller model, so it is that of the dense model"
+            note += f": {name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
+            note += _write_per_layer_config(model, unchecked / "config.json")
         try:
-            loaded = load_pretrained(new, type(model)).state_dict()
+            loaded = load_pretrained(unchecked, type(model)).state_dict()
         except SparsityError as e:
+            why = str(e).replace(str(unchecked), "what was written")  # the temporary folder is gone when this is read
             raise SparsityError(
-                f"save_pretrained: the saved model cannot be loaded, so {folder} is left as it was: {e}. A model that "
-                "was made smaller twice can be saved if its config describes it after the first time."
+                f"save_pretrained: the saved model cannot be loaded, so {folder} is left as it was: {why}. A model "
+                "that was made smaller twice can be saved if its config describes it after the first time."
             ) from e
         for key in model.state_dict():
             tensor = _tensor(model, key).cpu()
             if key not in loaded or not tensor.equal(loaded[key].to(tensor.dtype).cpu()):
-                raise SparsityError(f"save_pretrained: what is loaded from {new} has other values of {key}")
+                raise SparsityError(
+                    f"save_pretrained: the saved model was loaded with other values of {key}, so {folder} is left as "
+                    "it was"
+                )
         folder.mkdir(exist_ok=True)
-        for stale in (MANIFEST, WEIGHTS, INDEX, *(file.name for file in folder.glob("model-*-of-*.safetensors"))):
+        shards = [file.name for file in folder.glob("model-*-of-*.safetensors")]
+        for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, *shards):
             (folder / stale).unlink(missing_ok=True)
-        for file in [*new.iterdir()]:
+        written_bytes = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
+        for file in [*unchecked.iterdir()]:
             file.replace(folder / file.name)
     return Conversion(
         target="save_pretrained",
         converted=(),
         before=report.before.bytes,
-        after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        after=written_bytes,
         notes=(note,),
     )
 
@@ -226,41 +243,46 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
     """Save the weights and the manifest with the config of the dense model; the model itself keeps its config."""
     manifest = report.manifest
     changes = [Change(**change) for change in manifest["attributes"]]
-    of_config = [change for change in changes if "config" in change.path.split(".")[:-1]]
+    config_changes = [change for change in changes if "config" in change.path.split(".")[:-1]]
     for path, dense_value in manifest["config"].items():
-        of_config.append(Change(path=path, was=dense_value, now=functools.reduce(getattr, path.split("."), model)))
+        now = functools.reduce(getattr, path.split("."), model)
+        config_changes.append(Change(path=path, was=dense_value, now=now))
     if "save_original_format" in inspect.signature(model.save_pretrained).parameters:
-        kwargs = {"save_original_format": False} | kwargs  # under its own names, which `load_pretrained` reads
-    parts = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
-    absent = {key for key in manifest["tensors"] if key.startswith(parts)} - model.state_dict().keys()
-    if absent:  # so that from_pretrained raises, and does not fill in random values
+        # Tensors keep the names that they have in the model, since `load_pretrained` does not convert names.
+        kwargs = {"save_original_format": False} | kwargs
+    removed_modules = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
+    absent = {key for key in manifest["tensors"] if key.startswith(removed_modules)} - model.state_dict().keys()
+    if absent:  # empty tensors make from_pretrained raise an error; it would fill in random values for missing ones
         kwargs = {"state_dict": model.state_dict() | {key: torch.empty(0) for key in absent}} | kwargs
-    apply_changes(model, undone(of_config))
+    apply_changes(model, undone(config_changes))
     try:
         model.save_pretrained(folder, **kwargs)
     finally:
-        apply_changes(model, of_config)
+        apply_changes(model, config_changes)
     report.save(folder / MANIFEST)
 
 
 def _write_per_layer_config(model: Any, path: Path) -> str:
-    """Write sizes of layers that differ from the config into the config, for decoders like Llama's; return a note.
+    """Write the sizes of layers that differ from the config into config.json, and return a note on this, or "".
 
-    This is `per_layer_config` of transformers 5. Its configs accept the key, as tests with `AutoConfig` show, although
-    no model reads it yet.
+    Only decoders with the modules of Llama get sizes. `per_layer_config` is a key of transformers 5, whose configs
+    accept it, as tests with `AutoConfig` show, although none of its models reads it yet.
     """
     data, sizes = json.loads(path.read_text()), layer_sizes(model)
+    # `shrink_layers` may have written entries already, by which a layer skips its attention or its MLP.
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
     if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
-        data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]  # it stays with fewer heads
+        # Written out, since a config derives it from the number of heads, but heads keep their size if some leave.
+        data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
     differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
     if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
-        differing = []  # hidden_size is one for all; RoPE rotates a cut head unlike a head constructed with that size
+        # All layers share hidden_size, and RoPE rotates a cut head unlike a head that was constructed with this size.
+        differing = []
     try:
         type(model.config).from_dict(
             data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}
         )
-    except Exception:  # Llama's config computes with its number of heads, and accepts no number for each layer
+    except Exception:  # some configs refuse sizes by layer: Llama's divides by its one number of heads
         differing = []
     per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
     digits = len(str(max(len(sizes) - 1, *per_layer, 0)))
@@ -268,17 +290,20 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
     if not entries:
         return ""
     path.write_text(json.dumps(data | {"per_layer_config": entries}, indent=2, sort_keys=True) + "\n")
-    return "; its per_layer_config does, for code that reads this key (no model of transformers 5.23 does)"
+    return "; per_layer_config describes it, for code that reads this key (no model of transformers 5.23 does)"
 
 
 def layer_sizes(model: nn.Module) -> list[dict[str, int]]:
-    """Return the sizes of each layer of a decoder with the modules of Llama, under the names of its config."""
+    """Return the sizes of each layer of a decoder with the modules of Llama, under the names of Llama's config.
+
+    Parts that `shrink_layers` removed have no sizes. The list is empty if the model has other modules.
+    """
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
         layer_sizes = dict[str, int]()
         try:
             attention, mlp = layer.self_attn, layer.mlp
-            if not isinstance(attention, Zeros):
+            if not isinstance(attention, Zeros):  # `Zeros` stands in for a removed attention or MLP
                 rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
                 layer_sizes |= {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
                 layer_sizes |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
@@ -295,7 +320,10 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     Args:
         path: The folder that `save_pretrained` wrote.
         model_class: The class of the model, or an `AutoModel...` class.
-        kwargs: Arguments of `from_pretrained` if the config describes the model, else of the constructor.
+        kwargs: Arguments of `from_pretrained` if the folder has no manifest, and of the constructor if it has one.
+
+    Returns:
+        The model.
 
     Raises:
         SparsityError: A file is missing or damaged, the manifest or the weights belong to another model, or the weights
@@ -311,22 +339,23 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
         if not (folder / MANIFEST).exists():
             return model_class.from_pretrained(folder, **kwargs)
         if not isinstance(manifest := json.loads((folder / MANIFEST).read_text()), dict):
-            raise ValueError(f"{MANIFEST} is no JSON object")
+            raise ValueError(f"{MANIFEST} is not a JSON object")
         config, values = AutoConfig.from_pretrained(folder, per_layer_config=None), _weights(folder)
     except SparsityError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as e:  # of damaged files
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as e:  # damaged files
         raise SparsityError(f"load_pretrained: {folder} cannot be read: {type(e).__name__}: {e}") from e
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     model = cut_to(make(config, **kwargs), manifest)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    values = {name: value for name, value in values.items() if value.numel() or name in tensors}  # drops removed parts
+    # Tensors of removed modules were written empty (`_save_with_manifest`), and the model does not have them.
+    values = {name: value for name, value in values.items() if value.numel() or name in tensors}
     for name, value in values.items():
         if name not in tensors or tensors[name].shape != value.shape:
             shape = tuple(tensors[name].shape) if name in tensors else "no such tensor"
             raise SparsityError(f"load_pretrained: {folder} holds {name} {tuple(value.shape)}; the model has {shape}")
-    loaded = {id(tensors[name]) for name in values}
-    missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in loaded]
+    covered = {id(tensors[name]) for name in values}  # a tied tensor is written under one of its names
+    missing = [name for name in model.state_dict() if name not in values and id(tensors[name]) not in covered]
     if missing:
         raise SparsityError(f"load_pretrained: {folder} holds no values of {', '.join(missing[:5])}")
     model.load_state_dict(values, strict=False)
@@ -334,22 +363,26 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of `model.safetensors`, or of the files that the index lists; refuse other `model*` files."""
+    """Return the tensors of `model.safetensors`, or of the files that the index lists.
+
+    Raises:
+        SparsityError: The folder has both or neither, a further `model*` file, or files that contradict the index.
+    """
     from safetensors.torch import load_file
 
     single, index, where = folder / WEIGHTS, folder / INDEX, "load_pretrained: "
     if single.exists() == index.exists():
         both = "both" if single.exists() else "neither"
         raise SparsityError(f"{where}{folder} must hold either {WEIGHTS} or {INDEX}, but holds {both}")
-    files, listed = {WEIGHTS}, WEIGHTS
+    files, expected = {WEIGHTS}, WEIGHTS
     if index.exists():
         file_of = json.loads(index.read_text()).get("weight_map")
         if not (isinstance(file_of, dict) and all(Path(file).name == file for file in file_of.values())):
             raise SparsityError(f"{where}{INDEX} must map names to files of its folder under 'weight_map'")
-        files, listed = {*file_of.values()}, f"those of {INDEX}"
+        files, expected = {*file_of.values()}, f"those of {INDEX}"
     if unlisted := {file.name for file in folder.glob("model*.safetensors")} - files:
         raise SparsityError(
-            f"{where}{folder} holds {min(unlisted)} beside {listed}; move away files that belong to another model"
+            f"{where}{folder} holds {min(unlisted)} beside {expected}; move away files that belong to another model"
         )
     if single.exists():
         return load_file(single)
@@ -380,24 +413,24 @@ def load_masks(path: str | Path) -> dict[str, Tensor]:
     try:
         opened = safe_open(Path(path) / MASKS, framework="pt")
     except SafetensorError as e:
-        raise SparsityError(f"{MASKS} cannot be read, because it is damaged or no safetensors file: {e}") from e
+        raise SparsityError(f"{MASKS} cannot be read, because it is damaged or not a safetensors file: {e}") from e
     with opened as file:
         text = (file.metadata() or {}).get("shapes")
         if text is None:
             raise SparsityError(f"{MASKS} was not written by save_pretrained: its metadata has no 'shapes'")
         try:
             shapes = json.loads(text)
-        except (ValueError, RecursionError) as e:  # also of huge integers and deep nesting
+        except (ValueError, RecursionError) as e:  # huge integers and deep nesting raise them too
             raise SparsityError(f"{MASKS}: 'shapes' in its metadata is not JSON: {e}") from e
         if not isinstance(shapes, dict) or shapes.keys() != set(file.keys()):
             raise SparsityError(f"{MASKS}: its metadata must hold the shape of every mask and no other, got {text:.80}")
         for name, shape in shapes.items():
             packed = file.get_tensor(name)
             is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-            size = math.prod(shape) if is_shape else -1
-            is_mask = packed.dtype == torch.uint8 and tuple(packed.shape) == (-(-size // 8),)
-            bits = np.unpackbits(packed.numpy(), bitorder="little") if is_mask else None
-            if bits is None or bits[size:].any():
+            numel = math.prod(shape) if is_shape else -1  # -1 makes the next check fail
+            is_packed = packed.dtype == torch.uint8 and tuple(packed.shape) == (-(-numel // 8),)
+            bits = np.unpackbits(packed.numpy(), bitorder="little") if is_packed else None
+            if bits is None or bits[numel:].any():  # bits that fill up the last byte are 0
                 raise SparsityError(f"{MASKS}: {len(packed)} bytes do not hold a mask of shape {shape} for {name}")
-            masks[name] = torch.from_numpy(bits[:size]).bool().reshape(shape)
+            masks[name] = torch.from_numpy(bits[:numel]).bool().reshape(shape)
     return masks

@@ -47,7 +47,7 @@ class StepCallback:
 
     def _finish(self) -> None:
         """Choose the masks once more if schedulers have changed the levels since; masks after `until` stay."""
-        chosen, levels = self.sparsifier._chosen_at, [g.get("sparsity_level") for g in self.sparsifier.groups]
+        chosen, levels = self.sparsifier._mask_levels, [g.get("sparsity_level") for g in self.sparsifier.groups]
         is_frozen = self.sparsifier._is_frozen or self._interval.until is not None
         if self.schedulers and chosen not in (None, levels) and not is_frozen:
             MaskSparsifier.step(self.sparsifier)

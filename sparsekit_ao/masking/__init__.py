@@ -11,7 +11,7 @@ from .weight_mask import (
     is_on_parameter,
     is_parameter,
     live_mask,
-    marked,
+    mark_masked,
     other_names,
     parameter_under,
     parameters_under,

@@ -11,6 +11,7 @@ from ..distributed import is_sharded, without_fsdp_class
 from ..errors import SparsityError
 from .weight_mask import (
     WeightMask,
+    apply_parametrizations,
     below,
     dense_weight,
     find_mask,
@@ -18,7 +19,6 @@ from .weight_mask import (
     register,
     remove_mask,
     select,
-    through,
 )
 
 
@@ -57,7 +57,7 @@ def refuse_uninvertible(module: nn.Module, tensor_name: str, where: str) -> None
     if any(p.is_meta or is_sharded(p) for p in originals):
         return
     layers = copy.deepcopy(list(module.parametrizations[tensor_name]))  # type: ignore  # inverting may change buffers
-    weight = through(layers, originals)
+    weight = apply_parametrizations(layers, originals)
     half = torch.arange(weight.numel(), device=weight.device).view(weight.shape) % 2 == 0
     try:
         _inverted(layers, originals, select(weight, half).detach())
@@ -81,9 +81,10 @@ def _inverted(layers: list[nn.Module], originals: Sequence[Tensor], masked: Tens
         except (NotImplementedError, RuntimeError, ValueError) as e:
             raise SparsityError(f"{type(p).__name__}: its right_inverse says {e}") from None
         back = (found,) if isinstance(found, Tensor) else tuple(found)
-    lost = through(layers, list(back)).isnan()  # a row of zeros has no direction: weight_norm then keeps the old one
+    # A row of zeros has no direction: weight_norm then keeps the old one.
+    lost = apply_parametrizations(layers, list(back)).isnan()
     kept = [torch.where(lost, o, b) if b.shape == lost.shape else b for o, b in zip(originals, back, strict=True)]
-    again = through(layers, kept)
+    again = apply_parametrizations(layers, kept)
     close = torch.allclose(again, masked, rtol=8 * torch.finfo(masked.dtype).eps, atol=1e-6)
     if not close or not torch.equal(again != 0, masked != 0):
         raise SparsityError(f"{type(layers[-1]).__name__}: its right_inverse does not give the masked weight")

@@ -26,16 +26,16 @@ from ..tables import Table
 from .chain import CalibrationData, Stream
 from .walk import Checkpoint, Walk, agreed, call_of, check_options, without_autocast_cache
 
-PASSES = 4
-WHOLE = 0.5  # factor of the learning rate if the whole model is trained
-RATE = 0.02  # learning rate as a fraction of the root mean square of a block's kept weights
-WARM = 0.1  # the share of steps in which the learning rate rises
-LAST = 0.2  # the share of the learning rate at the end, after a cosine
-MEASURED = 8  # batches on which passes are compared
-HELD_OUT = 8  # one of so many rows of these batches is held out, if there are ENOUGH
-ENOUGH = 2048  # fewer rows would be too noisy, so none of them is held out
-EVERY = 2  # errors are measured once in so many passes, always after the last one
-PATIENCE = 4  # passes without a smaller error, after which a block is finished
+PASSES = 4  # passes over all batches for each block
+RATE = 0.02  # the highest learning rate, as a fraction of the root mean square of a block's kept weights
+WHOLE = 0.5  # a factor of the learning rate if the whole model is trained
+WARM = 0.1  # the fraction of the steps in which the learning rate rises
+LAST = 0.2  # the learning rate at the end, after a cosine, as a fraction of the highest one
+MEASURED = 8  # the number of batches on which passes are compared
+HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
+ENOUGH = 2048  # an eighth of fewer rows would measure errors with too much noise, so none of them is held out
+EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
+PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,13 @@ class BlockRow:
 
     Attributes:
         block: The name of the block; "" is the whole model.
-        before: The relative error of its output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows on which passes
-            are compared (see `recover`). With `outputs="kl"`, the divergence of the logits in nats per row.
-        after: The same with the recovered weights.
-        passes: The number of passes over the batches that led to these weights.
-        seconds: The time spent on this block.
+        before: The relative error of the block's output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows on which
+            passes are compared (see `recover`). With `outputs="kl"`, the row of the whole model has the divergence of
+            the logits, in nats per row of logits.
+        after: The same number for the recovered weights.
+        passes: The number of passes over the batches after which the weights were as they are taken; 0 if no pass made
+            the error smaller.
+        seconds: The time spent on this block, in seconds.
 
     >>> BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5).after
     0.1
@@ -117,24 +119,28 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
-    In distributed training all ranks pass the same models and the same number of batches; gradients are averaged.
+    In distributed training all ranks pass the same models and the same number of batches. Gradients are summed over
+    ranks, and divided by the initial error of a row, summed over ranks in the same way.
 
     Args:
         model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
             `shrink_layers`. A block that remains after `shrink_layers` also learns what the removed blocks after it
             did.
-        dense: The dense model that it was made from, with blocks of the same names and outputs of the same shapes.
+        dense: The dense model that `model` was made from. Blocks have the same names and outputs of the same shapes in
+            both models.
         batches: Calibration data without labels, as for `one_shot`. More data helps more than more passes.
         forward: A function `(model, batch) -> outputs` that is called instead of the models.
-        passes: The number of passes over all batches for each block, 4 by default. After every second one the error is
-            measured on eight batches, and the weights with the smallest error are taken. An eighth of the rows of these
-            batches is held out for it; if they have fewer than 2,048 rows, it is measured on all of them.
+        passes: The number of passes over all batches for each block, 4 by default. The error is measured on eight
+            batches: before the first pass, after the last one, and after every second one before that, counted from
+            the end. The weights with the smallest error are taken. Training of a block ends early if four passes have
+            not made its error smaller. An eighth of the rows of the eight batches is held out from training to measure
+            the error; if these batches have fewer than 2,048 rows, it is measured on all of their rows.
         rate: The highest learning rate, as a fraction of the root mean square of a block's kept weights; 0.02 by
             default. A whole model is trained with half of it.
         outputs: If given, the whole model is trained once more in the end, to give the dense model's outputs (the first
             tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the divergence of logits
             (`"kl"`).
-        blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds it.
+        blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds the list.
         token_mask: Which tokens count, as for `one_shot`.
         seed: An int that determines the order of batches.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
@@ -144,8 +150,9 @@ def recover(
 
     Raises:
         SparsityError: An argument does not fit, there are no batches, blocks of the models do not fit each other, or
-            values are not finite. After an error or interruption, each block is as it was, finished, or as after its
-            best pass.
+            values are not finite. After an error or an interruption, blocks that were finished keep their new weights,
+            the block that was being trained has the weights of its best pass so far (if it is offloaded, its weights
+            are as they were), and later blocks are as they were.
 
     >>> import copy
     >>> from sparsekit_ao import ScopeSparsifier, one_shot, recover
@@ -172,32 +179,32 @@ def recover(
     saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call}\n{data.fingerprint()}", "recover")
     layers = _changed_layers(model, dense)
     walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
-    return teacher.report(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
+    return teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
 
 
 def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
-    """Raise an error unless a model can be trained to match the dense one; None is the model itself as it is now."""
+    """Raise an error unless a model can be trained to match the dense one (None: the model itself as it is now)."""
     if checked_model(model, "recover") is dense:
         raise SparsityError("recover: model and dense are the same object; keep a deep copy before pruning")
     if torch.is_inference_mode_enabled():
         raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
-    stored: set[int] = set()  # addresses of the dense model's values
+    dense_addresses: set[int] = set()  # of the dense model's values; it comes first
     models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, "recover"), "": model}
-    for what, one in models.items():
+    for whose, one in models.items():
         refuse_unloadable(one, "recover")
         for name, p in one.named_parameters():
             if p.is_inference():
                 raise SparsityError(
-                    f"recover: {what}{name} was made in inference mode, and such weights cannot be trained; load the "
+                    f"recover: {whose}{name} was made in inference mode, and such weights cannot be trained; load the "
                     "model outside of torch.inference_mode(), or clone its weights there"
                 )
-            if p.is_meta or is_sharded(p):
+            if p.is_meta or is_sharded(p):  # values that cannot be read here
                 continue
             if not bool(torch.isfinite(p).all()):
-                raise SparsityError(f"recover: {what}{name} has values that are not finite")
+                raise SparsityError(f"recover: {whose}{name} has values that are not finite")
             if one is dense:
-                stored.add(p.data_ptr())
-            elif p.numel() and p.data_ptr() in stored:
+                dense_addresses.add(p.data_ptr())
+            elif p.numel() and p.data_ptr() in dense_addresses:
                 raise SparsityError(f"recover: both models share the values of {name}; keep a deep copy before pruning")
     if dense is None:
         return
@@ -212,22 +219,26 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
 
 
 def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
-    """Raise an error if the dense model is zero wherever the model is, and elsewhere too (arguments exchanged)."""
+    """Raise an error if the dense model is zero wherever the model is, and elsewhere too.
+
+    The arguments were then given in the wrong order.
+    """
     if is_elsewhere(model) or is_elsewhere(dense):
-        return  # values are not at hand
-    zeros, tensors = [0, 0], dict(named_tensors(dense))
-    if {*tensors} != {name for name, _ in named_tensors(model)}:
-        return  # the model was made smaller, so it is no dense one
+        return  # the values of offloaded and sharded weights cannot be compared here
+    if {name for name, _ in named_tensors(dense)} != {name for name, _ in named_tensors(model)}:
+        return  # the model was made smaller, so it is not the dense one
+    zeros = dense_zeros = 0
     for name, p in named_tensors(model):
-        if p.ndim > 1 and name in tensors:
-            weight, other = (masking.used_weight(*owner_of(one, name)) == 0 for one in (model, dense))
-            if weight.shape != other.shape or bool((weight & ~other.to(weight.device)).any()):
+        if p.ndim > 1:
+            is_zero, is_dense_zero = (masking.used_weight(*owner_of(one, name)) == 0 for one in (model, dense))
+            if is_zero.shape != is_dense_zero.shape or bool((is_zero & ~is_dense_zero.to(is_zero.device)).any()):
                 return
-            zeros = [zeros[0] + int(weight.count_nonzero()), zeros[1] + int(other.count_nonzero())]
-    if zeros[1] > zeros[0]:
+            zeros += int(is_zero.count_nonzero())
+            dense_zeros += int(is_dense_zero.count_nonzero())
+    if dense_zeros > zeros:
         raise SparsityError(
-            f"recover: the dense model has {zeros[1]:,} weights that are zero, but the pruned one only "
-            f"{zeros[0]:,}; check the order of the arguments, recover(pruned, dense, batches)"
+            f"recover: the dense model has {dense_zeros:,} weights that are zero, but the pruned one only "
+            f"{zeros:,}; check the order of the arguments, recover(pruned, dense, batches)"
         )
 
 
@@ -243,16 +254,16 @@ def check_ranks(data: CalibrationData) -> None:
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
     """Return the modules whose matrices differ in the dense model; if none do, return all modules with matrices."""
-    changed, layers, values = [], [], dict(named_tensors(dense))
-    is_known = not is_elsewhere(model) and not is_elsewhere(dense)  # whether values can be compared
+    changed, layers, dense_tensors = [], [], dict(named_tensors(dense))
+    are_comparable = not is_elsewhere(model) and not is_elsewhere(dense)  # neither offloaded nor sharded
     for name, p in named_tensors(model):
         module, tensor = owner_of(model, name)
         if p.ndim < 2:
             continue
         layers.append(module)
-        if not is_known:
+        if not are_comparable:
             continue
-        other = values.get(name)
+        other = dense_tensors.get(name)
         weight = masking.used_weight(module, tensor)
         if other is None or weight.shape != other.shape or not torch.equal(weight, other.to(weight.device)):
             changed.append(module)
@@ -260,15 +271,15 @@ def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
 
 
 class Teacher:
-    """The dense model in a walk; it trains blocks of the pruned model to match its own (`walk.Matching`).
+    """The dense model in a walk; it trains blocks of the pruned model to match its own blocks (`walk.Matching`).
 
     Args:
         dense: The dense model; None is the model itself, whose blocks are dense until the walk reaches them.
-        data: Batches of the pruned model.
+        data: The pruned model and its batches, on which the dense model runs too.
         passes, rate, seed, outputs: As for `recover`.
 
     Attributes:
-        stream: The inputs of the next block in the dense model.
+        stream: The inputs of the next block in the dense model. It is None before `start`, and if there are no blocks.
     """
 
     row = BlockRow
@@ -291,7 +302,7 @@ class Teacher:
         self._next = 0  # the dense block whose inputs the stream has
 
     def described(self) -> tuple[object, ...]:
-        """Return what identifies this teacher, with the same text in every process."""
+        """Return values that identify this teacher, and whose text is the same in every process."""
         dense = (
             ""
             if self.dense is None
@@ -300,7 +311,10 @@ class Teacher:
         return dense, self.passes, self.rate, self.seed, self.outputs
 
     def start(self, walk: Walk) -> None:
-        """Begin the dense stream or, without blocks, keep the model's outputs, before anything changes."""
+        """Begin the dense stream before anything changes.
+
+        If there are no blocks and the model itself is the dense one, keep its outputs instead.
+        """
         self._walk, dense = walk, walk.data.model if self.dense is None else self.dense
         if is_elsewhere(walk.data.model) and (self.outputs is not None or not walk.blocks):
             raise SparsityError(
@@ -311,13 +325,13 @@ class Teacher:
         with eval_mode(dense):
             if walk.blocks:
                 self._dense_blocks, self._last = _paired(walk.data.model, dense, walk.names)
-                self.stream = walk.captured(data, self._dense_blocks[0])
+                self.stream = walk.new_stream(data, self._dense_blocks[0])
             elif self.dense is None:
                 for k in range(len(data.batches)):
                     walk.kept.put(("outputs", k), _output_tensor(data.output(k)))
 
     def advance(self, at: int, block: nn.Module) -> None:
-        """Move the dense stream on by the dense block, or by several if the model has lost some."""
+        """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
         assert self.stream is not None
         if self.dense is None:
             self.stream.advance(block)
@@ -329,7 +343,10 @@ class Teacher:
             self._next += 1
 
     def match(self, at: int, block: nn.Module, stream: Stream) -> BlockRow | None:
-        """Train a block, with its inputs in the pruned model, to give the outputs of the dense block."""
+        """Train a block, with its inputs in the pruned model, to give the outputs of the dense block.
+
+        Return its row, or None if the block has no floating-point parameters.
+        """
         if not any(p.is_floating_point() for p in block.parameters()):
             return None
         dense = self.stream
@@ -339,8 +356,8 @@ class Teacher:
         return self._train(student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, self._walk.names[at])
 
     @torch.no_grad()
-    def report(self, rows: Sequence[BlockRow]) -> RecoveryReport:
-        """Train the whole model if it has no blocks or `outputs` is given, and report on everything."""
+    def finish(self, rows: Sequence[BlockRow]) -> RecoveryReport:
+        """Train the whole model if it has no blocks or `outputs` is given; return the report, with these rows first."""
         rows, model, dense = [*rows], self.data.model, self.dense
         if self.outputs is not None or not self._walk.blocks:
             whole = _Student(model, lambda _, k: self.data.output(k))
@@ -353,17 +370,25 @@ class Teacher:
                 rows.append(self._train(whole, target, self.outputs or "mse", len(self._walk.blocks), ""))
         return RecoveryReport(rows=tuple(rows), tokens=self.data.counted())
 
-    def _train(self, student: "_Student", target: Callable[[int], Tensor], loss: str, at: int, name: str) -> BlockRow:
-        """Train a module to give the target of each batch, and keep the weights of the best pass."""
+    def _train(self, student: "_Student", target: Callable[[int], Tensor], metric: str, at: int, name: str) -> BlockRow:
+        """Train a module to give the target of each batch, and keep the weights of the best pass.
+
+        Args:
+            student: The module.
+            target: A function that returns the output of the dense model for the batch of an index.
+            metric: "mse" or "kl", as `outputs` of `recover`.
+            at: The number of the block, which is added to the seed.
+            name: The name of the block; "" is the whole model.
+        """
         start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
         draws = torch.Generator().manual_seed(self.seed + at)
-        rate = self.rate * student.size() * (1 if name else WHOLE)
+        rate = self.rate * student.weight_rms() * (1 if name else WHOLE)
         optimizer, schedule = _optimizer(student, rate, self.passes * count)
         compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
         rows = [len(token_rows(target(k), masks[k])) for k in compared if target(k).ndim]
         holds_out = sum(rows) >= ENOUGH
 
-        def error(k: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        def error(k: int, held_out: bool) -> tuple[Tensor, Tensor]:  # as `_error`, of the rows of batch k
             actual = student.output(k)
             with torch.no_grad():
                 expected = target(k)
@@ -371,22 +396,23 @@ class Teacher:
             actual, expected = token_rows(actual, masks[k]), token_rows(expected, masks[k])
             if k in compared and holds_out:
                 order = torch.randperm(len(actual), generator=keyed_generator(self.seed, k)).to(actual.device)
-                some = order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]
-                actual, expected = actual[some], expected[some]
-            return _error(actual, expected, loss)
+                drawn = order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]
+                actual, expected = actual[drawn], expected[drawn]
+            return _error(actual, expected, metric)
 
-        def measured() -> float:
+        def measured() -> float:  # the error of all compared batches and ranks, as `BlockRow` has it
             errors = torch.stack([torch.stack(error(k, held_out=True)) for k in compared])
-            lost, total = _over_ranks(errors.double().sum(0)).tolist()
-            if not math.isfinite(lost):
+            loss, divisor = _over_ranks(errors.double().sum(0)).tolist()
+            if not math.isfinite(loss):
                 raise SparsityError(
                     f"recover: the outputs of {name or 'the model'} are not finite; lower rate={self.rate:g}"
                 )
-            return (math.sqrt if loss == "mse" else float)(lost / (total or 1))
+            return (math.sqrt if metric == "mse" else float)(loss / (divisor or 1))
 
         before = best = measured()
         best_pass = 0
-        # The error of a row is about 1 at first, so that gradients are in the range of 16 bits.
+        # Losses are divided by the initial one of a row, so that gradients are in the range of 16 bits. It is summed
+        # over ranks because the gradients are.
         first = error(0, held_out=False)[0] / max(target(0).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
         try:
@@ -394,11 +420,11 @@ class Teacher:
                 for k in torch.randperm(count, generator=draws).tolist():
                     optimizer.zero_grad()
                     with torch.enable_grad():
-                        lost = error(k, held_out=False)[0] / scale
-                    student.set_gradients(lost)
+                        loss = error(k, held_out=False)[0] / scale
+                    student.set_gradients(loss)
                     optimizer.step()
                     schedule.step()
-                if (self.passes - number) % EVERY:
+                if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured
                     continue
                 after = measured()
                 if after < best:
@@ -413,7 +439,7 @@ class Teacher:
 
 
 def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
-    """Return Adam and its schedule: a linear rise, then a cosine to `LAST`."""
+    """Return Adam and its schedule, in which the learning rate rises linearly and then falls to `LAST` by a cosine."""
     optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -425,14 +451,19 @@ def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.opti
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:
     """Return the dense model's blocks and, for each block of the model, the index of the dense block that it matches.
 
-    A block that remains after `shrink_layers` also replaces the removed blocks that follow it.
+    A block that remains after `shrink_layers` also takes the place of the removed blocks that follow it, so the last of
+    these is the one that it matches.
+
+    Args:
+        model, dense: The pruned model and the dense model.
+        names: The names of the model's blocks, of which there is at least one.
     """
-    if not names:
-        return [], []
     path = names[0].rpartition(".")[0]
     dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
-    own = [*getattr(dense.get_submodule(path), "_dense_indices", range(len(dense_blocks)))]  # some may be removed too
-    indices = [own.index(at) for at in getattr(model.get_submodule(path), "_dense_indices", own) if at in own]
+    # `shrink_layers` notes on a list which blocks of the whole model remain. The dense model may have lost some too.
+    in_dense = [*getattr(dense.get_submodule(path), "_dense_indices", range(len(dense_blocks)))]
+    in_model = getattr(model.get_submodule(path), "_dense_indices", in_dense)
+    indices = [in_dense.index(at) for at in in_model if at in in_dense]
     if len(indices) != len(names):
         raise SparsityError(
             f"recover: the model has {len(names)} blocks in {path!r}, but the dense model has "
@@ -443,18 +474,21 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
 
 
 class _Student(nn.Module):
-    """A module whose weights are trained; weights in 16 bits are trained as float32 copies.
+    """A module whose weights are trained as copies, in float32 if the weights have 16 bits.
 
-    `functional_call` puts `weights` in place of the parameters while `forward` runs the block on the batch of an index.
+    `functional_call` puts these copies in place of the parameters while `forward` runs the module on a batch. It can
+    only do this for parameters of the module that it calls, so the trained module is a child of this one.
 
     Args:
         module: A block, or the whole model.
         run: `(module, index of a batch) -> output`.
 
     Attributes:
-        weights: {name: trained tensor} of all floating-point parameters except embeddings.
-        kept: {name: mask of nonzero, unmasked elements} of the parameters with two or more dimensions.
-        saved: Copies of `weights` after the best pass so far, at first of the initial ones.
+        originals: {name: parameter} of all floating-point parameters except embeddings.
+        weights: {name: the tensor that is trained in place of this parameter}.
+        kept: {name: bool mask of the elements that may change} of the parameters with two or more dimensions. These
+            elements are not zero, and no mask drops them.
+        saved: Copies of `weights` after the best pass so far; before that, of the initial weights.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
@@ -483,27 +517,29 @@ class _Student(nn.Module):
         weights = {name: weight.to(self.originals[name].dtype) for name, weight in self.weights.items()}
         return functional_call(self, weights, (k,))
 
-    def size(self) -> float:
-        """Return the root mean square of the kept elements of weights with two or more dimensions, or 1 without any."""
+    def weight_rms(self) -> float:
+        """Return the root mean square of the kept elements of weights with two or more dimensions, or 1 if it is 0."""
         count = sum(int(kept.count_nonzero()) for kept in self.kept.values())
         squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
         return math.sqrt(squares / max(count, 1)) or 1.0
 
-    def set_gradients(self, lost: Tensor) -> None:
-        """Compute the gradients of a loss, summed over ranks; those of dropped weights are zero."""
-        if not lost.requires_grad:
+    def set_gradients(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
+        if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
-        gradients = list(torch.autograd.grad(lost, list(self.weights.values()), allow_unused=True))
+        gradients = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
         for name, weight in self.weights.items():
-            gradient = gradients.pop(0)  # and is freed
-            full = torch.zeros_like(weight) if gradient is None else gradient
-            weight.grad = _over_ranks(full * self.kept[name] if name in self.kept else full)
+            gradient = gradients.pop(0)  # popped, so that its memory is freed in this iteration
+            gradient = torch.zeros_like(weight) if gradient is None else gradient  # every rank must reduce it
+            weight.grad = _over_ranks(gradient * self.kept[name] if name in self.kept else gradient)
 
     def save(self) -> None:
+        """Keep a copy of the trained weights as the best so far."""
         for name, weight in self.weights.items():
             self.saved[name].copy_(weight)
 
     def write(self) -> None:
+        """Write the best weights so far into the parameters."""
         for name, weight in self.saved.items():
             self.originals[name].detach().copy_(weight)
 
@@ -525,22 +561,26 @@ def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
     if actual.shape != expected.shape:
         raise SparsityError(
             f"recover: {name} returns {tuple(actual.shape)}, but the dense model returns {tuple(expected.shape)}; "
-            "only outputs of the same shape can be matched. shrink keeps the width of "
-            "blocks with exclude=[the layer before them]"
+            "only outputs of the same shape can be matched. Call shrink with exclude=[the layer before them], so that "
+            "blocks keep their width"
         )
 
 
-def _error(actual: Tensor, expected: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-    """Return the loss of rows and its divisor: sums of squares, or nats and the number of rows."""
+def _error(actual: Tensor, expected: Tensor, metric: str) -> tuple[Tensor, Tensor]:
+    """Return the loss of some rows, and the number that it is divided by in reports.
+
+    For "mse", these are the sums of squares of the differences and of the expected values. For "kl", they are the
+    divergence of the rows in nats and the number of rows.
+    """
     actual, expected = actual.float(), expected.float()
-    if loss == "mse":
+    if metric == "mse":
         return (actual - expected).square().sum(), expected.square().sum()
     nats = nn.functional.kl_div(actual.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True)
     return nats, torch.tensor(float(len(actual)), device=actual.device)
 
 
 def _over_ranks(total: Tensor) -> Tensor:
-    """Sum over all ranks, in place."""
+    """Sum a tensor over all ranks, in place, and return it."""
     if has_process_group():
         torch.distributed.all_reduce(total)
     return total

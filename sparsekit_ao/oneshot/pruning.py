@@ -337,7 +337,7 @@ def _pruned(
         walk.run(caller, scoring, rest=rest, progress=progress, writes=False)
         layers.shared_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, rest=rest, checkpoint=saved, progress=progress)
-    recovery = None if teacher is None else teacher.report(matched)
+    recovery = None if teacher is None else teacher.finish(matched)
     seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
     weights, tokens = weights_by_name(data.model), data.counted()
     return OneShotReport(

@@ -284,7 +284,7 @@ class Scoring:
         return self._layers.masks(names)
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
-        """Score tensors. Their saliencies are kept; statistics are freed after each unit."""
+        """Score tensors. Their saliencies are kept; statistics are freed after each step."""
         for pruning in self._shared:
             for name in pruning.specs.keys() & {*names}:
                 weight = self._layers._dense(name)

@@ -1,14 +1,20 @@
 """The walk over a model: each block is loaded, pruned, matched to its dense self and stored before the next one.
 
-    for block in blocks, in the order of the forward pass:
-        load        its weights, on the device that computes (`loaded`)
-        advance x   the stream of the dense model: the dense block's outputs are the new x, which is to be matched
-                    (`Matching.advance`)
-        record      statistics of its layers, for the inputs x~ that it has in the pruned model (`_statistics`)
-        solve       masks and kept weights of its layers (`Solving.solve`)
-        match       train the kept weights so that the block gives x for x~ (`Matching.match`)
-        advance x~  the stream of the pruned model (`Stream.advance`)
-        store       the weights where they came from (the end of `loaded`), and in a checkpoint (`Checkpoint.write`)
+    for step in the order of the forward pass (`steps_of`):
+        if the step is a block:
+            load        its weights, on the device that computes (`loaded`)
+            advance x   the stream of the dense model: the dense block's outputs are the new x, which is to be matched
+                        (`Matching.advance`)
+            record      statistics of its layers, for the inputs x~ that it has in the pruned model (`_statistics`)
+            solve       masks and kept weights of its layers (`Solving.solve`)
+            match       train the kept weights so that the block gives x for x~ (`Matching.match`)
+            advance x~  the stream of the pruned model (`Stream.advance`)
+        if it is layers outside of blocks, which read the same tensor:
+            record      their statistics, by running the model up to them
+            load        their weights
+            solve       their masks and kept weights
+        save            the weights in the checkpoint, if there is one (`Checkpoint.write`)
+        store           the weights where they came from (the end of `loaded`)
 
 `prune`, `one_shot` and `recover` run this walk. Besides the model, memory holds the weights and statistics of one block
 and the two streams. A resumed walk runs finished blocks again to move the streams on, with the same bits.
@@ -35,19 +41,20 @@ from ..models.progress import steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
 
-_PARTS = ("another model", "other arguments", "other batches, forward or token_mask")  # the lines of `call.txt`
+# What it means if a line of `call.txt` differs from that of this call, line by line.
+_DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class Step:
     """A part of the model that is finished before the next: a block, or layers outside of blocks with the same input.
 
     Attributes:
         name: The name of the block, or of the first tensor.
-        block: The number of the block; None outside of blocks.
+        block: The number of the block; None for layers outside of blocks.
         tensors: The names of the tensors that are pruned.
-        is_recorded: Whether inputs of the tensors are recorded.
-        is_after: Whether all blocks run before it.
+        is_recorded: Whether the inputs of the tensors are recorded.
+        is_after: Whether these are layers that the walk visits after all blocks.
     """
 
     name: str
@@ -58,7 +65,7 @@ class Unit:
 
 
 class Solving(Protocol):
-    """How layers are pruned in a walk.
+    """What a walk calls to prune layers.
 
     Attributes:
         row: The class of the rows that `solve` returns.
@@ -72,14 +79,19 @@ class Solving(Protocol):
         """Return a tensor as it is in the model now, with the statistics to record for it."""
 
     def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which these masks keep everything; on exit each holds what was chosen, or is restored."""
+        """Return a context in which these masks keep everything.
+
+        When it ends, a mask of `chosen` holds what was chosen; every other mask holds what it held before.
+        """
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
         """Prune all of these tensors, or none after an error, and return a row of the report for each."""
 
 
 class Matching(Protocol):
-    """How blocks are matched to those of the dense model in a walk.
+    """What a walk calls to match blocks to those of the dense model.
+
+    Methods are called with the number of a block in the walk and with the block itself.
 
     Attributes:
         row: The class of the rows that `match` returns.
@@ -100,21 +112,23 @@ class Matching(Protocol):
 
 
 class Walk:
-    """A walk over the blocks of a model, and over the layers outside of them.
+    """A walk over the blocks of a model and over the layers outside of them.
 
     Args:
         data: The model and its batches.
         targets: The tensors whose inputs are recorded.
         blocks: The name of the list of repeated blocks; None finds the one that holds most of `layers`.
-        layers: The layers that are counted for this; None takes those of the targets.
-        device: Where blocks run; None is where their weights are.
-        stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files.
+        layers: The layers that are counted to find this list; None counts those of the targets.
+        device: Where blocks run; None runs them where their weights are.
+        stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files. None sets
+            no limit.
 
     Attributes:
-        blocks: The repeated blocks. Without any there is no stream: the whole model runs anew for each layer.
-        names: Their names.
+        blocks: The repeated blocks. If there are none, there is no stream, and the whole model runs anew in each step.
+        names: The names of the blocks.
         reached: Targets in the order of the forward pass, each with a number for the tensor that it reads.
         unreached: Targets that no batch reaches.
+        stream: The stream of the pruned model, from the first block that is visited on; None before.
     """
 
     def __init__(
@@ -136,13 +150,15 @@ class Walk:
             self._agree(targets)
         names = {id(module): name for name, module in data.model.named_modules()}
         self.names = [names[id(block)] for block in self.blocks]
-        self._keeping = None if device is None else "cpu", stream_memory
-        self.kept = Kept(*self._keeping)
-        self._stays = not is_elsewhere(data.model)  # whether weights are changed where they are
+        # With a device, streams are kept on the CPU, so that the device has room for one block and one batch.
+        self._kept_options = None if device is None else "cpu", stream_memory
+        self.kept = Kept(*self._kept_options)
+        # Whether weights are changed where they are, so that an error must put them back.
+        self._is_in_place = not is_elsewhere(data.model)
         self.stream: Stream | None = None
 
     def _agree(self, targets: Sequence[Target]) -> None:
-        """Make all ranks visit the same targets in one order; blocks are used only if every rank has found them."""
+        """Make all ranks visit the same targets in one order, and use blocks only if every rank has found them."""
         own = [(target.name, read) for target, read in self.reached], [*self._repeated], bool(self.blocks)
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, own)
@@ -150,14 +166,14 @@ class Walk:
         for reached, _, _ in ranks:
             for name, read in reached:
                 reads.setdefault(name, read)
-        named = {target.name: target for target in targets}
-        self.reached = [(named[name], read) for name, read in reads.items()]
+        target_of = {target.name: target for target in targets}
+        self.reached = [(target_of[name], read) for name, read in reads.items()]
         self.unreached = [target for target in targets if target.name not in reads]
         self._repeated = {name for _, repeated, _ in ranks for name in repeated}
         self.blocks = self.blocks if all(has_blocks for _, _, has_blocks in ranks) else []
 
-    def captured(self, data: CalibrationData, block: nn.Module, like: Stream | None = None) -> Stream:
-        """Return the stream of a model at its first block."""
+    def new_stream(self, data: CalibrationData, block: nn.Module, like: Stream | None = None) -> Stream:
+        """Return the stream of a model at its first block; what is equal in the stream `like` is kept only once."""
         calls = (captured(data, block, index) for index in range(len(data.batches)))
         return Stream(calls, self.kept, self.device, like)
 
@@ -172,18 +188,19 @@ class Walk:
         progress: bool = True,
         writes: bool = True,
     ) -> tuple[list[Any], list[Any]]:
-        """Visit all units, and return the rows of pruned tensors and the rows of matched blocks.
+        """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks.
 
         Args:
             caller: The name of the user's call, for progress and errors.
-            solving, matching: How layers are pruned and how blocks are matched; None skips this.
+            solving: How layers are pruned; None prunes none.
+            matching: How blocks are matched; None matches none.
             rest: Tensors that are pruned without statistics.
-            checkpoint: Saves finished units, and restores them in a resumed walk.
+            checkpoint: Where finished steps are saved, and from where a resumed walk restores them.
             progress: Whether progress is shown.
-            writes: Whether weights are changed.
+            writes: Whether changed weights are stored where they came from.
         """
-        self.stream, self.kept = None, Kept(*self._keeping)
-        units = units_of(self, rest, matching is not None)
+        self.stream, self.kept = None, Kept(*self._kept_options)
+        plan = steps_of(self, rest, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
         finished = 0
@@ -192,67 +209,68 @@ class Walk:
             eval_mode(self.data.model),
             torch.no_grad(),
             without_autocast_cache(),
-            steps(caller, what, len(units), progress and rank() == 0) as done,
+            steps(caller, what, len(plan), progress and rank() == 0) as done,
         ):
             try:
-                if matching is not None:
-                    with nullcontext() if solving is None else solving.masks([n for u in units for n in u.tensors]):
+                if matching is not None:  # the dense model may be this one, whose masks must then keep everything
+                    names = [name for step in plan for name in step.tensors]
+                    with nullcontext() if solving is None else solving.masks(names):
                         matching.start(self)
-                for unit in units:
-                    rows, row = self._visit(unit, units[-1], finished, solving, matching, checkpoint, writes)
+                for step in plan:
+                    rows, row = self._visit(step, plan[-1], finished, solving, matching, checkpoint, writes)
                     solved += rows
                     matched += [] if row is None else [row]
                     finished += 1
-                    errors = [row.after] if row is not None else [r.after for r in rows if r.after == r.after]
-                    done(unit.name, sum(errors) / len(errors) if errors else math.nan)
+                    errors = [r.after for r in rows if not math.isnan(r.after)] if row is None else [row.after]
+                    done(step.name, sum(errors) / len(errors) if errors else math.nan)
             except BaseException as error:
                 if finished:
                     again = "Load the model as it was before and make the same call again, which goes on from there"
                     text = again if checkpoint else "With checkpoint=folder, the same call would go on from there"
-                    error.add_note(f"{caller}: {finished} of {len(units)} steps are finished. {text}.")
+                    error.add_note(f"{caller}: {finished} of {len(plan)} steps are finished. {text}.")
                 raise
             finally:
-                abandon_forward(self.data.model)  # if an error interrupted one
+                abandon_forward(self.data.model)  # an error may have interrupted a forward pass
         return solved, matched
 
     def _visit(
         self,
-        unit: Unit,
-        last: Unit,
+        step: Step,
+        last: Step,
         number: int,
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
         writes: bool,
     ) -> tuple[list[Any], Any]:
-        """Finish one unit; return its rows."""
+        """Load the weights of the step of this number, finish it, and return its rows as `_solved` does."""
         with ExitStack() as stack:
             if solving is not None:
-                stack.enter_context(solving.masks(unit.tensors))
-            modules = self._modules(unit)
-            if unit.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
+                stack.enter_context(solving.masks(step.tensors))
+            modules = self._modules(step)
+            if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
                 is_saved = checkpoint is not None and checkpoint.has(number)
-                recorded = {} if solving is None or is_saved else self._statistics(unit, solving)
+                recorded = {} if solving is None or is_saved else self._statistics(step, solving)
                 stack.enter_context(loaded(self.data.model, modules, writes=writes))
-                return self._finish(unit, number, modules, solving, None, checkpoint, recorded)
-            block = self.blocks[unit.block]
+                return self._finish(step, number, modules, solving, None, checkpoint, recorded)
+            block = self.blocks[step.block]
             if self.stream is None:
-                self.stream = self.captured(self.data, block, None if matching is None else matching.stream)
+                self.stream = self.new_stream(self.data, block, None if matching is None else matching.stream)
             stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
             if matching is not None:
-                matching.advance(unit.block, block)
-            return self._finish(unit, number, modules, solving, matching, checkpoint, moves_on=unit is not last)
+                matching.advance(step.block, block)
+            return self._finish(step, number, modules, solving, matching, checkpoint, moves_on=step is not last)
 
-    def _modules(self, unit: Unit) -> list[nn.Module]:
-        """The modules whose weights a unit reads and writes."""
-        if unit.block is not None:
-            return [self.blocks[unit.block]]
-        owners = [self.data.model.get_submodule(name.rpartition(".")[0]) for name in unit.tensors]
+    def _modules(self, step: Step) -> list[nn.Module]:
+        """Return the modules whose weights a step reads and writes."""
+        if step.block is not None:
+            return [self.blocks[step.block]]
+        owners = [self.data.model.get_submodule(name.rpartition(".")[0]) for name in step.tensors]
         return list(dict.fromkeys(owners))
 
     def _finish(
         self,
-        unit: Unit,
+        step: Step,
         number: int,
         modules: Sequence[nn.Module],
         solving: Solving | None,
@@ -261,45 +279,45 @@ class Walk:
         recorded: dict[str, Statistics] | None = None,
         moves_on: bool = False,
     ) -> tuple[list[Any], Any]:
-        """Prune and match a unit whose weights are loaded, or restore what an interrupted walk saved of it.
+        """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step.
 
-        The stream moves on here too, so that an error in moving it leaves the unit as it was.
+        The stream moves on here too, so that an error in moving it leaves the weights of the step as they were.
         """
         named: dict[str, Tensor] = {}
         for at, module in enumerate(modules):
             named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
-        saved = None if checkpoint is None else checkpoint.read(number, unit, named)
+        saved = None if checkpoint is None else checkpoint.read(number, step, named)
         was = "" if checkpoint is None else fingerprint(named)
-        before = {name: p.clone() for name, p in named.items()} if self._stays else {}
+        before = {name: p.clone() for name, p in named.items()} if self._is_in_place else {}
         try:
             if saved is None:
-                rows, row = self._solved(unit, solving, matching, recorded)
+                rows, row = self._solved(step, solving, matching, recorded)
             else:
                 rows, row = self._restored(saved, named, solving, matching)
-            if moves_on and unit.block is not None:
+            if moves_on and step.block is not None:
                 assert self.stream is not None
-                self.stream.advance(self.blocks[unit.block], is_last=unit.block + 1 == len(self.blocks))
+                self.stream.advance(self.blocks[step.block], is_last=step.block + 1 == len(self.blocks))
             if checkpoint is not None and saved is None:
-                masks = {} if solving is None else {n: solving.chosen[n] for n in unit.tensors if n in solving.chosen}
+                masks = {} if solving is None else {n: solving.chosen[n] for n in step.tensors if n in solving.chosen}
                 state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
                 checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         except BaseException:
-            if solving is not None:  # weights that `recover` has improved so far stay
+            if solving is not None:  # `recover` alone keeps the weights that it has improved so far
                 for name, p in before.items():
                     named[name].copy_(p)
             raise
         return rows, row
 
     def _solved(
-        self, unit: Unit, solving: Solving | None, matching: Matching | None, recorded: dict[str, Statistics] | None
+        self, step: Step, solving: Solving | None, matching: Matching | None, recorded: dict[str, Statistics] | None
     ) -> tuple[list[Any], Any]:
-        """Prune the tensors of a unit, and match its block."""
+        """Prune the tensors of a step and match its block; return the rows of the tensors, and that of the block."""
         rows, row = [], None
-        if solving is not None and unit.tensors:
-            rows = solving.solve(unit.tensors, self._statistics(unit, solving) if recorded is None else recorded)
-        if matching is not None and unit.block is not None:
+        if solving is not None and step.tensors:
+            rows = solving.solve(step.tensors, self._statistics(step, solving) if recorded is None else recorded)
+        if matching is not None and step.block is not None:
             assert self.stream is not None
-            row = matching.match(unit.block, self.blocks[unit.block], self.stream)
+            row = matching.match(step.block, self.blocks[step.block], self.stream)
         return rows, row
 
     def _restored(
@@ -309,7 +327,7 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
     ) -> tuple[list[Any], Any]:
-        """Restore what an interrupted walk saved of a unit."""
+        """Restore what an interrupted walk saved of a step, and return its rows as `_solved` does."""
         for name, p in named.items():
             p.copy_(saved["weights"][name])
         if solving is not None:
@@ -317,13 +335,13 @@ class Walk:
         rows = [solving.row(**row) for row in saved["solved"]] if solving is not None else []
         return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
 
-    def _statistics(self, unit: Unit, solving: Solving) -> dict[str, Statistics]:
-        """Record the inputs of all tensors of a unit together, in the model as it is now."""
-        targets = [solving.target(name) for name in unit.tensors] if unit.is_recorded else []
+    def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
+        """Record the inputs of all tensors of a step together, in the model as it is now."""
+        targets = [solving.target(name) for name in step.tensors] if step.is_recorded else []
         targets = [self._sampled(target) for target in targets if target.needs]
         if not targets:
             return {}
-        pending: set[nn.Module] = set()  # layers that the present batch has not called yet
+        pending: set[nn.Module] = set()  # layers outside of blocks that the present batch has not called yet
 
         def finish(module: nn.Module, *_: Any) -> None:
             pending.discard(module)
@@ -331,27 +349,30 @@ class Walk:
                 stop()
 
         with ExitStack() as stack:
-            called: list[nn.Module] = []
-            if unit.block is None:
-                called = [target.adapter.module for target in targets if target.adapter is not None]
-                if not self._repeated.intersection(unit.tensors):
-                    for module in called:
+            layers: list[nn.Module] = []
+            if step.block is None:
+                layers = [target.adapter.module for target in targets if target.adapter is not None]
+                if not self._repeated.intersection(step.tensors):  # otherwise a layer may be called again later
+                    for module in layers:
                         stack.enter_context(module.register_forward_hook(finish))
-                skips = unit.is_after and self._skips_blocks(called)
+                skips = step.is_after and self._may_skip_blocks(layers)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
             for index, mask in enumerate(self.data.token_masks):
                 recording.token_mask = mask
-                pending.update(called)
-                if unit.block is not None:
+                pending.update(layers)
+                if step.block is not None:
                     assert self.stream is not None
-                    self.stream.output(self.blocks[unit.block], index)
+                    self.stream.output(self.blocks[step.block], index)
                 else:
-                    with self._given_blocks(index) if skips else nullcontext():
+                    with self._skipping_blocks(index) if skips else nullcontext():
                         self.data.run(index)
         return recording.statistics
 
     def _sampled(self, target: Target) -> Target:
-        """Return a target that samples few enough positions of a convolution per batch for all to fit into memory."""
+        """Return the target with fewer sampled positions of a convolution per batch.
+
+        The positions of all batches then have at most `SAMPLED` input values for each group of the convolution.
+        """
         adapter = copy.copy(target.adapter)
         if adapter is not None:
             inputs = adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
@@ -359,7 +380,7 @@ class Walk:
         return replace(target, adapter=adapter)
 
     @contextmanager
-    def _given_blocks(self, index: int) -> Iterator[None]:
+    def _skipping_blocks(self, index: int) -> Iterator[None]:
         """Return a context in which blocks do not run: each returns what the last block gave in the stream."""
         stream = self.stream
         assert stream is not None
@@ -370,31 +391,31 @@ class Walk:
         with replaced(self.blocks, outputs):
             yield
 
-    def _skips_blocks(self, layers: Sequence[nn.Module]) -> bool:
+    def _may_skip_blocks(self, layers: Sequence[nn.Module]) -> bool:
         """Return whether layers after the blocks get the same inputs from the first batch if the blocks do not run.
 
-        The inputs differ if a layer reads what a block in the middle gave.
+        The inputs differ if a layer also reads what another block than the last one gave.
         """
         inputs: list[list[Any]] = []
         for skips in (False, True):
             inputs.append([])
-            with calls_of(layers, inputs[-1]), self._given_blocks(0) if skips else nullcontext():
+            with calls_of(layers, inputs[-1]), self._skipping_blocks(0) if skips else nullcontext():
                 self.data.run(0)
         return are_same(*inputs)
 
 
-def units_of(walk: "Walk", rest: Collection[str], has_all: bool) -> list[Unit]:
-    """Return the units that the walk visits, in order: those with tensors, and the blocks between them.
+def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step]:
+    """Return the steps of the walk, in order: those that have tensors, and the blocks between them.
 
     Args:
         walk: The walk, with its blocks and the targets that are reached.
         rest: Tensors that are pruned without statistics.
-        has_all: Whether all blocks are visited, as for matching.
+        visits_all: Whether all blocks are visited, as matching needs it.
     """
     block_of = {id(m): k for k, block in enumerate(walk.blocks) for m in block.modules()}
-    inside: dict[int, list[str]] = {}  # by block
-    outside: dict[int, tuple[int, list[str]]] = {}  # by what they read: the last block that ran before, and names
-    reached = -1  # the last block in which a layer was reached so far
+    inside: dict[int, list[str]] = {}  # {block: names}
+    outside: dict[int, tuple[int, list[str]]] = {}  # {number of the tensor they read: (last block before them, names)}
+    reached = -1  # the last block in which a layer was reached so far; -1 if there is none
     for target, read in walk.reached:
         block = block_of.get(id(target.module))
         if block is None:
@@ -406,104 +427,113 @@ def units_of(walk: "Walk", rest: Collection[str], has_all: bool) -> list[Unit]:
     for name in rest:  # tensors inside a block are pruned before it is matched
         block = block_of.get(id(walk.data.model.get_submodule(name.rpartition(".")[0])))
         (alone if block is None else inside.setdefault(block, [])).append(name)
-    has_all |= any(after == reached >= 0 for after, _ in outside.values())
-    count = len(walk.blocks) if has_all else max(inside, default=-1) + 1
+    # Layers after the last of these blocks may read what any later block gives, so all blocks come before them.
+    visits_all |= any(after == reached >= 0 for after, _ in outside.values())
+    count = len(walk.blocks) if visits_all else max(inside, default=-1) + 1
     places = [
         (after if after < reached or reached < 0 else count - 1, after == reached >= 0, names)
         for after, names in outside.values()
     ]
-    units: list[Unit] = []
-    for k in range(-1, count):
+    plan: list[Step] = []
+    for k in range(-1, count):  # place -1 is before the first block
         if k >= 0:
-            units.append(Unit(name=walk.names[k], block=k, tensors=tuple(inside.get(k, ()))))
-        units += [
-            Unit(name=names[0], block=None, tensors=tuple(names), is_after=is_after)
+            plan.append(Step(name=walk.names[k], block=k, tensors=tuple(inside.get(k, ()))))
+        plan += [
+            Step(name=names[0], block=None, tensors=tuple(names), is_after=is_after)
             for place, is_after, names in places
             if place == k
         ]
-    return [*units, *(Unit(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
+    return [*plan, *(Step(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
 
 
 class Checkpoint:
-    """A folder with a file for each finished unit of a walk; the same call continues after these.
+    """A folder with a file for each finished step of a walk. The same call made again restores these steps.
 
     In distributed training, rank 0 writes and all ranks read.
 
     Args:
         folder: The folder, which is created if it does not exist.
-        call: Text that identifies this call; see `call_of`.
+        call: Text that identifies this call: the two lines of `call_of`, and one for the calibration data.
         caller: The name of the user's call, for errors.
     """
 
     def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
         self._folder, self._caller = Path(folder), caller
         self._writes = rank() == 0
-        found: list[Any] = [[], 0]  # [what differs, number of finished units], or [an error, 0]
+        status: list[Any] = [[], 0]  # [what differs, number of finished steps], or [an error, 0]
         if self._writes:
-            about = self._folder / "call.txt"
+            call_file = self._folder / "call.txt"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                if about.exists():
-                    saved, given = about.read_text().split("\n"), call.split("\n")
-                    differing = [part for part, was, now in zip(_PARTS, saved, given, strict=False) if was != now]
-                    found = [differing if len(saved) == len(given) == len(_PARTS) else ["another version"], 0]
-                    while self._path(found[1]).exists():
-                        found[1] += 1
+                if call_file.exists():
+                    saved, given = call_file.read_text().split("\n"), call.split("\n")
+                    differing = [what for what, was, now in zip(_DIFFERENCES, saved, given, strict=False) if was != now]
+                    is_known = len(saved) == len(given) == len(_DIFFERENCES)
+                    status = [differing if is_known else ["another version"], 0]
+                    while self._path(status[1]).exists():
+                        status[1] += 1
                 else:
-                    _replace(about, lambda path: path.write_text(call))
+                    _write_whole(call_file, lambda path: path.write_text(call))
             except OSError as error:
-                found = [str(error), 0]
+                status = [str(error), 0]
         if has_process_group():
-            torch.distributed.broadcast_object_list(found, src=0)
-        if isinstance(found[0], str):
-            raise SparsityError(f"{caller}: checkpoint={str(folder)!r} is not a folder that can be written: {found[0]}")
-        if found[0]:
+            torch.distributed.broadcast_object_list(status, src=0)
+        if isinstance(status[0], str):
             raise SparsityError(
-                f"{caller}: checkpoint={str(folder)!r} was written by a call with {' and '.join(found[0])}; "
-                "to continue it, load the model as it was before and give the same arguments, else give another folder"
+                f"{caller}: checkpoint={str(folder)!r} is not a folder that can be written: {status[0]}"
             )
-        self._count: int = found[1]
+        if status[0]:
+            raise SparsityError(
+                f"{caller}: checkpoint={str(folder)!r} was written by a call with {' and '.join(status[0])}; to "
+                "continue that call, load the model as it was before and give the same arguments; to begin a new one, "
+                "give another folder"
+            )
+        self._count: int = status[1]
 
     def has(self, number: int) -> bool:
-        """Return whether a unit was finished before."""
+        """Return whether the step of this number was finished by an earlier call."""
         return number < self._count
 
-    def read(self, number: int, unit: Unit, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return what was saved of a unit, or None. Raise an error if its tensors have changed since."""
+    def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """Return what an earlier call saved of a step, or None.
+
+        Raises:
+            SparsityError: The tensors differ from those that the earlier call began with.
+        """
         if not self.has(number):
             return None
         saved: dict[str, Any] = torch.load(self._path(number), map_location="cpu")
         if saved["was"] != fingerprint(tensors):
             raise SparsityError(
-                f"{self._caller}: {unit.name} has other weights than when the interrupted call began; load the model "
+                f"{self._caller}: {step.name} has other weights than when the interrupted call began; load the model "
                 "as it was before that call"
             )
         return saved
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Save a finished unit."""
+        """Save a finished step."""
         if self._writes:
-            _replace(self._path(number), lambda path: torch.save(dict(state), path))
+            _write_whole(self._path(number), lambda path: torch.save(dict(state), path))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:05}.pt"
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name and then rename it, so that a file of this name is always complete."""
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name and then rename it, so that a file called `path` is always complete."""
     unfinished = path.with_suffix(".unfinished")
     write(unfinished)
     unfinished.replace(path)
 
 
 def call_of(model: nn.Module, *arguments: object) -> str:
-    """Return a text that identifies a call: a line for the model's tensors, and a line for other arguments."""
+    """Return a text that identifies a call: a line for the model's tensors, and a line for the other arguments."""
     text = re.sub(r" at 0x[0-9a-f]+|[\r\n]", "", repr(arguments))  # without addresses of objects in memory
     return f"{fingerprint({**dict(model.named_parameters()), **dict(model.named_buffers())})}\n{text}"
 
 
 def check_options(caller: str, device: object, stream_memory: object, checkpoint: object) -> None:
-    """Raise an error if an argument of the walk itself is invalid."""
+    """Raise an error if an argument that `prune`, `one_shot` and `recover` pass on to the walk is invalid."""
     if stream_memory is not None and (not is_number(stream_memory) or not float(stream_memory) >= 0):
         raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
@@ -517,12 +547,12 @@ def check_options(caller: str, device: object, stream_memory: object, checkpoint
             raise TypeError("the meta device has no values")
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise SparsityError(f"{caller}: device={device!r} is no device that blocks can run on: {reason}") from None
+        raise SparsityError(f"{caller}: device={device!r} is not a device that blocks can run on: {reason}") from None
 
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Return a context in which autocast converts weights at each use, as cached ones would be outdated."""
+    """Return a context in which autocast converts weights at each use; cached conversions would be outdated."""
     is_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()
@@ -534,7 +564,7 @@ def without_autocast_cache() -> Iterator[None]:
 
 
 def agreed(call: str, caller: str) -> str:
-    """Return the call. Raise an error unless all ranks make the same call."""
+    """Return the text of a call; raise an error unless all ranks make the same call."""
     if has_process_group():
         calls: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(calls, call)

@@ -101,7 +101,7 @@ def _expert_scores(
     if not inside.issuperset(owners):  # a walk over the blocks would not reach all experts
         return expert_scores(model, batches, forward)
     with rated_experts(model) as scores, eval_mode(model):
-        stream = walk.captured(data, walk.blocks[0])
+        stream = walk.new_stream(data, walk.blocks[0])
         for block in progress_bar(walk.blocks, "shrink_experts", "block"):
             with loaded(model, [block]):
                 stream.advance(block)

@@ -56,7 +56,7 @@ class MaskSparsifier(Trainable, Checkpointed):
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
         self._state, self._phase = defaultdict(dict), "new"
-        self._chosen_at = None  # the levels of the last update of all masks
+        self._mask_levels = None  # the levels at which all masks were chosen last
         self._warned = False  # whether `step` has warned about adapted or replaced layers
         self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
@@ -145,7 +145,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
         self._resumes = self._phase == "detached" and config is None
         is_default = config is None and not self._resumes
-        config, exclude, saved = self._chosen(model, config, exclude)
+        config, exclude, saved = self._chosen_config(model, config, exclude)
         skip_unfit |= self._resumes and self._skip_unfit
         check = self._check_alone if skip_unfit else None
         options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
@@ -172,7 +172,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             self._exclude = tuple(names[e] if isinstance(e, nn.Module) else e for e in exclude)
             self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
             self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
-            self._state, self._phase, self._chosen_at, self._warned = defaultdict(dict), "prepared", None, False
+            self._state, self._phase, self._mask_levels, self._warned = defaultdict(dict), "prepared", None, False
             with masking.installed(masking.under_all_names(model, new_masks)):
                 if saved is not None:
                     self.load_state_dict(saved)
@@ -182,7 +182,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             self.__dict__.update(before)
             raise
 
-    def _chosen(
+    def _chosen_config(
         self,
         model: nn.Module,
         config: Sequence[Mapping[str, Any]] | None,
@@ -215,7 +215,7 @@ class MaskSparsifier(Trainable, Checkpointed):
                 self._warned = bool(adapted or replaced)
             with torch.no_grad():
                 self._update_all()
-            self._chosen_at = [g.get("sparsity_level") for g in self.groups]
+            self._mask_levels = [g.get("sparsity_level") for g in self.groups]
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
@@ -268,7 +268,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         masks = [self.live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
-            text = _stale(self.groups, masks, self._chosen_at) or ("" if model is not None else self._miscounted())
+            text = _stale(self.groups, masks, self._mask_levels) or ("" if model is not None else self._miscounted())
             if text:
                 warnings.warn(f"squash_mask: {text}", stacklevel=2)
         if model is not None:

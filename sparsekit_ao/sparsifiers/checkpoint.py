@@ -35,7 +35,7 @@ class Checkpointed(BaseSparsifier):
     config: list[TensorGroup] | None  # type: ignore[assignment]
     _state: dict[str, dict[str, Any]]
     _phase: str
-    _chosen_at: list[Any] | None
+    _mask_levels: list[Any] | None
     _resolved: ResolvedConfig
     _resumes: bool
     _check_groups: Callable[[Sequence[TensorGroup]], None]
@@ -116,7 +116,7 @@ class Checkpointed(BaseSparsifier):
                     distributed.copy_values(mask, masks[fqn])
                     saved_state = copied_state(state_dict["state"][fqn])
                     self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
-        self.enable_mask_update, self._chosen_at = bool(state_dict.get("enable_mask_update", True)), None
+        self.enable_mask_update, self._mask_levels = bool(state_dict.get("enable_mask_update", True)), None
 
     def _check_replaced(self, groups: Sequence[TensorGroup]) -> None:
         """Raise where loaded groups have another structure than the live ones; warn where they have other levels."""

@@ -1,8 +1,8 @@
 """Make pruning groups (tensors that are pruned together in one stage) from config entries, and requests from these.
 
-A pruning group holds specs over placeholders on the meta device: names and integers, no weights and no masks. Tensors
-are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group dicts at
-every update, because schedulers write there.
+A pruning group holds specs over placeholders on the meta device, that is, names and integers, but no weights and no
+masks. Tensors are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group
+dicts at every update, because schedulers write there.
 """
 
 import math
@@ -50,11 +50,11 @@ class PruningGroup:
         scope: The scopes of the tensors, over meta placeholders.
         specs: {tensor name: its block spec}.
         stage: The number of the stage. A later stage chooses among the elements that earlier ones kept.
-        norm: The norm that scores a block: 1, 2 or inf, or None if a `score` gives saliencies.
-        score: See `scores`; None scores the weight itself.
+        norm: The norm that scores a block: 1, 2 or inf. None adds up the saliencies that a `score` gives.
+        score: How much each element matters, as for `ScopeSparsifier`; None scores a block by the norm of its weights.
         member_scores: How the scores of coupled tensors are combined; see `ScopeSparsifier`.
         least: The smallest number of blocks that each member of `scope` may keep (`max_sparsity`); () sets no limit.
-        label: The name in errors and reports.
+        label: The name of the pruning group in errors.
     """
 
     scope: SparseScope
@@ -75,15 +75,16 @@ class PruningGroup:
         """Return the tensors that the scope scores: {meta placeholder: weight or saliency}.
 
         Args:
-            dense: The weight of a tensor, by name.
-            statistics: Returns the statistics of a tensor by its name; a score is called with them, or with the name.
-            known: Results of `value_of` that were computed before, by the names of tensors.
+            dense: A function that returns the dense weight of a tensor by its name.
+            statistics: A function that returns the statistics of a tensor by its name. A score is called with them, or
+                with the name.
+            known: {tensor name: a result of `value_of` that was computed before}.
         """
         if self.score is None and self.member_scores == "sum":
             return {spec.view.param: dense(name) for name, spec in self.specs.items()}
         scored, values = self.scored(statistics), {}
         for name, spec in self.specs.items():
-            if name not in scored:
+            if name not in scored:  # zeros add nothing to the score of the coupled blocks
                 values[spec.view.param] = torch.zeros_like(dense(name))
             else:
                 value = known[name] if name in known else self.value_of(name, dense(name), statistics(name))
@@ -91,20 +92,22 @@ class PruningGroup:
         return values
 
     def value_of(self, name: str, weight: Tensor, statistics: Statistics) -> Tensor:
-        """Return the values of one tensor that are scored: its weight or its saliency."""
-        spec = self.specs[name]
+        """Return the values of one tensor that are scored: its weight, or its saliency if there is a `score`."""
+        spec, values = self.specs[name], weight
         if self.score is not None:
-            # a score sees the whole weight; its saliency is sharded as the weight is
+            # A score sees the whole weight. The saliency that it returns is then sharded as the weight is.
             whole, blocks = full_tensor(weight), partial(labels_of, spec)
-            weight = placed_like(saliency_of(self.score, whole, statistics.name, statistics, blocks), weight)
+            values = placed_like(saliency_of(self.score, whole, statistics.name, statistics, blocks), weight)
         if self.member_scores != "mean":
-            return weight
-        # a factor n^(-1/p), for n elements in a block, turns the sum of p-th powers into a mean
-        wide = weight if weight.dtype == torch.float64 else weight.float()
+            return values
+        # A factor n^(-1/p), for n elements in a block, turns the sum of p-th powers into a mean.
+        wide = values if values.dtype == torch.float64 else values.float()
         return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
 
     def scored(self, statistics: Callable[[str], Statistics]) -> tuple[str, ...]:
-        """Return the tensors whose scores count: all, or with "consumers" those whose blocks are inputs of their layer.
+        """Return the names of the tensors whose scores count.
+
+        With "consumers" these are the tensors whose blocks are inputs of their layer, and otherwise all tensors.
 
         Raises:
             CouplingError: `member_scores` is "consumers", but no tensor has such blocks.
@@ -120,9 +123,11 @@ class PruningGroup:
         return consumers
 
     def norm_of(self, values: Iterable[Tensor]) -> Norm:
-        """Return the norm that reduces these values: 1 for saliencies known to be non-negative, else the group's own.
+        """Return the norm that reduces these values to scores of blocks.
 
-        The 1-norm has faster kernels. Values on a GPU are not inspected, since that would wait for the device.
+        It is 1 if the values are saliencies that are known to be non-negative, whose sum is their 1-norm, because the
+        1-norm has faster kernels. Otherwise it is `norm`. Values on a GPU are not inspected, since that would wait for
+        the device.
         """
         if self.score is None:
             return self.norm
@@ -132,10 +137,10 @@ class PruningGroup:
         return 1
 
     def budget(self, groups: Mapping[str, TensorGroup]) -> Budget:
-        """Return how many blocks each scope keeps now. Every budget is checked here.
+        """Return how many blocks each scope keeps now, and raise an error if a level or count does not fit.
 
         A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
-        scheduler and replaces the count.
+        scheduler, and replaces the count.
         """
         is_scheduled, asked = False, {}
         for name in self.specs:
@@ -151,23 +156,23 @@ class PruningGroup:
                 )
             key = "sparsity_level" if group.get("nnz") is None or is_scheduled else "nnz"
             asked[name] = budgets[self.stage] or (key, group[key])
-        first, (what, number) = next(iter(asked.items()))
-        for name, (other_what, other) in [*asked.items()][1:]:
-            if other_what != what or not is_same(other, number):
+        first, (key, number) = next(iter(asked.items()))
+        for name, (other_key, other) in [*asked.items()][1:]:
+            if other_key != key or not is_same(other, number):
                 raise CouplingError(
-                    f"{self.label}: members share one budget, but {first} asks for {what}={number} "
-                    f"and {name} for {other_what}={other}"
+                    f"{self.label}: members share one budget, but {first} asks for {key}={number} "
+                    f"and {name} for {other_key}={other}"
                 )
-        keep = self.scope.sparsity_to_nnz(number) if what == "sparsity_level" else self.scope.budget(number)
+        keep = self.scope.sparsity_to_nnz(number) if key == "sparsity_level" else self.scope.budget(number)
         if self.least and total_of(keep) < sum(self.least):
             raise CouplingError(
-                f"{self.label}: {what}={number} keeps {total_of(keep)} blocks of all tensors, but "
+                f"{self.label}: {key}={number} keeps {total_of(keep)} blocks of all tensors, but "
                 f"max_sparsity requires {sum(self.least)}, rounded up for each tensor; keep more, or raise max_sparsity"
             )
         return keep
 
     def request(self, masks: Mapping[str, Tensor], keep: Budget, values: dict[Tensor, Tensor], norm: Norm) -> Request:
-        """Return the request to fill `masks`, {name: mask}, with the blocks whose `values` have the largest norms."""
+        """Return the request to keep, in `masks` ({name: mask}), the blocks whose `values` have the largest norms."""
         return Request(
             scope=self.scope,
             masks={spec: masks[name] for name, spec in self.specs.items()},
@@ -181,20 +186,26 @@ class PruningGroup:
         """Return the shapes of a tensor's view (unless it is the tensor itself), blocks and scopes as text."""
         spec = self.specs[name]
         scope = next(m for m in self.scope.members() if spec in m.block.blocks())
-        view = "" if spec.view.shape == tuple(spec.view.param.shape) else f"view {_by(spec.view.shape)} "
-        return f"{view}block {_by(spec.shape)} scope {_by(scope.shape)}"
+        view = "" if spec.view.shape == tuple(spec.view.param.shape) else f"view {_shape_text(spec.view.shape)} "
+        return f"{view}block {_shape_text(spec.shape)} scope {_shape_text(scope.shape)}"
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Return whether two values of a config key are equal; tensors (also in lists and dicts) compare by elements."""
+    """Return whether two values of a config key are equal.
+
+    Tensors are equal if they have the same shape and elements, also inside of lists, tuples and dicts.
+
+    >>> is_same([{"nnz": torch.tensor([1, 2])}], [{"nnz": torch.tensor([1, 2])}])
+    True
+    """
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return value is other or (isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other))
     try:
         return value is other or bool(value == other)
-    except RuntimeError:  # "Boolean value of Tensor ...": the containers differ at most in tensors
-        if isinstance(value, Mapping):
-            return all(is_same(v, other[k]) for k, v in value.items())
-        return all(map(is_same, value, other))
+    except (RuntimeError, ValueError):  # == of tensors or arrays inside has no single truth value
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            return value.keys() == other.keys() and all(is_same(v, other[k]) for k, v in value.items())
+        return len(value) == len(other) and all(map(is_same, value, other))
 
 
 def total_of(budget: Budget) -> int:
@@ -217,7 +228,7 @@ def counts_in_scopes(scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> T
 
 def labels_of(spec: BlockSpec) -> Tensor:
     """Return the number of the block that each element is in, int64 of the tensor's shape; -1 outside the view."""
-    param = spec.view.param  # labels get its strides, so that the window is no copy
+    param = spec.view.param  # labels get the strides of the parameter, so that their window is not a copy
     labels = torch.empty_strided(param.shape, param.stride(), dtype=torch.int64, device="cpu").fill_(-1)
     windows = block_windows(spec, None, {spec: labels})
     fill_mask(windows, torch.arange(spec.numblk(), device="cpu").view(windows[0].grid))
@@ -232,7 +243,7 @@ def _is_consumer(spec: BlockSpec, statistics: Statistics) -> bool:
     return bool((labels == labels[:, :1]).all()) and bool((labels != labels[:, :, :1]).any())
 
 
-def _by(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "1"
 
 
@@ -244,7 +255,7 @@ def groups_by_name(groups: Iterable[TensorGroup]) -> dict[str, TensorGroup]:
 def make_pruning_groups(
     stages: Mapping[str, tuple[Stage, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[PruningGroup, ...]:
-    """Make the pruning groups of all tensors: stage by stage, uncoupled tensors alone, coupled ones together.
+    """Return the pruning groups of all tensors, stage by stage: an uncoupled tensor alone, and coupled ones together.
 
     Args:
         stages: {name: the structure of a tensor in each stage}.
@@ -255,28 +266,36 @@ def make_pruning_groups(
     """
     pruning_groups: list[PruningGroup] = []
     for stage in range(max(map(len, stages.values()), default=0)):
-        here = {name: structures[stage] for name, structures in stages.items() if stage < len(structures)}
-        staged = [_Staged(structure, _block_spec(name, structure, tensors[name])) for name, structure in here.items()]
-        named: dict[object, list[_Unit]] = {}  # units that share one budget, by the name of their scope coupling
-        for unit in _block_units(staged):
-            first = unit[0][0]
+        structures_now = {name: structures[stage] for name, structures in stages.items() if stage < len(structures)}
+        staged = [
+            _StagedTensor(structure, _block_spec(name, structure, tensors[name]))
+            for name, structure in structures_now.items()
+        ]
+        # {name of a scope coupling: the blocks that share its budget}. The key of blocks without a scope coupling is a
+        # tuple, so that it differs from every name that a user may give.
+        sharing: dict[object, list[_CoupledBlocks]] = {}
+        for blocks in _coupled_blocks(staged):
+            first = blocks.tensors[0]
             name = first.structure.scope_coupling
-            named.setdefault(name if name is not None else (first.spec.name,), []).append(unit)
-        for coupling, units in named.items():
-            label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(units[0][1].name)
-            pruning_groups.append(_pruning_group(label, units, stage))
+            sharing.setdefault(name if name is not None else (first.spec.name,), []).append(blocks)
+        for coupling, blocks_of in sharing.items():
+            label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(blocks_of[0].block.name)
+            pruning_groups.append(_pruning_group(label, blocks_of, stage))
     return tuple(pruning_groups)
 
 
 def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) -> None:
-    """Raise an error if blocks, scopes or budgets do not fit one tensor; those shared by a coupling are not checked."""
+    """Raise an error if blocks, scopes or budgets do not fit one tensor.
+
+    Scopes and budgets that coupled tensors share are not checked, because they depend on the other tensors.
+    """
     for at, stage in enumerate(stages):
         spec = _block_spec(group["tensor_fqn"], stage, tensor)
-        if stage.block_coupling is None:  # else scopes cut the block grid that the coupled tensors share
-            ScopeSpec(spec, stage.scope_shape)
+        if stage.block_coupling is None:  # scopes of coupled blocks cut the block grid that the tensors share
+            ScopeSpec(spec, stage.scope_shape)  # raises an error if they do not fit
             if stage.scope_coupling is None:
-                pruning = _pruning_group(group["tensor_fqn"], [([_Staged(stage, spec)], spec)], at)
-                pruning.budget({group["tensor_fqn"]: group})
+                blocks = _CoupledBlocks([_StagedTensor(stage, spec)], spec)
+                _pruning_group(group["tensor_fqn"], [blocks], at).budget({group["tensor_fqn"]: group})
 
 
 def numel_of_groups(pruning_groups: Sequence[PruningGroup]) -> int:
@@ -284,39 +303,51 @@ def numel_of_groups(pruning_groups: Sequence[PruningGroup]) -> int:
     return sum(spec.view.numel() for pruning in pruning_groups for spec in pruning.specs.values())
 
 
-def batches(pruning_groups: Sequence[PruningGroup], most: int) -> Iterator[list[PruningGroup]]:
-    """Yield batches of at most `most` elements; coupled tensors stay in one batch, which may be larger."""
-    batch: list[PruningGroup] = []
+def parts_of(pruning_groups: Sequence[PruningGroup], most: int) -> Iterator[list[PruningGroup]]:
+    """Yield parts of the pruning groups with at most `most` elements each.
+
+    Pruning groups that have a tensor in common stay in one part, which may be larger.
+    """
+    part: list[PruningGroup] = []
     total = 0
     for coupled in connected({pruning: pruning.specs for pruning in pruning_groups}):
-        size = numel_of_groups(coupled)
-        if batch and total + size > most:
-            yield batch
-            batch, total = [], 0
-        batch += coupled
-        total += size
-    if batch:
-        yield batch
+        numel = numel_of_groups(coupled)
+        if part and total + numel > most:
+            yield part
+            part, total = [], 0
+        part += coupled
+        total += numel
+    if part:
+        yield part
 
 
-class _Staged(NamedTuple):
+class _StagedTensor(NamedTuple):
     """A tensor in one stage: its structure and its blocks."""
 
     structure: Stage
     spec: BlockSpec
 
 
-_Unit = tuple[list[_Staged], SparseBlock]  # blocks that are kept or dropped together
-_SCORING = ("norm", "score", "member_scores", "max_sparsity")  # equal for tensors that are chosen together
+class _CoupledBlocks(NamedTuple):
+    """Blocks that are kept or dropped together: the tensors that they are in, and their block coupling.
+
+    For a single tensor, `block` is the block spec of this tensor.
+    """
+
+    tensors: list[_StagedTensor]
+    block: SparseBlock
 
 
-def _block_units(tensors: Iterable[_Staged]) -> list[_Unit]:
-    """Return the blocks of each tensor, with one BlockCoupling for tensors that give the same name."""
-    named: dict[object, list[_Staged]] = {}
+_SCORING = ("norm", "score", "member_scores", "max_sparsity")  # keys that are equal for tensors that compete
+
+
+def _coupled_blocks(tensors: Iterable[_StagedTensor]) -> list[_CoupledBlocks]:
+    """Return the blocks of each tensor, and one BlockCoupling for all tensors that give the same name."""
+    named: dict[object, list[_StagedTensor]] = {}  # the key of an uncoupled tensor is a tuple, unlike any name
     for tensor in tensors:
         name = tensor.structure.block_coupling
         named.setdefault(name if name is not None else (tensor.spec.name,), []).append(tensor)
-    units: list[_Unit] = []
+    result: list[_CoupledBlocks] = []
     for coupling, coupled in named.items():
         structure, spec = coupled[0]
         if not isinstance(coupling, str):
@@ -324,20 +355,27 @@ def _block_units(tensors: Iterable[_Staged]) -> list[_Unit]:
                 raise SparsityError(f"{spec.name}: coupling_order needs a block_coupling")
             if structure.member_scores != "sum":
                 raise SparsityError(f"{spec.name}: member_scores needs a block_coupling")
-            units.append((coupled, spec))
+            result.append(_CoupledBlocks(coupled, spec))
             continue
         label = f"block coupling {coupling!r}"
         if len(coupled) == 1:
             raise CouplingError(f"{label}: only {spec.name} gives this name, but a coupling needs two tensors")
         _must_agree(label, ("scope_shape", "scope_coupling", *_SCORING), coupled)
         orders = [structure.coupling_order for structure, _ in coupled]
-        units.append((coupled, BlockCoupling([spec for _, spec in coupled], orders, name=label)))
-    return units
+        block = BlockCoupling([spec for _, spec in coupled], orders, name=label)
+        result.append(_CoupledBlocks(coupled, block))
+    return result
 
 
-def _pruning_group(label: str, units: Sequence[_Unit], stage: int) -> PruningGroup:
-    tensors = [tensor for coupled, _ in units for tensor in coupled]
-    scopes = [ScopeSpec(block, coupled[0].structure.scope_shape) for coupled, block in units]
+def _pruning_group(label: str, sharing: Sequence[_CoupledBlocks], stage: int) -> PruningGroup:
+    """Return the pruning group of blocks that share one budget.
+
+    Raises:
+        SparsityError: Scopes do not fit their blocks, tensors differ in a key that must be equal, or `max_sparsity` is
+            given where it has no effect.
+    """
+    tensors = [tensor for blocks in sharing for tensor in blocks.tensors]
+    scopes = [ScopeSpec(blocks.block, blocks.tensors[0].structure.scope_shape) for blocks in sharing]
     if len(tensors) > 1:
         _must_agree(label, _SCORING, tensors)
     structure = tensors[0].structure
@@ -362,7 +400,8 @@ def _pruning_group(label: str, units: Sequence[_Unit], stage: int) -> PruningGro
     )
 
 
-def _must_agree(label: str, keys: Sequence[str], tensors: Sequence[_Staged]) -> None:
+def _must_agree(label: str, keys: Sequence[str], tensors: Sequence[_StagedTensor]) -> None:
+    """Raise an error if the structures of tensors differ in one of these keys."""
     for structure, spec in tensors[1:]:
         for key in keys:
             first, other = getattr(tensors[0].structure, key), getattr(structure, key)
@@ -374,9 +413,10 @@ def _must_agree(label: str, keys: Sequence[str], tensors: Sequence[_Staged]) -> 
 
 
 def _block_spec(fqn: str, structure: Stage, tensor: Tensor) -> BlockSpec:
+    """Return the blocks of a tensor in one stage, over a meta placeholder with the tensor's shape and strides."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if isinstance(structure.view, tuple):
-        stride = row_major(shape)  # a view given by numbers refers to the row-major layout
+        stride = row_major(shape)  # a view that is given by numbers counts elements of the row-major layout
     placeholder = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     if structure.view is None:
         view = View.from_existing(placeholder, name=fqn)
@@ -398,25 +438,25 @@ def choose_masks(requests: Mapping[PruningGroup, Request]) -> None:
 def _keep_least(pruning: PruningGroup, request: Request) -> None:
     """Choose again until no tensor keeps fewer blocks than its least number (`max_sparsity`).
 
-    Tensors that keep too few get their least number each. The others share what remains, so that they keep fewer than
-    before. The masks then keep the best blocks that these limits allow.
+    Each tensor that keeps too few blocks gets its least number of them. The other tensors share the rest of the budget,
+    so that they keep fewer blocks than before. The masks then keep the best blocks that these limits allow.
     """
     free = {k: ScopeSpec(m.block, m.shape) for k, m in enumerate(pruning.scope.members())}
     remaining = total_of(request.keep)
 
-    def part(scope: SparseScope, keep: int) -> Request:
+    def request_of(scope: SparseScope, keep: int) -> Request:
         return replace(request, scope=scope, masks={s: request.masks[s] for s in scope.blocks()}, keep=keep)
 
     while True:
-        first_specs = {k: s.blocks()[0] for k, s in free.items()}  # coupled blocks are kept together
+        first_specs = {k: s.blocks()[0] for k, s in free.items()}  # the first tensor counts for all coupled ones
         short = [
             k for k, spec in first_specs.items() if kept_in(spec, full_tensor(request.masks[spec])) < pruning.least[k]
         ]
         if not short:
             return
-        requests = [part(free.pop(k), pruning.least[k]) for k in short]
+        requests = [request_of(free.pop(k), pruning.least[k]) for k in short]
         remaining -= sum(pruning.least[k] for k in short)
         if free:
             rest = list(free.values())
-            requests.append(part(rest[0] if len(rest) == 1 else ScopeCoupling(rest), remaining))
+            requests.append(request_of(rest[0] if len(rest) == 1 else ScopeCoupling(rest), remaining))
         distributed.choose_sharded(requests)

@@ -145,10 +145,10 @@ class ProximalSparsifier(BudgetSparsifier):
             raise SparsityError(
                 "step: the learning rate is needed, but no optimizer is attached; call sparsifier.attach(optimizer)"
             )
-        chosen_at, iteration = self._chosen_at, self.iteration
+        chosen_at, iteration = self._mask_levels, self.iteration
         super().step(use_path)
         if iteration == self.iteration:
-            self._chosen_at = chosen_at
+            self._mask_levels = chosen_at
 
     def update_mask(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an error, since a proximal step changes weights and has no mask to update."""
@@ -193,7 +193,7 @@ class ProximalSparsifier(BudgetSparsifier):
             for group in target.groups:
                 target.mask(group["tensor_fqn"]).copy_(masks[group["tensor_fqn"]])
             target.enable_mask_update = False
-            target._chosen_at = [g["sparsity_level"] for g in target.groups]
+            target._mask_levels = [g["sparsity_level"] for g in target.groups]
         self._end()
         return target
 

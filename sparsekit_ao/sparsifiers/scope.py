@@ -24,13 +24,13 @@ from .checkpoint import saved_count
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
 from .groups import (
     PruningGroup,
-    batches,
     choose_masks,
     groups_by_name,
     is_same,
     kept_in,
     make_pruning_groups,
     numel_of_groups,
+    parts_of,
     refuse_unfit,
 )
 from .report import Row, check_masks, make_row
@@ -48,14 +48,14 @@ from .stages import (
 )
 from .usage import refuse_meta_masks, refuse_unknown_keys
 
-AT_ONCE = 1 << 25  # elements whose masks are chosen together; limits memory, since they may be copied
+AT_ONCE = 1 << 25  # masks of more elements are chosen in parts of about this many, to limit memory
 
 
 class BudgetSparsifier(MaskSparsifier):
     """Base class of sparsifiers that keep an exact number of blocks in every scope.
 
-    Subclasses decide when masks change (`_update_all`), and which structure keys they take. Arguments are as for
-    `ScopeSparsifier`.
+    Subclasses decide when masks change (`_update_all`), and which of the structural keys they take. The arguments are
+    the same as those of `ScopeSparsifier`.
 
     >>> class Once(BudgetSparsifier):
     ...     def _update_all(self):
@@ -80,6 +80,7 @@ class BudgetSparsifier(MaskSparsifier):
     optional_keys: tuple[str, ...] = ("nnz", "pattern", "stages", *SHAPES, *AXES)
     not_copied = (*MaskSparsifier.not_copied, "_grouped")  # pruning groups are made again when needed
     bool_masks = True
+    #: the cache of `pruning_groups`: what the pruning groups depend on, and the pruning groups
     _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
 
     def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
@@ -108,12 +109,12 @@ class BudgetSparsifier(MaskSparsifier):
             **({} if nnz is None else {"nnz": nnz}),
         }
         super().__init__(defaults)
-        stages_of({**defaults, "tensor_fqn": "defaults"})
+        stages_of({**defaults, "tensor_fqn": "defaults"})  # raises an error if a structural key is wrong
         checked_level(defaults["sparsity_level"], "defaults: ")
 
     @abstractmethod
     def _update_all(self) -> None:
-        """Update all masks; called under no_grad while `enable_mask_update` is True."""
+        """Update all masks. `step` calls this under no_grad while `enable_mask_update` is True."""
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
@@ -128,16 +129,16 @@ class BudgetSparsifier(MaskSparsifier):
         name = next((n for n, g in groups.items() if g["module"] is module and g["tensor_name"] == tensor_name), None)
         if name is None:
             raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-        changed = {**groups, name: self._changed(groups[name], kwargs)}
-        lists = connected({pruning: pruning.specs for pruning in self.pruning_groups(list(changed.values()))})
-        coupled = next(pruning_groups for pruning_groups in lists if any(name in p.specs for p in pruning_groups))
+        changed = {**groups, name: self._overridden(groups[name], kwargs)}
+        specs = {pruning: pruning.specs for pruning in self.pruning_groups(list(changed.values()))}
+        coupled = next(coupled for coupled in connected(specs) if any(name in p.specs for p in coupled))
         with torch.no_grad():
             self._update_groups(coupled, changed)
-            updated = {other for pruning in coupled for other in pruning.specs}
-            self._after_update([group for other, group in groups.items() if other in updated])
+            updated = {fqn for pruning in coupled for fqn in pruning.specs}
+            self._after_update([group for fqn, group in groups.items() if fqn in updated])
 
-    def _changed(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
-        """Return the group with these values; a value that it already has is not a change."""
+    def _overridden(self, group: TensorGroup, values: Mapping[str, Any]) -> TensorGroup:
+        """Return the group with these values, or the group itself if it has all of them already."""
         changes = {k: v for k, v in values.items() if k not in group or not is_same(v, group[k])}
         refuse_unknown_keys(changes, self.keys, self.keys)
         if not changes:
@@ -145,19 +146,16 @@ class BudgetSparsifier(MaskSparsifier):
         names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
         changed = merged({k: v for k, v in group.items() if k in self.keys}, changes, place, self.keys)
-        if without_pattern(changes, place, self.keys).get("nnz") is not None:  # else the level would override it
+        if without_pattern(changes, place, self.keys).get("nnz") is not None:
+            # If the two differed, `PruningGroup.budget` would take the level for one that a scheduler has written.
             changed["level_of_nnz"] = changed["sparsity_level"]
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
     def _structure(self, group: TensorGroup) -> str:
-        keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
-        texts = []
-        for stage, budget in zip(stages_of(group), stage_budgets(group), strict=True):
-            values = [*((k, getattr(stage, k)) for k in keys), *([budget] if budget else [])]
-            texts.append(", ".join(f"{k}={v!r}" for k, v in values if v not in (None, ())))
-        return " then ".join(text or "single elements over the tensor" for text in texts)
+        return _structure_text(group)
 
     def _rows(self) -> Iterator[Row]:
+        """Yield a row for each group, with the blocks of its last stage."""
         pruning_groups, entries, named = self.pruning_groups(), self._resolved.entries, groups_by_name(self.groups)
         stages_of_tensors: dict[str, list[PruningGroup]] = {}
         for pruning in pruning_groups:
@@ -171,7 +169,7 @@ class BudgetSparsifier(MaskSparsifier):
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
             pattern = " then ".join(pruning.pattern(name) for pruning in stages)
             key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
-            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))
+            asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))  # reported as a level
             yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
 
     def check(self, model: nn.Module | None = None) -> int:
@@ -200,34 +198,36 @@ class BudgetSparsifier(MaskSparsifier):
         try:
             return check_masks(pruning_groups, groups_by_name(self.groups), masks)
         except SparsityError:
-            if self._chosen_at is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks.values()):
+            if self._mask_levels is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks.values()):
                 hint = "check: every mask keeps everything, because no masks were chosen yet; call step() or one_shot"
                 raise SparsityError(hint) from None
             raise
 
     def _miscounted(self) -> str:
+        """Return a warning if `check` fails, and otherwise ""."""
         try:
             self.check()
         except SparsityError as e:
-            first, *others = str(e).removeprefix("masks do not hold their budgets:\n  ").split("\n  ")
+            first, *further = str(e).removeprefix("masks do not hold their budgets:\n  ").split("\n  ")
             why = "The masks were not chosen at these levels; they may have been loaded with the model"
             advice = "Call step() to choose them anew, or set enable_mask_update = False to keep them"
-            return f"{first}{f' (and {len(others)} more)' if others else ''}. {why}. {advice}"
+            return f"{first}{f' (and {len(further)} more)' if further else ''}. {why}. {advice}"
         return ""
 
     def resolved(
         self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = ()
     ) -> ResolvedConfig:
-        """Return the groups that `prepare(model, exclude=exclude, skip_unfit=True)` would mask; nothing is changed.
+        """Return what `prepare(model, exclude=exclude, skip_unfit=True)` would mask, without changing the model.
 
-        `more` lists config entries to add to those of `make_config_from_model`.
+        The result is a `ResolvedConfig`: the groups, the config entry that each tensor follows, and why other tensors
+        are skipped. `more` lists config entries that are added to those of `make_config_from_model`.
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> [group["tensor_fqn"] for group in ScopeSparsifier(pattern="2:4").resolved(model).groups]
         ['0.weight']
         """
-        config, exclude, _ = self._chosen(model, None, exclude, more)
+        config, exclude, _ = self._chosen_config(model, None, exclude, more)
         options: dict[str, Any] = {"exclude": exclude, "is_default": True, "check": self._check_alone}
         resolved = resolve_groups(model, config, self.keys, self._complete, **options)
         self._check_groups(resolved.groups)
@@ -247,17 +247,15 @@ class BudgetSparsifier(MaskSparsifier):
         super()._check_groups(groups)
         named = groups_by_name(groups)
         for pruning in self.pruning_groups(groups):
-            pruning.budget(named)
+            pruning.budget(named)  # raises an error if the budget does not fit
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Write the level that equals a count as `level_of_nnz`. A changed `sparsity_level` overrides the count."""
+        """Write the level that each count amounts to as `sparsity_level`, and each level also as `level_of_nnz`.
+
+        If a scheduler changes `sparsity_level` later, the two differ, and the level overrides the count.
+        """
         named = groups_by_name(groups)
-        largest: dict[str, PruningGroup] = {}  # the largest that a tensor is in; it gives the level
-        for pruning in self.pruning_groups(groups):
-            for name in pruning.specs:
-                is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
-                if stage_budgets(named[name])[pruning.stage] is None and is_larger:
-                    largest[name] = pruning
+        largest = _largest_groups(self.pruning_groups(groups), named)
         levels = {pruning: pruning.scope.level_of(pruning.budget(named)) for pruning in {*largest.values()}}
         for name, group in named.items():
             if group.get("nnz") is not None and name in largest:
@@ -265,21 +263,25 @@ class BudgetSparsifier(MaskSparsifier):
             group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
-        """Hook that `update_mask` calls after it changed masks. Masks that depend on weights alone need none."""
+        """Do what has to follow when `update_mask` has changed the masks of these groups. Here this is nothing."""
 
     def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]) -> None:
-        """Fill the masks of pruning groups; every budget and mask is checked before any mask changes."""
+        """Fill the masks of pruning groups.
+
+        Every budget and mask is checked before any mask changes. If there are more than `AT_ONCE` elements, masks are
+        filled part by part; a score that raises an error then leaves the masks of earlier parts updated.
+        """
         masks = {name: self.live_mask(groups[name]) for pruning in pruning_groups for name in pruning.specs}
         keeps = {pruning: pruning.budget(groups) for pruning in pruning_groups}
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
             for pruning in pruning_groups:
                 distributed.common_mesh([(name, masks[name]) for name in pruning.specs])
-            at_once |= any(distributed.is_sharded(m) for m in masks.values())
+            at_once |= any(distributed.is_sharded(m) for m in masks.values())  # each rank holds only a shard
         if at_once:
             self._fill(pruning_groups, groups, masks, keeps)
             return
-        parts = list(batches(pruning_groups, AT_ONCE))
+        parts = list(parts_of(pruning_groups, AT_ONCE))
         for part in progress_bar(parts, "step", "tensors", elements=numel_of_groups(pruning_groups)):
             self._fill(part, groups, masks, keeps)
 
@@ -290,23 +292,28 @@ class BudgetSparsifier(MaskSparsifier):
         masks: Mapping[str, Tensor],
         keeps: Mapping[PruningGroup, int | Tensor],
     ) -> None:
-        """Fill masks, earlier stages first. All dense weights and saliencies are in memory at the same time."""
+        """Fill masks, those of earlier stages first.
+
+        All dense weights and saliencies of these pruning groups are in memory at the same time, because a score may
+        raise an error, and must do so before a mask changes.
+        """
         stages: dict[int, dict[PruningGroup, Request]] = {}
         names = {name for pruning in pruning_groups for name in pruning.specs}
         dense = {name: self._dense(groups[name]) for name in names}
-        for pruning in pruning_groups:  # a score may raise, so all are computed before a mask changes
+        for pruning in pruning_groups:
             values = pruning.values(dense.__getitem__, self._statistics_of)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
-                if math.prod(spec.view.shape) < mask.numel():  # a later stage may have dropped what is outside the view
+                # The first stage does not write what is outside its view, which a later stage may have dropped before.
+                if math.prod(spec.view.shape) < mask.numel():
                     distributed.local(mask).fill_(True)
         for stage in sorted(stages):
             choose_masks(stages[stage])
 
     def _statistics_of(self, name: str) -> Statistics:
-        """Return the statistics of a tensor that a score reads; here only its name."""
+        """Return the statistics of a tensor, which a score reads. Here they hold only the name of the tensor."""
         return Statistics(name=name, shape=(), adapter=None)
 
     def pruning_groups(
@@ -322,20 +329,21 @@ class BudgetSparsifier(MaskSparsifier):
         """
         groups = self.groups if groups is None else groups
         tensors = {group["tensor_fqn"]: self._dense(group, model) for group in groups}
-        keys = zip(groups, tensors.values(), strict=True)
-        key = [(*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()) for group, tensor in keys]
+        pairs = zip(groups, tensors.values(), strict=True)
+        key = [(*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()) for group, tensor in pairs]
         if self._grouped is None or not is_same(self._grouped[0], key):
             stages = {group["tensor_fqn"]: stages_of(group) for group in groups}
             self._grouped = copied(key), make_pruning_groups(stages, tensors)
         return self._grouped[1]
 
     def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        """Return the dense weight of a group, in the prepared model or in a copy; without a mask, the weight itself."""
         module, name = self._module_in(model, group), group["tensor_name"]
         is_masked = masking.find_mask(module, name) is not None
         return masking.dense_weight(module, name) if is_masked else getattr(module, name).detach()
 
     def _masks(self, model: nn.Module | None) -> dict[str, tuple[Tensor, bool]]:
-        """Return {tensor name: (mask, True)}, or (nonzero weights, False) for a weight that was squashed."""
+        """Return {tensor name: (its mask, True)}, or (which elements are not zero, False) for a squashed weight."""
         masks = {}
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
@@ -343,6 +351,32 @@ class BudgetSparsifier(MaskSparsifier):
             mask = getattr(module, name).detach() != 0 if live is None else live.mask
             masks[group["tensor_fqn"]] = mask, live is not None
         return masks
+
+
+def _structure_text(group: TensorGroup) -> str:
+    """Return the shapes, couplings and own budgets of each stage of a group as text."""
+    keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
+    texts = []
+    for stage, budget in zip(stages_of(group), stage_budgets(group), strict=True):
+        values = [*((k, getattr(stage, k)) for k in keys), *([budget] if budget else [])]
+        texts.append(", ".join(f"{k}={v!r}" for k, v in values if v not in (None, ())))
+    return " then ".join(text or "single elements over the tensor" for text in texts)
+
+
+def _largest_groups(
+    pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]
+) -> dict[str, PruningGroup]:
+    """Return {tensor: the pruning group with most tensors that it is in}, by which its count becomes a level.
+
+    A count may amount to a different level in each stage. Stages that have a budget of their own do not matter.
+    """
+    largest: dict[str, PruningGroup] = {}
+    for pruning in pruning_groups:
+        for name in pruning.specs:
+            is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
+            if stage_budgets(groups[name])[pruning.stage] is None and is_larger:
+                largest[name] = pruning
+    return largest
 
 
 class ScopeSparsifier(Calibrated, BudgetSparsifier):
@@ -356,23 +390,24 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         nnz: Number of blocks kept in each scope, instead of a level. A scheduler that changes a group's
             `sparsity_level` overrides it.
         block_shape: Number of elements of a block along each dimension. () (default) makes every element a block, and
-            -1 takes the whole dimension.
+            -1 makes a block as long as the dimension.
         scope_shape: Number of blocks of a scope along each dimension. () (default) makes the whole tensor one scope,
-            and -1 takes the whole dimension.
+            and -1 makes a scope as long as the dimension.
         view: How to look at the tensor before it is cut into blocks: a function that returns a torch view of it, or
             (shape, stride) or (shape, stride, offset), which count elements of the tensor's row-major layout. None
-            (default) takes the tensor as it is.
-        axes, unit, scope, sizes: An axis pattern, which describes view, block and scope in einops notation instead; see
-            `structure.AxisPattern`.
+            (default) cuts the tensor as it is.
+        axes, unit, scope, sizes: An axis pattern, which describes view, blocks and scopes in einops notation, instead
+            of the three arguments above; see `structure.AxisPattern`.
         pattern: One of `patterns`, or its text ("2:4"), instead of shapes or axes. It adapts to the class of each
             module and the shape of its weight.
         norm: The norm of a block's elements that is its score: 1, 2 (default) or inf.
         score: How much each element matters: one of `scores`, as a name or an object, or a function
-            `(weight, name) -> saliency`. Some, such as "wanda", need `calibrate` first. A block's score is the sum of
-            its saliencies (the mean if blocks differ in size); the highest are kept. None (default) scores by the norm
-            of the weight.
+            `(weight, name) -> saliency`. Some scores, such as "wanda", need `calibrate` first. A block's score is the
+            sum of its elements' saliencies (the mean if blocks differ in size); the blocks with the highest scores are
+            kept. None (default) scores a block by the norm of its weights.
         edge: What happens if a block or scope does not divide a dimension. `"error"` (default) raises an error. With
-            `"partial"` the last ones are smaller, and a scope with fewer blocks than `nnz` keeps all of them.
+            `"partial"` the last blocks and scopes are smaller, and a scope with fewer blocks than `nnz` keeps all of
+            its blocks.
         block_coupling: A name (str). Blocks of tensors with the same name here are kept or dropped together.
         coupling_order: A permutation that brings the dimensions of this tensor's block grid into the order of the grid
             of the first tensor of its coupling.
@@ -381,10 +416,10 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
             other tensors then keep fewer. With None (default) a tensor may lose all its blocks.
         member_scores: How the scores of coupled tensors (to the power of the norm) are combined. With `"sum"` a tensor
             counts by its number of elements; with `"mean"` each tensor counts the same. With `"consumers"` (which needs
-            a score) only tensors whose blocks are inputs of their layer count, because the error of a dropped unit
+            a score) only tensors whose blocks are inputs of their layer count, because the error of a dropped block
             arises there.
-        stages: A list of dicts, one for each stage, with the keys above. Each stage chooses among what the earlier ones
-            kept; its budget still counts all blocks of a scope.
+        stages: A list of dicts, one for each stage, with the keys above. Each stage chooses among the elements that the
+            earlier ones kept; its budget still counts all blocks of a scope.
         update_every: Masks are chosen in those calls of `step` whose number, counted from 1, is a multiple of this; 1
             by default. It cannot be given in a config entry.
         until: The number of the last call of `step` that may choose masks; None (default) sets no end. It cannot be
@@ -450,11 +485,12 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
 
     @property
     def _is_frozen(self) -> bool:
+        """Whether no later call of `step` chooses masks."""
         return self.interval.is_over(self._steps)
 
     @torch.no_grad()
     def block_scores(self) -> list[tuple[tuple[str, ...], Tensor]]:
-        """Return what `step` would compare: the score of every block of the dense weights.
+        """Return the scores that `step` would compare: those of every block of the dense weights.
 
         Returns:
             A list with a pair (names of the tensors, scores [*scope grid, blocks of a scope]) for each stage of each
@@ -479,7 +515,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         return {**super()._extra_state(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state as `MaskSparsifier.load_state_dict` does, with the number of calls of `step`."""
+        """Load a state as `MaskSparsifier.load_state_dict` does, and the number of calls of `step` with it."""
         self.require_prepared("load_state_dict")
         steps = saved_count(state_dict, "steps", self._steps)
         super().load_state_dict(state_dict, strict)

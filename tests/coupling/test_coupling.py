@@ -122,7 +122,7 @@ def test_a_coupling_is_a_value():
 
 BAD = [  # (members, other arguments, message)
     ({}, {}, "Coupling: members must be a dict {name: axes}, got {}"),
-    ({"q": 3}, {}, "coupling 'q': a member is a name and its axes, two strs, got 'q': 3"),
+    ({"q": 3}, {}, "coupling 'q': members must map names to axes, both of type str, got 'q': 3"),
     ({"q": "(u d"}, {}, "q: axes '(u d': "),
     ({"q": "h d"}, {}, "coupling 'q': q 'h d' lacks the axis 'u'; every member needs the unit axis and the scope"),
     ({"q": "u d"}, {"scope": "kv"}, "coupling 'q': q 'u d' lacks the axis 'kv'"),
@@ -167,8 +167,8 @@ UNFIT = [  # (members, sizes, message); sizes that differ are a CouplingError
     (
         {"layers.*.gate.weight": "u i", "layers.*.extra.weight": "u i"},
         {},
-        "coupling 'layers.*.gate.weight': 1 has no tensor 'layers.1.extra.weight'. Every member must exist for every "
-        "value of *; leave the member out, or write two couplings.",
+        "coupling 'layers.*.gate.weight': the model has no tensor 'layers.1.extra.weight', but other members have 1 in "
+        "place of '*'. Every member must exist for every value of '*'; leave the member out, or write two couplings.",
     ),
     (
         {"layers.*.gate.weight": "u i", "layers.*.down.bias": "u"},
@@ -290,3 +290,19 @@ KINDS = [
 def test_the_kind_of_units_is_named_for_people(members, kind):
     text = next(iter(members.values()))
     assert Coupling(members, scope="s" if "s" in text else "").kind == kind
+
+
+def test_a_name_that_several_couplings_would_have_is_refused():
+    members = {"layers.*.experts.*.up.weight": "u i", "layers.*.experts.*.down.weight": "o u"}
+    with refuses(
+        "coupling 'layer *': the name has 1 '*', but 'layers.*.experts.*.up.weight' has 2, so several couplings would "
+        "have one name; write a '*' for each of those, or none"
+    ):
+        Coupling(members, name="layer *")
+    experts = {name: nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)}) for name in "ab"}
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleDict(experts)})])})
+    for name, names in (
+        ("experts", ["experts 0 a", "experts 0 b"]),
+        ("* of layer *", ["0 of layer a", "0 of layer b"]),
+    ):
+        assert [bound.name for bound in Coupling(members, name=name).bind(model)] == names

@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama as llama
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
 from sparsekit_ao.export import pretrained
 from sparsekit_ao.masking import select, weight_mask
-from sparsekit_ao.removal import shrink, shrink_layers
+from sparsekit_ao.removal import compact, shrink, shrink_layers
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "save_decilm.py"
 save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
@@ -43,7 +43,7 @@ def test_saved_and_loaded_outputs_are_the_same_bits(squash, tmp_path):
     before = looks(model)
     report = export.save_pretrained(model, sparsifier, tmp_path)
     assert same(before, model) and len(report.converted) == 6
-    assert report.after < report.before / 32 + 2000
+    assert 0 < report.after - report.before < report.before / 32 + 2000  # the weights are dense, the masks are bits
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(again(ids).last_hidden_state, want)
@@ -284,7 +284,7 @@ def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_
         widths = [layer.mlp.down_proj.in_features for layer in small.model.layers]
         assert len(set(widths)) > 1
         found = export.save_pretrained(small, report, tmp_path)
-        assert "its per_layer_config does, for code that reads this key" in found.notes[0]
+        assert "per_layer_config describes it, for code that reads this key" in found.notes[0]
         written = json.loads((tmp_path / "config.json").read_text())
         assert written["intermediate_size"] == 48
         entries = {f"{at:02}": {"intermediate_size": width} for at, width in enumerate(widths) if width != 48}
@@ -519,3 +519,51 @@ def test_a_merge_that_does_not_fit_is_refused_before_anything_changes():
     with pytest.raises(SparsityError, match="expected a model of peft.get_peft_model, got Sequential"):
         export.merge_lora(pruned()[0], sparsifier)
     assert same(before, lora)
+
+
+def compacted(model):
+    """Return the model without half of its MLP units, as `compact` makes it, and the report."""
+    units = Coupling({"encoder.layer.*.intermediate.dense.weight": "u i", "encoder.layer.*.output.dense.weight": "o u"})
+    with torch.no_grad():
+        layer = model.encoder.layer[0]
+        layer.intermediate.dense.weight[32:] = layer.output.dense.weight[:, 32:] = 0
+        layer.intermediate.dense.bias[32:] = 0
+    bias = {"encoder.layer.*.intermediate.dense.bias": "u"}
+    return compact(model, Coupling(units.members | bias), {"input_ids": torch.arange(12).reshape(2, 6)})
+
+
+def test_a_folder_that_is_written_anew_keeps_no_masks_or_manifest_of_the_model_before(tmp_path):
+    ids = torch.arange(12).reshape(2, 6)
+    masked, sparsifier = masked_bert()
+    small, report = compacted(bert())
+    for _ in range(2):
+        export.save_pretrained(masked, sparsifier, tmp_path)
+        assert export.load_masks(tmp_path) and not (tmp_path / "manifest.json").exists()
+        again = export.load_pretrained(tmp_path, type(masked))
+        assert torch.equal(again(ids).last_hidden_state, masked(ids).last_hidden_state)
+
+        saved = export.save_pretrained(small, report, tmp_path)
+        assert not (tmp_path / "masks.safetensors").exists()
+        assert saved.after == (tmp_path / "model.safetensors").stat().st_size < saved.before
+        again = export.load_pretrained(tmp_path, type(small))
+        assert torch.equal(again(ids).last_hidden_state, small(ids).last_hidden_state)
+
+
+def test_a_note_on_a_result_of_compact_says_that_the_config_was_not_fitted(tmp_path):
+    small, report = compacted(bert())
+    (note,) = export.save_pretrained(small, report, tmp_path).notes
+    assert report.not_in_config is None and "does not describe" not in note
+    assert (
+        note.startswith("the config was not fitted to the smaller model")
+        and f"load_pretrained({str(tmp_path)!r}" in note
+    )
+
+
+def test_errors_of_a_save_name_the_folder_that_the_user_gave(tmp_path, monkeypatch):
+    small, report = compacted(bert())
+    wrong = {name: value + 1 for name, value in small.state_dict().items()}
+    with pytest.raises(SparsityError, match=rf"loaded with other values of .*, so {tmp_path}/new is left as it was"):
+        export.save_pretrained(small, report, tmp_path / "new", state_dict=wrong)
+    with pytest.raises(SparsityError, match="as it was: load_pretrained: what was written holds no values of") as error:
+        export.save_pretrained(small, report, tmp_path / "new", state_dict={"pooler.dense.bias": torch.zeros(32)})
+    assert "/tmp" not in str(error.value).replace(str(tmp_path), "") and not (tmp_path / "new").exists()

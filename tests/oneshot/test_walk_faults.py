@@ -163,7 +163,7 @@ def test_tensors_that_cannot_be_recorded_leave_a_block_before_it_is_matched():
     ("keys", "text"),
     [
         *(({"stream_memory": bad}, "stream_memory must be a number of bytes, or None") for bad in ("x", [1], -5, True)),
-        *(({"device": bad}, "is no device that blocks can run on") for bad in ("nonsense", "meta", 3.5, True)),
+        *(({"device": bad}, "is not a device that blocks can run on") for bad in ("nonsense", "meta", 3.5, True)),
         ({"checkpoint": 3}, "checkpoint must be a folder, or None, got 3"),
         ({"checkpoint": __file__}, "is not a folder that can be written"),
     ],

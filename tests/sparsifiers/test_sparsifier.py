@@ -1,11 +1,13 @@
 """ScopeSparsifier: masks from configs, on small patterns whose masks are easy to verify."""
 
+import numpy
 import pytest
 import torch
 from stock import Holder, linear_model, prepared, refuses, stepped
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
+from sparsekit_ao.sparsifiers.groups import is_same
 from sparsekit_ao.torch_ao import CubicSL, LambdaSL
 
 
@@ -190,3 +192,24 @@ def test_a_single_number_shares_a_budget(size, scale):
     model.scale = nn.Parameter(torch.tensor(scale))
     sparsifier = stepped(model, [{"tensor_fqn": ["scale", "weight"]}], sparsity_level=0.5, scope_coupling="all")
     assert sparsifier.check() == 1 and bool(sparsifier.mask("scale")) == (scale > 0)
+
+
+def test_values_of_keys_that_hold_tensors_are_compared_with_other_keys_lengths_and_arrays():
+    budgets = [torch.tensor([1, 2]), torch.tensor([1, 2])]
+    for value, other, equal in (
+        ({"nnz": budgets[0], "norm": 1}, {"nnz": budgets[1], "edge": "error"}, False),
+        ((budgets[0], 1), (budgets[1], 1, 2), False),
+        ([{"nnz": budgets[0]}], [{"nnz": budgets[1]}], True),
+        (numpy.array([1, 4]), (1, 4), True),
+        (numpy.array([1, 4]), (1, 2), False),
+        (numpy.array([1, 4]), (1, 4, 1), False),
+    ):
+        assert is_same(value, other) == equal
+
+    sparsifier, counts = ScopeSparsifier(), torch.tensor([[1, 2], [3, 4]])
+    stage = {"scope_shape": (1, 4), "nnz": counts}
+    sparsifier.prepare(model := nn.Sequential(nn.Linear(8, 2)), [{"tensor_fqn": "*.weight", "stages": [stage]}])
+    sparsifier.update_mask(model[0], "weight", stages=[{"nnz": counts.clone(), "scope_shape": (1, 4)}])
+    assert sparsifier.mask("0.weight").view(2, 2, 4).sum(2).equal(counts)
+    with pytest.raises(SparsityError, match="scope"):
+        sparsifier.update_mask(model[0], "weight", stages=[{"nnz": counts.clone(), "norm": 1}])
