@@ -77,16 +77,16 @@ JOBS: dict[str, Job] = {
     "shrink_minilm": _example(
         "shrink_minilm", 8, "shrink_minilm", "shrink_minilm_recovered", "one_shot_units", "one_shot_heads_and_units"
     ),
-    "export_minilm": _example("export_minilm", 5),
+    "export_minilm": _example("export_minilm", 2),
     "prune_crepe": _example("prune_crepe", 15),
     "one_shot_language_model": _example("one_shot_language_model", 10),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
-    "rigl_digits": _example("rigl_digits", 5),
+    "rigl_digits": _example("rigl_digits", 3),
     "proximal": _example("proximal", 5),
-    "cpu_step": _own(3, "cpu_step"),
-    "cpu_patterns": _own(10, "cpu_patterns", "cpu_growth"),
-    "masked_linear": _own(10, "masked_linear"),
+    "cpu_step": _own(5, "cpu_step"),
+    "cpu_patterns": _own(3, "cpu_patterns", "cpu_growth"),
+    "masked_linear": _own(3, "masked_linear"),
     "gathered": _own(5, "gathered"),
     "gathered_minilm": _own(5, "gathered_minilm", script="gathered", run=("--minilm",)),
     "dst_overhead": _own(2, "dst_overhead"),
@@ -99,11 +99,11 @@ JOBS: dict[str, Job] = {
     "prune_ranks": _own(10, "prune_ranks"),
     "selection_bytes": _own(1, "selection_bytes"),
     "fsdp_masks": _own(1, "fsdp_masks"),
-    "soak": _own(5, "soak"),
-    "gpu_instructions": _own(2, "gpu_instructions"),
+    "soak": _own(2, "soak"),
+    "gpu_instructions": _own(1, "gpu_instructions"),
     "compare_llmcompressor": _own(5, "compare_llmcompressor"),
     "compare_offloaded": _own(4, "compare_offloaded", script="compare_llmcompressor", run=("--offloaded",)),
-    "compare_torch_pruning": _own(20, "compare_torch_pruning"),
+    "compare_torch_pruning": _own(10, "compare_torch_pruning"),
     "shrink_time": _own(10, "shrink_time"),
     **{
         f"compare_accuracy_{network}": _own(
@@ -112,7 +112,7 @@ JOBS: dict[str, Job] = {
         for network in ("digits", "text", "minilm")
     },
     "architectures": Job(
-        "../tests/coupling/test_every_architecture.py", 6, {"benchmarks/results/architectures.csv": ""}
+        "../tests/coupling/test_every_architecture.py", 3, {"benchmarks/results/architectures.csv": ""}
     ),
 }
 

@@ -52,10 +52,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    missing = [package for package in ("torchvision", "timm", "transformers") if find_spec(package) is None]
+    if missing:
+        print(f"{', '.join(missing)} not installed: their networks are left out, and no CSV is written")
     rows = []
-    for name, network in networks().items():
-        if args.names and name not in args.names:
+    for name in ALL:
+        if name.partition(" ")[0] in missing or (args.names and name not in args.names):
             continue
+        network = partial(make, name)
         row: dict[str, Any] = {"network": name}
         for library, prune in (("sparsekit_ao", ours), ("Torch-Pruning", theirs)):
             result, removed, seconds, details = measured(prune, network)
@@ -66,16 +70,10 @@ def main() -> None:
             }
             row |= {f"{library} details": " ".join(details.split())[:160]}
         rows.append(show(row))
-        if not args.names:
+        if not args.names and not missing:
             write_csv(rows, RESULTS / "compare_torch_pruning.csv")
     for library in ("sparsekit_ao", "Torch-Pruning"):
         print(library, dict(Counter(row[f"{library} result"] for row in rows)))
-
-
-def networks() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
-    """Functions that make a model and its inputs; without those of libraries that are not installed."""
-    missing = {package for package in ("torchvision", "timm", "transformers") if find_spec(package) is None}
-    return {name: partial(make, name) for name in ALL if name.partition(" ")[0] not in missing}
 
 
 def measured(prune: Callable[[nn.Module, Any], Found], make: Callable[[], tuple[nn.Module, Any]]) -> Found:
