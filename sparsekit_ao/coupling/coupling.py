@@ -57,15 +57,16 @@ class Coupling:
         sizes: {axis: length}, for axes whose length the shapes do not determine.
         member_scores: How the scores of the members are combined: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
-        name: The name in errors and reports; by default the name of the first member. Its `*`s are replaced by what
-            those of the members match, so it needs at least as many of them as a member. If it has none, what they
-            match is appended.
+        name: The name in errors and reports; by default the name of the first member. It has either no `*`, and what
+            those of the members match is appended; or at least as many as a member, and they are replaced by what those
+            match.
         attrs: {name of an integer attribute: the axes whose product it holds}, such as
             `{"layers.*.attn.num_heads": "u"}`. `compact` updates these attributes. Attributes of torch.nn's own layers
             need not be listed.
         lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as an expert belongs to a row of its router;
             units are counted one scope after the other. All parameters of these modules then have masks (modules of two
-            units may not share a parameter), while the part of a unit in the members is removed without a mask.
+            units may not share a parameter). The members have none; the part of a unit in them is removed without a
+            mask.
 
     Raises:
         SparsityError: Members or the name differ in their `*`s, a member lacks an axis, or an argument has a wrong type
@@ -153,7 +154,8 @@ class Coupling:
         divided = [d for shape in shapes for d in shape if self.unit in d]
         inside = [len(d) - 1 - d.index(self.unit) for d in divided]  # the number of axes inside of a unit
         if len(divided[0]) > 1 and re.search("attn|attention", first, re.IGNORECASE):
-            # Key heads have more axes in queries and outputs, whose heads are groups: "(u g d)" beside "(u d)".
+            # A unit that is a key head has more axes in query and output weights, where it has a group of heads:
+            # "(u g d)" beside "(u d)".
             all_heads = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
             return "head size" if not inside[0] else "query heads" if self.scope else all_heads
         # Members of several layers become equal if their numbers are replaced: many layers share the units.
@@ -355,7 +357,7 @@ def _member_rows(bound: BoundCoupling) -> _Rows:
 def _module_rows(bound: BoundCoupling, model: nn.Module) -> dict[str, _Rows]:
     """Return {name of a unit: the parameters of its modules, with the keys of their blocks} of a coupling with lists.
 
-    All of these parameters are one coupled block, and the units of a scope share the budget of the scope.
+    The parameters of one unit are one coupled block, and the units of a scope share the budget of the scope.
     """
     rows_of = {}
     for at, names in enumerate(bound.listed):
@@ -375,7 +377,7 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
 
     If couplings share a tensor, as heads and the residual stream share a query projection, the entry of this tensor has
     `stages`, in the order of the couplings, and its mask drops what any of the couplings drops. A scheduler that writes
-    `sparsity_level` changes the level of every coupling.
+    `sparsity_level` changes the level of every coupling, except for budgets by name inside of `stages`.
 
     Args:
         couplings: A sequence of couplings with different names.
@@ -486,7 +488,7 @@ def _joined(first: Coupling, second: Coupling, ratio: int) -> Coupling:
     used = {axis for c in (first, second) for text in c.members.values() for d in dimensions_of(text) for axis in d}
     unused = (letter for letter in ascii_letters if letter not in used)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))
-    # {axis of the second coupling: its new names}; the unit becomes two axes if its length is a multiple.
+    # {axis of the second coupling: its new names}; the unit becomes two axes if `ratio` is above 1.
     new_names = {axis: [scopes.get(axis) or next(unused)] for axis in (*second.scope.split(), *second.sizes)}
     factors = [next(unused)] if ratio > 1 else []
     new_names[second.unit] = [*factors, first.unit]

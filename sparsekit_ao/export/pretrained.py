@@ -47,9 +47,9 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
-        A `Conversion`. For a masked model, `before` counts the bytes of the masked tensors, and `after` counts the same
-        bytes, since these tensors are written dense, and those of the file of masks. For a compacted model, `before`
-        counts the bytes of the dense model, `after` those of the written files, and a note says how to load them.
+        A `Conversion`. For a masked model, `before` counts the bytes of the masked tensors. `after` counts the same
+        bytes (these tensors are written dense) plus those of the file of masks. For a compacted model, `before` counts
+        the bytes of the dense model, `after` those of the written files, and a note says how to load them.
 
     Raises:
         SparsityError: The model has no such method, or has adapters that are not merged; no tensor of the model has the
@@ -214,7 +214,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
             why = str(e).replace(str(unchecked), "what was written")  # the temporary folder is gone when this is read
             raise SparsityError(
                 f"save_pretrained: the saved model cannot be loaded, so {folder} is left as it was: {why}. A model "
-                "that was made smaller twice can be saved if its config describes it after the first time."
+                "that was made smaller twice can be saved if its config described it after the first time."
             ) from e
         for key in model.state_dict():
             tensor = _tensor(model, key).cpu()
@@ -265,8 +265,9 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write the sizes of layers that differ from the config into config.json, and return a note on this, or "".
 
-    Only decoders with the modules of Llama get sizes. `per_layer_config` is a key of transformers 5, whose configs
-    accept it, as tests with `AutoConfig` show, although none of its models reads it yet.
+    Only decoders with the modules of Llama get sizes. `per_layer_config` is a key of transformers 5. Its configs accept
+    the key, as tests with `AutoConfig` show, although some refuse certain sizes by layer and none of its models reads
+    it yet.
     """
     data, sizes = json.loads(path.read_text()), layer_sizes(model)
     # `shrink_layers` may have written entries already, by which a layer skips its attention or its MLP.

@@ -342,7 +342,7 @@ def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
 
 
 def is_parameter(module: nn.Module, tensor_name: str) -> bool:
-    """Return whether a tensor is a parameter with no parametrization on it, or with a mask alone."""
+    """Return whether a tensor is a parameter with no parametrization on it, or with a mask directly on it."""
     if not parametrize.is_parametrized(module, tensor_name):
         return True
     return find_mask(module, tensor_name) is not None and is_on_parameter(module, tensor_name)
@@ -466,7 +466,8 @@ def _keep_list_outside(module: nn.Module) -> None:
     """
     if isinstance(module, nn.RNNBase) and "_flat_weights" in vars(module):
         _LISTS[module] = vars(module).pop("_flat_weights")
-        # parametrize made this class for the module alone. A copy fills a list of its own at its first forward pass.
+        # parametrize made this class for the module, and only its deep copies share it. A copy fills a list of its own
+        # at its first forward pass.
         type(module)._flat_weights = property(lambda m: _LISTS.get(m, []), _LISTS.__setitem__)  # type: ignore
 
 

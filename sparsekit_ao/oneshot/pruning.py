@@ -114,7 +114,7 @@ def one_shot(
 ) -> OneShotReport:
     """Prune a trained model in one pass over calibration data, and adjust kept weights to make up for dropped ones.
 
-    Layer by layer, masks and weights are computed for the inputs that come from the layers already pruned. The model
+    Block by block, masks and weights are computed for the inputs that come from the blocks already pruned. The model
     keeps its masks, with zeros for dropped weights; call `squash_mask()` to remove them. A later `step()` chooses
     masks by the score again. With the default score, the magnitude of the weights, they are the same masks.
 
@@ -228,7 +228,8 @@ def prune(
     configs, training and schedules use `ScopeSparsifier`.
 
     No masks are registered, and one block is pruned after the other. The model may thus be larger than memory, if
-    accelerate offloads it to the CPU or to disk, or `fully_shard` shards it. It is then pruned in place.
+    accelerate offloads it to the CPU or to disk, or `fully_shard` shards it. It can then be pruned in place only, with
+    `inplace=True`.
 
     Args:
         model: A model on any device, in any dtype. Unless `inplace`, a copy is pruned. In a copy, weights under
@@ -238,8 +239,8 @@ def prune(
         batches, forward, token_mask, compensate: As for `one_shot`. Batches are inputs without labels, unless the score
             needs gradients; `forward` must then return the loss of a batch.
         exclude: Tensors and modules to leave out: names, globs, regular expressions, modules or module classes.
-        score: How much each weight matters; see `scores`. It chooses masks only with `compensate=None` or
-            `"least_squares"`.
+        score: How much each weight matters; see `scores`. It chooses masks only without batches, or with
+            `compensate=None` or `"least_squares"`.
         recover: If True, the kept weights of each block are trained to give the dense block's outputs before the next
             one is pruned; see `recover`. False by default.
         inplace: If True, prune the model itself; by default a copy.
@@ -362,8 +363,8 @@ def _warn_of_dense(report: OneShotReport) -> None:
     if 2 * sum(asked[name] for name in dense) > sum(asked.values()):
         warnings.warn(
             f"prune: only {report.coverage:.1%} of the weights were pruned, and these stayed dense: "
-            f"{', '.join(by_pattern(dense))}. The report says what was left out and why; name others in the config "
-            "of a ScopeSparsifier and call one_shot, or exclude them",
+            f"{', '.join(by_pattern(dense))}. The report says what was left out and why; name these weights in the "
+            "config of a ScopeSparsifier and call one_shot, or exclude them",
             stacklevel=4,
         )
 

@@ -427,7 +427,8 @@ def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step
     for name in rest:  # tensors inside a block are pruned before it is matched
         block = block_of.get(id(walk.data.model.get_submodule(name.rpartition(".")[0])))
         (alone if block is None else inside.setdefault(block, [])).append(name)
-    # Layers after the last of these blocks may read what any later block gives, so all blocks come before them.
+    # Layers that come after the last block in which a layer was reached may read what any later block gives, so all
+    # blocks come before them.
     visits_all |= any(after == reached >= 0 for after, _ in outside.values())
     count = len(walk.blocks) if visits_all else max(inside, default=-1) + 1
     places = [

@@ -76,17 +76,17 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a cost requires.
 
-    Couplings from which `compact` cannot remove units are left out (see `removable`). Several couplings may divide one
-    dimension of a tensor, such as key heads, the query heads of each key head, and the elements of a head. No two of
-    those are pruned. Whole heads are chosen if possible, and otherwise the couplings that together remove most
-    parameters. The report lists what is left out, and why.
+    Couplings from which `compact` cannot remove units are left out (see `removable`). Several couplings, such as those
+    of key heads, of the query heads of each key head, and of the elements of a head, may divide the same dimension of a
+    tensor. No two of those are pruned. Whole heads are chosen if possible, and otherwise the couplings that together
+    remove most parameters. The report lists what is left out, and why.
 
-    With a cost, or with `scope="global"`, one budget is spent on all layers, so that each has its own number of units.
-    Units are dropped by importance and cost until the model costs at most `1 - ratio` of what it cost before. If every
-    dropped unit lowers the cost, the result is below this target by at most 1 % of it, or by one step (a unit, or
-    `multiple_of` units, in every scope). If the model has a `config`, layers of one coupling with equal numbers of
-    units keep equal numbers, so that the config can hold them. They may keep different numbers with `uniform=False`,
-    and by default if the config of a transformers model can hold nothing of what can be removed.
+    With a `cost` other than "units", or with `scope="global"`, one budget is spent on all layers, which may then keep
+    different numbers of units. Units are dropped by importance and cost until the model costs at most `1 - ratio` of
+    what it cost before. If every dropped unit lowers the cost, the result is below this target by at most 1 % of it, or
+    by one step (a unit, or `multiple_of` units, in every scope). If the model has a `config`, layers of one coupling
+    with equal numbers of units keep equal numbers, so that the config can hold them. They may keep different numbers
+    with `uniform=False`, and by default if the config of a transformers model can hold nothing of what can be removed.
 
     With batches, the layers that read dropped units get weights that make up for these units. With `recover=True`, each
     block of the smaller model is then trained to match the block of the dense model. Neither needs labels.
@@ -168,7 +168,7 @@ def shrink(
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance, normed=normed)
     # Find what can be removed, and what the arguments allow to remove.
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
-    next(phase)  # begins the first phase on the progress bar, as each `next` does
+    next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
     discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, verify_whole=False)
     if recover:
@@ -182,14 +182,14 @@ def shrink(
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
-        any_width, fraction = (True, 0.5) if is_shared else (False, level)  # a config can often hold half of a size
+        any_width, fraction = (True, 0.5) if is_shared else (False, level)  # a config can often hold halves
         held, raised = in_config(plain, discovery, reference_of, fraction, multiples, any_width)
         if is_uniform := bool(uniform or held.couplings):
             discovery, multiples = held, raised
     # Choose what is pruned, and how many units it keeps.
     quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
     chosen, left_out = _chosen(plain, discovery, quotas)
-    may_differ = uniform is False or (is_open and not is_uniform)  # the layers of one coupling, although of equal size
+    may_differ = uniform is False or (is_open and not is_uniform)  # layers of equal size keep other numbers
     each = is_shared and (may_differ or not hasattr(plain, "config"))
     chosen, quotas = _divided_by_size(plain, chosen, quotas, each)
 
@@ -231,7 +231,7 @@ def _checked_data(
         data = CalibrationData.checked(model, batches, forward, token_mask, "shrink")
     example_inputs = data.batches[0] if example_inputs is None else example_inputs
     if example_inputs is None:
-        raise SparsityError("shrink: give example_inputs, one batch of inputs, or batches, of which the first is taken")
+        raise SparsityError("shrink: give example_inputs (one batch of inputs), or batches, whose first is taken")
     check_example(model, example_inputs, "shrink")
     return example_inputs, data
 
@@ -341,8 +341,8 @@ def _checked_ratio(
         raise SparsityError(f"shrink: kinds has {kind!r}, but removing whole {kind} changes outputs; use {how}")
     if max_sparsity is not None and not is_shared:
         raise SparsityError(
-            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here each layer has its own "
-            "ratio; give cost= or scope='global', or lower the ratio"
+            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here the ratio applies "
+            "to each layer by itself; give cost= or scope='global', or lower the ratio"
         )
     if isinstance(ratio, Mapping) and (is_shared or not ratio):
         raise SparsityError(
@@ -370,7 +370,7 @@ def _removed(
     """Remove units of the lowest scores, and leave couplings out until the others can be removed together.
 
     With `uniform`, the config of the model must be able to hold the result, too. `with_zeros` chooses the units again
-    each time, because the couplings that stay may have to lose more to meet one budget.
+    each time, because the couplings that are not left out may have to lose more to meet one budget.
 
     Returns:
         A list of (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
@@ -458,7 +458,7 @@ def _without_lowest(
 
 
 def _as_lines(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return (name, reason) as lines of text; more than a few names with the same reason share a line."""
+    """Return (name, reason) as lines of text; names of one reason share a line if they are many, or were not tried."""
     names: dict[str, list[str]] = {}
     for name, why in left_out:
         names.setdefault(why, []).append(name)
@@ -472,12 +472,12 @@ def _as_lines(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 def _why_kept(
     removals: Iterable[tuple[str, Removal]], quotas: Mapping[str, Quota], is_shared: bool
 ) -> list[tuple[str, str]]:
-    """Return (name, reason) of couplings that keep more than was asked for: all of their units, or the last ones."""
+    """Return (name, reason) of couplings that keep all units or, where all were to be dropped, the fewest possible."""
     reasons = {}
     for name, removal in removals:
         units, quota = removal.scope_units, quotas[name]
         if removal.is_empty and is_shared:
-            reasons[name] = f"the budget is met with all of its {units} units, since others matter less"
+            reasons[name] = f"the budget is met although it keeps all of its {units} units, since others matter less"
         elif removal.is_empty and quota.multiple > 1:
             reasons[name] = f"a multiple of {quota.multiple} keeps all of its {units} units"
         elif removal.kept == min(quota.multiple, units) and quota.level == 1:
@@ -549,7 +549,7 @@ def _with_columns(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tenso
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
         if not first.is_parameter or first is member:
-            continue  # the norms have all entries of such a tensor
+            continue  # the norms have what belongs to a unit by the first dimension; tensors without masks do not count
         weight = plain_tensors(model, [member.fqn])[member.fqn].detach()
         # For each element, the numbers of the units to which it belongs by the first and by the second dimension.
         owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
@@ -601,8 +601,8 @@ def _chosen(
                 if owners.keys().isdisjoint(places[coupling]):
                     owners |= dict.fromkeys(places[coupling], coupling)
             sets.append(list(dict.fromkeys(owners.values())))
-        # Whole heads, which a config can count, come before parts of heads. In a grouped convolution, fewer inputs and
-        # outputs in each group remove more than fewer groups.
+        # Whole heads, which a config can count, come before parts of heads. In a grouped convolution, dropping inputs
+        # and outputs of each group removes more parameters than dropping whole groups.
         worse = {c for c in rivals if c.kind == "head size" or not dropped[c]}
         sizes = [round(_removed_parameters(model, some, places, dropped)) for some in sets]
         chosen += max(zip(sets, sizes, strict=True), key=lambda row: (worse.isdisjoint(row[0]), row[1]))[0]

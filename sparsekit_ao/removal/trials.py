@@ -51,10 +51,11 @@ def removable(
     """Find the couplings that `compact` can remove from a model, with the integers that this changes.
 
     Random units are made zero in one copy of the model and removed from another copy, and the outputs of both copies
-    are compared. If they differ, fewer couplings are tried together, down to single ones. Integers near the tensors of
-    a single coupling that equal a removed size (`num_heads`, `config.hidden_size`, entries of tuples) are then changed
-    too. Two couplings that fail because the forward has one number for both (such as one head size for queries and
-    values) are merged. Prune the couplings of the result by `joint_entries`, and then call `compact`.
+    are compared. If they differ, fewer couplings are tried together, down to single ones. If a single coupling still
+    fails, integers near its tensors that equal one of its sizes (`num_heads`, `config.hidden_size`, entries of tuples)
+    are changed too. Couplings of which some fail because the forward has one number for all of them (such as one head
+    size for queries and values) are merged. Prune the couplings of the result by `joint_entries`, and then call
+    `compact`.
 
     Args:
         model: The model, which is not changed because copies run.
@@ -104,13 +105,14 @@ def find_removable(
 ) -> Discovery:
     """Find couplings as `removable` does, by trials of a short twin if the model has one.
 
-    The whole model is tried if the twin does not run, or if the whole model fails without the units that can be removed
-    from the twin.
+    The whole model is tried instead if the twin does not run or, with `verify_whole`, if what can be removed from the
+    twin cannot be removed from the whole model.
 
     Args:
         verify_whole: Whether to remove from the whole model, once, what can be removed from the twin. False is for
-            callers that do this themselves. Discovery then uses a short model too; if the couplings that it finds there
-            cannot be removed from the whole model, discovery is repeated on the whole model.
+            callers that do this themselves. If `couplings` is None, discovery then uses a short model too. What is
+            found that way is verified on the whole model all the same; if that fails, discovery is repeated on the
+            whole model.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -153,7 +155,7 @@ def _removable_part(
     """
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
     tried, left_out = _tried(model, discovery, excluded, ratio)
-    # If the layers of one coupling have different numbers, the trials take that of the first layer.
+    # If `multiple_of` gives the layers of one coupling different numbers, the trials take that of the first layer.
     numbers = numbers_by_coupling(model, tried, multiple_of, 1, "multiple_of")
     multiples = {c.name: multiple_for(model, c) if numbers[c.name] is None else numbers[c.name] for c in tried}
     elements = sum(p.numel() for p in model.parameters())
@@ -255,7 +257,8 @@ def _refitted(
         candidates = {found: _tensor_sets(found, model) for found in search().couplings} if stale else {}
         for coupling in [*stale]:
             wanted = _tensor_sets(coupling, model)
-            same = [found for found, sets in candidates.items() if sets <= wanted]  # all layers of these are in it
+            # every layer of these is also a layer of `coupling`
+            same = [found for found, sets in candidates.items() if sets <= wanted]
             fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
             if same:
                 del stale[coupling]
@@ -317,7 +320,7 @@ def _divided(
 
 
 class Trials:
-    """Trials of smaller models, each of which removes units that are zero in one masked model.
+    """Trials, each of which removes units that are zero in one masked model, and checks the smaller model.
 
     Args:
         model: The model, which is not changed.
@@ -389,16 +392,17 @@ class Trials:
         """Return the couplings that can be removed together, some with more `attrs`, and {other coupling: reason}."""
         good, failing = self._split(list(couplings))
         fits = {coupling: self._fits.get(coupling) for coupling in failing}  # `_split` has looked for them
-        good, more = self._extended(good, [fit for fit in fits.values() if fit is not None])
+        found = [fit for fit in fits.values() if fit is not None]  # each can be removed alone, perhaps not all together
+        good, more = self._extended(good, found) if good else self._extended(found[:1], found[1:])
         return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
 
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """Return a coupling with the further `attrs` that its removal needs, or None if none were found.
 
         With `together=1`, these attributes are tried in turn: all candidates; those outside of configs; these and the
-        widths that forwards read; each of the nearest candidates alone. From a set that works, attributes are dropped
-        as long as it works without them. With a larger number, only sets of this many of the nearest candidates are
-        tried.
+        widths that forwards read; each of the nearest candidates alone. From a set of several that works, each
+        attribute without which it still works is dropped. With a larger number, only sets of this many of the nearest
+        candidates are tried.
         """
         if self.has_failed(coupling, together):
             return None
@@ -458,7 +462,8 @@ class Trials:
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Add others to couplings that can be removed together, at once or one by one.
 
-        The others can be removed without these couplings. Also returns {other: reason} of those that are not added.
+        Each of the others can be removed while these couplings stay. Also returns {other: reason} of those that are not
+        added.
         """
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
@@ -488,9 +493,9 @@ def in_config(
         model, discovery, reference_of, ratio: The model, and what `find_removable` found in it with this ratio.
         multiples: {name of a coupling: the number whose multiples it keeps}.
         any_width: Whether couplings may later keep any multiple of their number, and not only what the ratio leaves.
-            Each number is then raised until the config can hold the largest multiple below all units. Only multiples of
-            the number that divide the units are tried, or the number itself if there are none. If no number is right,
-            it becomes the number of units, so that all of them are kept.
+            Each number is then raised until the config can hold its largest multiple that is smaller than the number of
+            units. Only multiples of the number that divide the units are tried, or the number itself if there are none.
+            If no number is right, it becomes the number of units, so that all of them are kept.
 
     Returns:
         The discovery with the couplings that the config can hold, and `multiples` with the numbers that were raised.
@@ -540,8 +545,8 @@ def _random_removals(
 ) -> Known:
     """Return removals of random units of all couplings, the same in every call.
 
-    The kept units of a scope are a multiple of the coupling's number in `multiples` (1 if it has none). They are at
-    least this number smaller than all units of the scope, if that is possible.
+    The kept units of a scope are a multiple of the coupling's number in `multiples` (1 if it has none). At least this
+    many units of a scope are dropped, if it has more than this many.
     """
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:

@@ -48,7 +48,7 @@ class Twin:
     kept: _KeptBlocks
 
     def in_whole(self, coupling: Coupling) -> Coupling:
-        """Return a coupling of the short model as one of the whole model, with the `attrs` that it has here.
+        """Return a coupling of the short model as one of the whole model, with the `attrs` of both.
 
         Raises:
             SparsityError: The coupling is merged from others, and couplings name single blocks. Its tensors in blocks
@@ -128,12 +128,13 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
     for axis, _ in found.frozen:
         frozen_names = [name for name, _ in axis.places]
         names[axis.why == UNUSED] |= {_NUMBERS.sub("*", name) for name in frozen_names}
-        # A single block that is an input or output may be one by its position, such as the third of all blocks.
+        # If a tensor of a single block is an input or output, this may be due to the block's position (such as the
+        # third of all blocks), which may differ in the whole model.
         is_outside = axis.why.startswith(("input", "output"))
         if is_outside and any(name.startswith((*kept,)) and "**" not in name for name in frozen_names):
             return None
     names[False] |= {_NUMBERS.sub("*", name) for coupling in found.couplings for name in coupling.members}
-    if names[True] & names[False]:  # a list of layers beside the blocks, of which the short model uses only some
+    if names[True] & names[False]:  # a list of layers stands beside the blocks; the short model uses only some of them
         return None
     members = [{in_whole(name): axes for name, axes in c.members.items()} for c in found.couplings]
     # With name="", a coupling is named after its first member again.
@@ -156,7 +157,10 @@ def _renamed(name: str, numbers: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _kept_blocks(model: nn.Module, bounds: Mapping[Coupling, Sequence[BoundCoupling]]) -> _KeptBlocks:
-    """Return the first blocks of each kind in every list that has more of them, except for lists inside such a list."""
+    """Return the indices of the first two blocks of each kind, for every list that has more of a kind.
+
+    Lists inside such a list are left out.
+    """
     inside = defaultdict[str, list[Any]](list)  # {path of a module, with a dot at the end: tensors of couplings in it}
     for at, member in ((at, m) for at, bound in enumerate(bounds.values()) for b in bound for m in b.members):
         parts = member.fqn.split(".")
@@ -197,10 +201,11 @@ def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable value in the place of an attribute's.
+    """Return a hashable value that stands for the value of an attribute.
 
     This is the shape and dtype of a tensor, the value of an int, a bool, a str or None, the name of a function or
-    class, and the class of anything else. Floats count by their class too, since they only scale values.
+    class, a tuple of such values for a tuple or list, and the class of anything else. Floats count by their class too,
+    since they only scale values.
     """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
@@ -224,7 +229,7 @@ def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
         lengths.add((len(blocks), len(some)))
     short = copy.deepcopy(model, memo)
     drop_modules(short, removals)
-    # Change integers of the config that equal a number of blocks, as long as the model fits its config better.
+    # Change each integer of the config that equals a number of blocks, if the short model then fits its config better.
     wrong = misfits(short) if has_config(short) else []
     for path, was in [*config_sizes(short)] if wrong else ():
         for change in [Change(path=path, was=was, now=now) for whole, now in lengths if whole == was and wrong]:

@@ -125,9 +125,9 @@ class PruningGroup:
     def norm_of(self, values: Iterable[Tensor]) -> Norm:
         """Return the norm that reduces these values to scores of blocks.
 
-        It is 1 if the values are saliencies that are known to be non-negative, whose sum is their 1-norm, because the
-        1-norm has faster kernels. Otherwise it is `norm`. Values on a GPU are not inspected, since that would wait for
-        the device.
+        It is 1 if the values are saliencies that are known to be non-negative: their sum is then their 1-norm, which
+        has faster kernels. Otherwise it is `norm`. Values on a GPU are not inspected, since that would wait for the
+        device.
         """
         if self.score is None:
             return self.norm
@@ -236,7 +236,7 @@ def labels_of(spec: BlockSpec) -> Tensor:
 
 
 def _is_consumer(spec: BlockSpec, statistics: Statistics) -> bool:
-    """Return whether each block holds the weights of the same inputs for all outputs."""
+    """Return whether each block has the weights of some inputs, but not of all of them, for all outputs."""
     if statistics.adapter is None:
         return False
     labels = statistics.matrix(labels_of(spec))

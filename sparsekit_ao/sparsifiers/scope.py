@@ -55,7 +55,7 @@ class BudgetSparsifier(MaskSparsifier):
     """Base class of sparsifiers that keep an exact number of blocks in every scope.
 
     Subclasses decide when masks change (`_update_all`), and which of the structural keys they take. The arguments are
-    the same as those of `ScopeSparsifier`.
+    those of `ScopeSparsifier`, except for `max_sparsity`, `update_every` and `until`.
 
     >>> class Once(BudgetSparsifier):
     ...     def _update_all(self):
@@ -306,7 +306,8 @@ class BudgetSparsifier(MaskSparsifier):
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
-                # The first stage does not write what is outside its view, which a later stage may have dropped before.
+                # The first stage does not write what is outside its view. A later stage may have dropped it in an
+                # earlier update, so it is kept again first.
                 if math.prod(spec.view.shape) < mask.numel():
                     distributed.local(mask).fill_(True)
         for stage in sorted(stages):
@@ -366,7 +367,7 @@ def _structure_text(group: TensorGroup) -> str:
 def _largest_groups(
     pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]
 ) -> dict[str, PruningGroup]:
-    """Return {tensor: the pruning group with most tensors that it is in}, by which its count becomes a level.
+    """Return {tensor: the largest of its pruning groups}, by which its count becomes a level.
 
     A count may amount to a different level in each stage. Stages that have a budget of their own do not matter.
     """
@@ -383,7 +384,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
     """Drop exactly the fraction `sparsity_level` of the blocks in every scope: the blocks that matter least.
 
     A block is a group of elements that are kept or dropped together; a scope is a set of blocks that compete with each
-    other. Every argument is a default that a config entry may override.
+    other. Every argument except `update_every` and `until` is a default that a config entry may override.
 
     Args:
         sparsity_level: Fraction of blocks dropped in each scope, in [0, 1]; 0.5 by default.
@@ -414,10 +415,10 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         scope_coupling: A name (str). Tensors with the same name here share one budget.
         max_sparsity: The largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
             other tensors then keep fewer. With None (default) a tensor may lose all its blocks.
-        member_scores: How the scores of coupled tensors (to the power of the norm) are combined. With `"sum"` a tensor
-            counts by its number of elements; with `"mean"` each tensor counts the same. With `"consumers"` (which needs
-            a score) only tensors whose blocks are inputs of their layer count, because the error of a dropped block
-            arises there.
+        member_scores: How the scores of coupled tensors are combined, each raised to the power p of its p-norm. With
+            `"sum"` a tensor counts by its number of elements; with `"mean"` each tensor counts the same. With
+            `"consumers"` (which needs a score) only tensors whose blocks are inputs of their layer count, because the
+            error of a dropped block arises there.
         stages: A list of dicts, one for each stage, with the keys above. Each stage chooses among the elements that the
             earlier ones kept; its budget still counts all blocks of a scope.
         update_every: Masks are chosen in those calls of `step` whose number, counted from 1, is a multiple of this; 1
