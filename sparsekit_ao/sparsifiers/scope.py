@@ -306,8 +306,7 @@ class BudgetSparsifier(MaskSparsifier):
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
-                # The first stage does not write what is outside its view. A later stage may have dropped it in an
-                # earlier update, so it is kept again first.
+                # what is outside the view is not written, and a later stage of the last update may have dropped it
                 if math.prod(spec.view.shape) < mask.numel():
                     distributed.local(mask).fill_(True)
         for stage in sorted(stages):
