@@ -739,7 +739,7 @@ def test_scores_read_all_batches_and_the_first_is_the_example():
     assert torch.equal(shrink(model, batches[0], 0.5, score="obd", batches=batches[:1])[0][0].weight, first[0].weight)
     assert report.difference >= 0
     for text, keys in {
-        "shrink: give example_inputs, one batch of inputs, or batches": {},
+        r"shrink: give example_inputs \(one batch of inputs\), or batches": {},
         "shrink: there are no batches": {"batches": []},
         "shrink: batches must be a list of batches, got one tensor": {"batches": batches[0]},
     }.items():

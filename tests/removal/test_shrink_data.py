@@ -184,7 +184,7 @@ def test_reasons_and_hints():
         model[0].bias[4:] *= 1e-4
         model[2].weight[:, 4:] *= 1e-4
     _, report = shrink(model, x, 0.25, scope="global")
-    assert [text for text in report.left_out if "the budget is met with all of its 16 units" in text]
+    assert [text for text in report.left_out if "the budget is met although it keeps all of its 16 units" in text]
 
 
 def test_units_of_all_layers_compete_for_one_budget_with_caps():
