@@ -414,15 +414,15 @@ def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
     slots = sum(part.size for part in parts)
     stretch = min(max(64, slots // SAMPLED), max(part.size for part in parts))
     generator = np.random.default_rng(0)
-    sampled = np.sort(np.concatenate([part.sample(generator, stretch) for part in parts if part.size >= stretch]))
+    sampled = np.concatenate([part.sample(generator, stretch) for part in parts if part.size >= stretch])
     limits, drawn = np.iinfo(sampled.dtype), len(sampled)
     share = keep / slots
     spread = DEVIATIONS * math.sqrt(drawn * share * (1 - share)) + 1
     least, most = math.floor(drawn * (1 - share) - spread), math.ceil(drawn * (1 - share) + spread)
+    sampled.partition(np.clip((least, most), 0, drawn - 1))
     low = int(sampled[least]) if 0 <= least < drawn else int(limits.min)
     high = int(sampled[most]) if 0 <= most < drawn else int(limits.max)
-    ties = np.searchsorted(sampled, high, "right") - np.searchsorted(sampled, high)
-    if low < high and ties > drawn // 64:
+    if low < high and np.count_nonzero(sampled == high) > drawn // 64:
         return low, high - 1, True
     return low, high, False
 
