@@ -57,16 +57,16 @@ class Coupling:
         sizes: {axis: length}, for axes whose length the shapes do not determine.
         member_scores: How the scores of the members are combined: `"sum"`, `"mean"` or `"consumers"`, as for
             `ScopeSparsifier`.
-        name: The name in errors and reports; by default the name of the first member. It has either no `*`, and what
-            those of the members match is appended; or at least as many as a member, and they are replaced by what those
-            match.
+        name: The name in errors and reports; by default the name of the first member. If it has no `*`, the text that
+            the `*`s of the members match is appended to it. Otherwise its `*`s are replaced by this text, and it needs
+            at least as many of them as a member has.
         attrs: {name of an integer attribute: the axes whose product it holds}, such as
             `{"layers.*.attn.num_heads": "u"}`. `compact` updates these attributes. Attributes of torch.nn's own layers
             need not be listed.
         lists: Names of `nn.ModuleList`s whose module k belongs to unit k, as an expert belongs to a row of its router;
             units are counted one scope after the other. All parameters of these modules then have masks (modules of two
-            units may not share a parameter). The members have none; the part of a unit in them is removed without a
-            mask.
+            units may not share a parameter). The members themselves (such as the router) then have no masks; `compact`
+            removes the elements of a unit from them without one.
 
     Raises:
         SparsityError: Members or the name differ in their `*`s, a member lacks an axis, or an argument has a wrong type
@@ -132,7 +132,7 @@ class Coupling:
         if 0 < count_stars(self.name) < count_stars(first):
             raise SparsityError(
                 f"{self._where}the name has {count_stars(self.name)} '*', but {first!r} has {count_stars(first)}, so "
-                "several couplings would have one name; write a '*' for each of those, or none"
+                f"several couplings would have the same name; write {count_stars(first)} '*' in the name, or none"
             )
 
     def __hash__(self) -> int:
@@ -158,7 +158,7 @@ class Coupling:
             # "(u g d)" beside "(u d)".
             all_heads = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
             return "head size" if not inside[0] else "query heads" if self.scope else all_heads
-        # Members of several layers become equal if their numbers are replaced: many layers share the units.
+        # If members differ only in the numbers of their layers, the units are shared by many layers.
         without_numbers = {re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member) for member in self.members}
         if len(without_numbers) < len(self.members) or any("**" in member for member in self.members):
             return "width"
@@ -377,7 +377,8 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
 
     If couplings share a tensor, as heads and the residual stream share a query projection, the entry of this tensor has
     `stages`, in the order of the couplings, and its mask drops what any of the couplings drops. A scheduler that writes
-    `sparsity_level` changes the level of every coupling, except for budgets by name inside of `stages`.
+    `sparsity_level` changes the level of every coupling, except where the entry of a tensor has `stages` and a coupling
+    has its own budget (a dict, see `keys`).
 
     Args:
         couplings: A sequence of couplings with different names.

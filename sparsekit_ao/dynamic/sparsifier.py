@@ -69,8 +69,9 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         seed: An int. Random choices depend on it, the tensor's name, the iteration and the purpose.
         state_init: The optimizer's second moment for a grown weight: "zero", or "grad" for the squared gradient. With
             "zero", Adam's first step is several times too large.
-        new_values: A function (weight, generator) that returns values for grown weights in its shape; None is zeros.
-        structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
+        new_values: A function (weight, generator) that returns a tensor of the weight's shape with values for grown
+        weights. By default they are zero. structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes,
+        norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:
@@ -88,7 +89,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     (2, 12, 4)
     """
 
-    structure_defaults: Mapping[str, Any] = {  # criteria score weights, gradients and momenta by norms of their own
+    structure_defaults: Mapping[str, Any] = {  # criteria compute the scores
         k: v for k, v in BudgetSparsifier.structure_defaults.items() if k not in ("score", "member_scores")
     }
     optional_keys = tuple(k for k in BudgetSparsifier.optional_keys if k != "stages")
@@ -204,7 +205,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
-        # eager, on a CPU: a float mask costs just one product, whatever the size; elsewhere a bool mask saves memory
+        # In eager mode on a CPU, a float mask is applied by a single product; elsewhere a bool mask saves memory.
         is_float = weight.device.type == "cpu" and not is_sharded(weight)
         mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
         if kept is not None:
@@ -309,8 +310,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def state_dict(self, with_gradients: bool = False) -> dict[str, Any]:
         """Return masks, groups, and the position in the update schedule; see `MaskSparsifier.state_dict`.
 
-        `with_gradients` adds an entry for the gradient of every tensor. A state that was saved between an optimizer's
-        step and the sparsifier's has these entries, and `torch.distributed.checkpoint` loads only entries that exist.
+        A state that is saved between `optimizer.step()` and `sparsifier.step()` may contain gradients. To load it,
+        `torch.distributed.checkpoint` needs entries for them, which `with_gradients=True` adds for every tensor.
         """
         state = super().state_dict()
         if with_gradients:

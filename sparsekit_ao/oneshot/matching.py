@@ -33,7 +33,7 @@ WARM = 0.1  # the fraction of the steps in which the learning rate rises
 LAST = 0.2  # the learning rate at the end, after a cosine, as a fraction of the highest one
 MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
-ENOUGH = 2048  # an eighth of fewer rows would measure errors with too much noise, so none of them is held out
+ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
 
@@ -48,8 +48,8 @@ class BlockRow:
             passes are compared (see `recover`). With `outputs="kl"`, the row of the whole model has the divergence of
             the logits, in nats per row of logits.
         after: The same number for the recovered weights.
-        passes: The number of passes over the batches after which the weights were as they are taken; 0 if no pass made
-            the error smaller.
+        passes: The number of passes over the batches until the weights were reached that the model now has; 0 if no
+            pass reduced the error.
         seconds: The time spent on this block, in seconds.
 
     >>> BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5).after
@@ -119,8 +119,8 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. If a model has
     several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
 
-    In distributed training all ranks pass the same models and the same number of batches. Gradients are summed over
-    ranks, and divided by the initial error of a row, summed over ranks in the same way.
+    In distributed training all ranks pass the same models and the same number of batches. Each rank divides its
+    loss by the initial loss per row, summed over ranks, and gradients are then summed over ranks.
 
     Args:
         model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
@@ -188,7 +188,7 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
         raise SparsityError("recover: model and dense are the same object; keep a deep copy before pruning")
     if torch.is_inference_mode_enabled():
         raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
-    dense_addresses: set[int] = set()  # of the dense model's values; it comes first
+    dense_addresses: set[int] = set()  # of the dense model's values, which the loop visits first
     models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, "recover"), "": model}
     for whose, one in models.items():
         refuse_unloadable(one, "recover")
@@ -411,8 +411,8 @@ class Teacher:
 
         before = best = measured()
         best_pass = 0
-        # Losses are divided by the initial one of a row, so that gradients are in the range of 16 bits. It is summed
-        # over ranks because the gradients are.
+        # Losses are divided by the initial loss per row, so that gradients are in the range of 16 bits. This divisor is
+        # summed over ranks because gradients are summed too.
         first = error(0, held_out=False)[0] / max(target(0).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
         try:
@@ -561,8 +561,8 @@ def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
     if actual.shape != expected.shape:
         raise SparsityError(
             f"recover: {name} returns {tuple(actual.shape)}, but the dense model returns {tuple(expected.shape)}; "
-            "only outputs of the same shape can be matched. Call shrink with exclude=[the layer before them], so that "
-            "blocks keep their width"
+            "only outputs of the same shape can be matched. Call shrink with exclude=[the layer that computes them], "
+            "so that blocks keep their width"
         )
 
 

@@ -1,14 +1,16 @@
 """The walk over a model: each block is loaded, pruned, matched to its dense self and stored before the next one.
 
+Below, x stands for the inputs of the next block in the dense model, for all batches, and x~ for those in the pruned
+model. Each is kept in a stream (`chain.Stream`).
+
     for step in the order of the forward pass (`steps_of`):
         if the step is a block:
             load        its weights, on the device that computes (`loaded`)
-            advance x   the stream of the dense model: the dense block's outputs are the new x, which is to be matched
-                        (`Matching.advance`)
-            record      statistics of its layers, for the inputs x~ that it has in the pruned model (`_statistics`)
+            advance x   run the dense block: its outputs are the new x, and the targets of `match` (`Matching.advance`)
+            record      statistics of its layers for the inputs x~ (`_statistics`)
             solve       masks and kept weights of its layers (`Solving.solve`)
-            match       train the kept weights so that the block gives x for x~ (`Matching.match`)
-            advance x~  the stream of the pruned model (`Stream.advance`)
+            match       train the kept weights so that the block gives the new x for x~ (`Matching.match`)
+            advance x~  run the pruned block: its outputs are the new x~ (`Stream.advance`)
         if it is layers outside of blocks, which read the same tensor:
             record      their statistics, by running the model up to them
             load        their weights
@@ -17,7 +19,8 @@
         store           the weights where they came from (the end of `loaded`)
 
 `prune`, `one_shot` and `recover` run this walk. Besides the model, memory holds the weights and statistics of one block
-and the two streams. A resumed walk runs finished blocks again to move the streams on, with the same bits.
+and the two streams. A resumed walk runs finished blocks again to move the streams on, and its results are bit-identical
+to those of an uninterrupted one.
 """
 
 import copy
@@ -41,7 +44,7 @@ from ..models.progress import steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
 
-# What it means if a line of `call.txt` differs from that of this call, line by line.
+# For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
 
 
@@ -302,7 +305,7 @@ class Walk:
                 state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
                 checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         except BaseException:
-            if solving is not None:  # `recover` alone keeps the weights that it has improved so far
+            if solving is not None:  # without it, the caller is `recover`, which keeps what it has improved so far
                 for name, p in before.items():
                     named[name].copy_(p)
             raise

@@ -45,7 +45,7 @@ from .trials import NOT_TRIED, Trials, find_removable, in_config
 from .verify import Reference
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
-_LIMIT = 0.9  # the largest fraction of its units that a coupling loses to one budget, unless `max_sparsity` gives it
+_LIMIT = 0.9  # the default of `max_sparsity`: the largest fraction of its units that a coupling may lose
 # A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
 # the last entry says how many indices lie before and after this part; otherwise it is None.
 _Place = tuple[str, int, tuple[int, int] | None]
@@ -76,23 +76,25 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a cost requires.
 
-    Couplings from which `compact` cannot remove units are left out (see `removable`). Several couplings, such as those
-    of key heads, of the query heads of each key head, and of the elements of a head, may divide the same dimension of a
-    tensor. No two of those are pruned. Whole heads are chosen if possible, and otherwise the couplings that together
-    remove most parameters. The report lists what is left out, and why.
+    Couplings from which `compact` cannot remove units are left out (see `removable`). The units of several
+    couplings, such as key heads, the query heads of each key head, and the elements of a head, may lie along the same
+    dimension of a tensor. At most one of these couplings is pruned. Whole heads are chosen if possible, and otherwise
+    the couplings that together remove most parameters. The report lists what is left out, and why.
 
     With a `cost` other than "units", or with `scope="global"`, one budget is spent on all layers, which may then keep
     different numbers of units. Units are dropped by importance and cost until the model costs at most `1 - ratio` of
-    what it cost before. If every dropped unit lowers the cost, the result is below this target by at most 1 % of it, or
-    by one step (a unit, or `multiple_of` units, in every scope). If the model has a `config`, layers of one coupling
-    with equal numbers of units keep equal numbers, so that the config can hold them. They may keep different numbers
-    with `uniform=False`, and by default if the config of a transformers model can hold nothing of what can be removed.
+    what it cost before. If every dropped unit lowers the cost, the result costs at least 99 % of this target, unless
+    the smallest possible step (one unit, or `multiple_of` units, in every scope) changes the cost by more than that. If
+    the model has a `config`, layers of one coupling with equal numbers of units keep equal numbers, so that the config
+    can hold them. They may keep different numbers with `uniform=False`, and also by default if none of the possible
+    removals can be expressed in the config of a transformers model.
 
     With batches, the layers that read dropped units get weights that make up for these units. With `recover=True`, each
     block of the smaller model is then trained to match the block of the dense model. Neither needs labels.
 
-    By default (see `uniform`), a transformers model loses only units whose new number the config can hold, the same in
-    all layers. `from_pretrained` and engines then load the result without this library (`report.fits`). Other
+    By default (see `uniform`), a transformers model loses only units that its config counts, and all layers keep the
+    same number of them. `from_pretrained` and inference engines (such as vLLM) can then load the result without this
+    library (see `report.fits`). Other
     couplings, such as parts of heads, are left out. `uniform=False` prunes them too, and the result then needs
     `export.load_pretrained`.
 
@@ -182,14 +184,15 @@ def shrink(
     is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
-        any_width, fraction = (True, 0.5) if is_shared else (False, level)  # a config can often hold halves
+        # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
+        any_width, fraction = (True, 0.5) if is_shared else (False, level)
         held, raised = in_config(plain, discovery, reference_of, fraction, multiples, any_width)
         if is_uniform := bool(uniform or held.couplings):
             discovery, multiples = held, raised
     # Choose what is pruned, and how many units it keeps.
     quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
     chosen, left_out = _chosen(plain, discovery, quotas)
-    may_differ = uniform is False or (is_open and not is_uniform)  # layers of equal size keep other numbers
+    may_differ = uniform is False or (is_open and not is_uniform)  # whether equal layers may keep different numbers
     each = is_shared and (may_differ or not hasattr(plain, "config"))
     chosen, quotas = _divided_by_size(plain, chosen, quotas, each)
 
@@ -201,7 +204,7 @@ def shrink(
     def with_zeros(some: Sequence[Coupling]) -> Trials:
         if not is_shared:
             counts = {coupling.name: quotas[coupling.name].kept for coupling in some}
-        else:  # importances must add up: saliencies do, and squares of norms
+        else:  # importances are added, so norms (the default score) are squared; saliencies are taken as they are
             counts = counts_within(plain, some, scores, cost_of, asked, power=2 if score is None else 1, quotas=quotas)
         return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
@@ -243,7 +246,9 @@ def _check_compensation(
     if compensate not in (None, "least_squares"):
         raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {compensate!r}")
     if not isinstance(recover, bool):
-        raise SparsityError(f"shrink: recover must be True or False, got {recover!r}; the dense model is `model`")
+        raise SparsityError(
+            f"shrink: recover must be True or False, got {recover!r}; it is always `model` that is matched"
+        )
     if not has_batches and (recover or token_mask is not None):
         raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
     if recover and has_gradients:
@@ -280,9 +285,10 @@ def _divided_by_numbers(
     kinds: Sequence[str] | None,
     tensor_parallel: int,
 ) -> tuple[Discovery, dict[str, int]]:
-    """Divide couplings for whose layers the arguments give different numbers.
+    """Divide each coupling whose layers are given different numbers by the arguments.
 
-    Returns the discovery with all couplings, and {coupling: the number whose multiples it keeps}.
+    Returns the discovery with all couplings, and {coupling: number}. The number of units that a coupling keeps is a
+    multiple of its number.
     """
     _check_named(model, discovery, numbers, kinds)
     parts = divided(model, discovery.couplings, numbers)
@@ -346,9 +352,9 @@ def _checked_ratio(
         )
     if isinstance(ratio, Mapping) and (is_shared or not ratio):
         raise SparsityError(
-            f"shrink: a ratio by names, {ratio!r}, gives each layer a number of its own, so it needs at least one name "
-            "and cannot be combined with one budget, cost= or scope='global'; call shrink twice, the second time with "
-            "exclude=[these names]"
+            f"shrink: a dict of ratios, {ratio!r}, sets a ratio for each name. It needs at least one name, and it "
+            "cannot be combined with cost= or scope='global', which set one budget for the whole model; call shrink "
+            "twice, the second time with exclude=[these names]"
         )
     if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
@@ -426,7 +432,7 @@ def _with_reasons(
 def _divided_by_size(
     model: nn.Module, couplings: Sequence[Coupling], quotas: Mapping[str, Quota], each: bool
 ) -> tuple[list[Coupling], dict[str, Quota]]:
-    """Divide couplings into layers where the sizes of these differ, or all couplings with `each`.
+    """Divide each coupling whose layers differ in size into its layers, or every coupling if `each` is True.
 
     Returns the couplings with the quota of each.
     """
@@ -494,7 +500,7 @@ def _scored(
     """
     try:
         return _all_scored(model, couplings, **how), {}
-    except SparsityError as e:  # not raised without couplings
+    except SparsityError as e:  # there is at least one coupling, since an empty list raises none
         if len(couplings) == 1:
             return {}, {couplings[0].name: e}
     half = len(couplings) // 2
@@ -549,7 +555,7 @@ def _with_columns(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tenso
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
         if not first.is_parameter or first is member:
-            continue  # the norms have what belongs to a unit by the first dimension; tensors without masks do not count
+            continue  # elements along the first dimension are in the norms already; tensors without masks do not count
         weight = plain_tensors(model, [member.fqn])[member.fqn].detach()
         # For each element, the numbers of the units to which it belongs by the first and by the second dimension.
         owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
@@ -594,7 +600,7 @@ def _chosen(
     dropped = {coupling: 1 - quotas[coupling.name].kept / quotas[coupling.name].units for coupling in places}
     chosen: list[Coupling] = []
     for rivals in connected(places):  # couplings that share places, directly or through others
-        sets = []  # for each rival, a set of couplings that has it and shares no places
+        sets = []  # for each rival, a set of couplings that includes it, and of which no two share a place
         for first in rivals:
             owners = dict.fromkeys(places[first], first)  # {place: the coupling of the set that divides it}
             for coupling in rivals:

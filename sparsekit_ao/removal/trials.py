@@ -48,13 +48,14 @@ def removable(
     multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
 ) -> Discovery:
-    """Find the couplings that `compact` can remove from a model, with the integers that this changes.
+    """Find the couplings that `compact` can remove from a model, and the integer attributes that change with each.
 
     Random units are made zero in one copy of the model and removed from another copy, and the outputs of both copies
     are compared. If they differ, fewer couplings are tried together, down to single ones. If a single coupling still
-    fails, integers near its tensors that equal one of its sizes (`num_heads`, `config.hidden_size`, entries of tuples)
-    are changed too. Couplings of which some fail because the forward has one number for all of them (such as one head
-    size for queries and values) are merged. Prune the couplings of the result by `joint_entries`, and then call
+    fails, integer attributes of configs and of the modules that contain its tensors (`num_heads`, `config.hidden_size`,
+    entries of tuples) are changed too, if they equal the number of units or its product with other sizes. If some
+    couplings fail because the forward pass uses one number for them and for others (such as one head size for queries
+    and values), all of these couplings are merged. Prune the couplings of the result by `joint_entries`, and then call
     `compact`.
 
     Args:
@@ -103,16 +104,16 @@ def find_removable(
     tolerance: float,
     verify_whole: bool = True,
 ) -> Discovery:
-    """Find couplings as `removable` does, by trials of a short twin if the model has one.
+    """Find couplings as `removable` does, on a short twin (a copy with fewer blocks; see `twin`) if there can be one.
 
     The whole model is tried instead if the twin does not run or, with `verify_whole`, if what can be removed from the
     twin cannot be removed from the whole model.
 
     Args:
-        verify_whole: Whether to remove from the whole model, once, what can be removed from the twin. False is for
-            callers that do this themselves. If `couplings` is None, discovery then uses a short model too. What is
-            found that way is verified on the whole model all the same; if that fails, discovery is repeated on the
-            whole model.
+        verify_whole: Whether to check on the whole model what can be removed from the twin. Callers that do this
+            themselves pass False. With False and `couplings=None`, a short model is also used for discovery. In this
+            case the whole model is checked although `verify_whole` is False, and if the check fails, discovery is
+            repeated on the whole model.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -400,9 +401,9 @@ class Trials:
         """Return a coupling with the further `attrs` that its removal needs, or None if none were found.
 
         With `together=1`, these attributes are tried in turn: all candidates; those outside of configs; these and the
-        widths that forwards read; each of the nearest candidates alone. From a set of several that works, each
-        attribute without which it still works is dropped. With a larger number, only sets of this many of the nearest
-        candidates are tried.
+        widths that forwards read; each of the nearest candidates alone. If a set of several
+        attributes works, those that it does not need are then dropped from it one by one. With a larger number, only
+        sets of this many of the nearest candidates are tried.
         """
         if self.has_failed(coupling, together):
             return None
@@ -426,7 +427,7 @@ class Trials:
         near = [path for path in axes if "config" not in path.split(".")]
         nearest, widths = list(axes)[:_NEAREST], width_attrs(self._masked, coupling)
         tries = [list(axes), near, [*near, *widths] if widths else []] if together == 1 else []
-        axes |= widths  # after `nearest`, which has no widths
+        axes |= widths  # only now, because `nearest` must not contain widths
         for paths in tries:
             if paths and not self.problem([with_attrs(paths)]):
                 for path in reversed(paths):  # the farthest are dropped first
@@ -462,15 +463,15 @@ class Trials:
     def _extended(self, good: list[Coupling], others: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
         """Add others to couplings that can be removed together, at once or one by one.
 
-        Each of the others can be removed while these couplings stay. Also returns {other: reason} of those that are not
-        added.
+        The others are known to be removable as long as none of `good` is removed. Also returns {other: reason} of those
+        that are not added.
         """
         if not good or not others or not self.problem([*good, *others]):
             return [*good, *others], {}
         failing = {}
         for coupling in others:
             if why := self.problem([*good, coupling]):
-                failing[coupling] = f"together with others it {why}"
+                failing[coupling] = f"together with others: {why}"
             else:
                 good = [*good, coupling]
         return good, failing
@@ -491,11 +492,11 @@ def in_config(
 
     Args:
         model, discovery, reference_of, ratio: The model, and what `find_removable` found in it with this ratio.
-        multiples: {name of a coupling: the number whose multiples it keeps}.
-        any_width: Whether couplings may later keep any multiple of their number, and not only what the ratio leaves.
-            Each number is then raised until the config can hold its largest multiple that is smaller than the number of
-            units. Only multiples of the number that divide the units are tried, or the number itself if there are none.
-            If no number is right, it becomes the number of units, so that all of them are kept.
+        multiples: {name of a coupling: m}; the number of units that the coupling keeps is a multiple of m.
+        any_width: Whether couplings may later keep any such number of units, and not only the one that the ratio
+            leaves. If so, each m is raised until the config can express the largest multiple of m below the number of
+            units. Only multiples of the given m that divide the number of units are tried, or m itself if there are
+            none. If none is right, m becomes the number of units, so that all of them are kept.
 
     Returns:
         The discovery with the couplings that the config can hold, and `multiples` with the numbers that were raised.
@@ -545,8 +546,8 @@ def _random_removals(
 ) -> Known:
     """Return removals of random units of all couplings, the same in every call.
 
-    The kept units of a scope are a multiple of the coupling's number in `multiples` (1 if it has none). At least this
-    many units of a scope are dropped, if it has more than this many.
+    The number of kept units of a scope is a multiple of the coupling's number in `multiples` (1 if it has none), or all
+    units. At least one unit is dropped from a scope that has more units than this number.
     """
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
@@ -568,9 +569,9 @@ def _count_kept(bound: BoundCoupling, ratio: float) -> int:
 def _merges(
     model: nn.Module, good: Sequence[Coupling], failing: Iterable[Coupling]
 ) -> list[tuple[Coupling, list[Coupling]]]:
-    """Return (merged coupling, its parts) for couplings that share an attribute, so that they may go only together.
+    """Return (merged coupling, its parts) for couplings that share an attribute and so must be removed together.
 
-    The attribute is a candidate of the parts that fail, and one of the `attrs` of those that can be removed.
+    The attribute is one that `candidate_attrs` finds for the couplings that failed, or is in the `attrs` of good ones.
     """
     sharing: dict[str, list[Coupling]] = {}  # {attribute: the couplings that share it}
     for coupling in failing:

@@ -1,8 +1,8 @@
-"""The backend "cpu" runs numpy on chunks of whole scopes that fit the cache, with one thread for each chunk.
+"""The backend "cpu" runs numpy on chunks of whole scopes that fit the cache. Threads take these chunks in turn.
 
-Slots are compared as integer keys in the order of their scores. Up to `PAIRS` slots are ranked by comparing every
-pair, more by `numpy.partition`. A scope of `LONG` slots or more is read in chunks. A sample gives two keys that
-enclose the last kept key, and only the keys between them are collected.
+A slot is the place of one block in a scope. Slots are compared by integer keys, in the same order as their scores. Up
+to `PAIRS` slots are ranked by comparing every pair, more by `numpy.partition`. A scope of `LONG` slots or more is read
+in chunks. A sample gives two keys that enclose the last kept key, and only the keys between them are collected.
 """
 
 import math
@@ -29,11 +29,11 @@ name = "cpu"
 CHUNK = 1 << 19  # elements of float32 that one thread takes at a time
 SCORES = 1 << 20  # elements whose block scores are computed together
 PAIRS = 8  # widest scope that is ranked by comparing every pair
-NETWORK = 512  # widest scope that numpy sorts by a network, whatever its keys are
+NETWORK = 512  # widest scope that numpy sorts by a sorting network, whose time does not depend on the keys
 LONG = 1 << 17  # a scope with this many slots or more is cut
-SAMPLED = 1 << 16  # largest size of a sample, which takes one key of 64
+SAMPLED = 1 << 16  # about the largest size of a sample; it takes one key of 64, and fewer in longer scopes
 TRANSPOSED = 128  # slots that are copied together where they are not adjacent
-DEVIATIONS = 4  # standard deviations of a sampled rank, to either side
+DEVIATIONS = 4  # distance of the two sampled keys from the expected rank, in standard deviations
 _INTS = INTS | {torch.bool: torch.uint8, torch.uint8: torch.uint8}
 _ONE = {torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000, torch.float64: 0x3FF0000000000000}
 _ONE |= {torch.bool: 1, torch.uint8: 1}
@@ -97,7 +97,7 @@ def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates:
 
 
 def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
-    """Return `windows.block_scores`, computed in parts; it has the same bits, since no sum crosses a part."""
+    """Compute `windows.block_scores` in parts; the results are bit-identical, since no block is divided."""
     first = members[0]
     if len(members) > 1 or first.window.numel() <= SCORES:
         return windows.block_scores(members, norm, ndim, as_mean)
@@ -173,7 +173,7 @@ def _fill_chunk(
     if narrow:
         lanes = keys.reshape(width, -1)
         kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(targets.shape)
-        for at in np.ndindex(*shape):  # member by member, which is faster than to interleave them
+        for at in np.ndindex(*shape):  # one slot of all scopes at a time, which is faster than one strided copy
             _write(targets[(*at, ...)], kept[(*at, ...)], m.mask.dtype, within_mask)
         return
     rows = keys.reshape(-1, width)
@@ -192,7 +192,7 @@ def _parts_to_copy(array: Array) -> Iterator[Any]:
 
 
 def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> None:
-    """Write a bool array to a mask, given as integers of its dtype's bits."""
+    """Write a bool array to a mask, which is an array of integers with the bits of its `dtype`."""
     if within_mask:
         np.multiply(mask, kept.view(np.uint8), out=mask, casting="unsafe")
     elif _ONE[dtype] == 1:
@@ -262,14 +262,14 @@ def _keys(
 def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
     """Keep exactly `keep` (an int, or [rows, 1]) of each row of keys; bool of the same shape.
 
-    Keys of 16 bits have many ties, and leave room for the place of a member in the same integer.
+    Keys of 16 bits have many ties. These are broken by the place of the slot, in the lower half of 32 bits.
     """
     rows, width = keys.shape
     if isinstance(keep, int) and keep in (0, width):
         return np.full(keys.shape, keep > 0)
     total = keep * rows if isinstance(keep, int) else int(keep.sum())
     least = keys.min(initial=np.iinfo(keys.dtype).max)
-    has_zeros = least in (0, np.iinfo(keys.dtype).min)  # or slots that may not be kept
+    has_zeros = least in (0, np.iinfo(keys.dtype).min)  # the least key is 0, or that of slots that may not be kept
     if has_zeros and np.count_nonzero(above := keys > least) <= total:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():

@@ -96,9 +96,9 @@ class MaskSparsifier(Trainable, Checkpointed):
             self.update_mask(**group)
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
-        """Set `config` to an entry for the weight of every Linear (subclasses too) and convolution, in model order.
+        """Set `config` to entries for all weights of Linears, convolutions, recurrent layers and packed experts.
 
-        If `SUPPORTED_MODULES` is given, modules of these classes are taken instead.
+        If `SUPPORTED_MODULES` is given, the weights of modules of these classes are taken instead.
         """
         self.config = make_config(model, SUPPORTED_MODULES)
 

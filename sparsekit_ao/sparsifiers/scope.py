@@ -250,7 +250,7 @@ class BudgetSparsifier(MaskSparsifier):
             pruning.budget(named)  # raises an error if the budget does not fit
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Write the level that each count amounts to as `sparsity_level`, and each level also as `level_of_nnz`.
+        """Set `sparsity_level` to the level that `nnz` amounts to where it is given, and copy it to `level_of_nnz`.
 
         If a scheduler changes `sparsity_level` later, the two differ, and the level overrides the count.
         """
@@ -306,7 +306,7 @@ class BudgetSparsifier(MaskSparsifier):
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
-                # what is outside the view is not written, and a later stage of the last update may have dropped it
+                # Elements outside the view are not written below, and a later stage may have dropped some before.
                 if math.prod(spec.view.shape) < mask.numel():
                     distributed.local(mask).fill_(True)
         for stage in sorted(stages):
@@ -366,7 +366,7 @@ def _structure_text(group: TensorGroup) -> str:
 def _largest_groups(
     pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]
 ) -> dict[str, PruningGroup]:
-    """Return {tensor: the largest of its pruning groups}, by which its count becomes a level.
+    """Return {tensor: the largest of its pruning groups}; `_begin` uses this group to convert `nnz` to a level.
 
     A count may amount to a different level in each stage. Stages that have a budget of their own do not matter.
     """
@@ -414,10 +414,11 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         scope_coupling: A name (str). Tensors with the same name here share one budget.
         max_sparsity: The largest fraction of the blocks of any one tensor that a shared budget may drop, in [0, 1]; the
             other tensors then keep fewer. With None (default) a tensor may lose all its blocks.
-        member_scores: How the scores of coupled tensors are combined, each raised to the power p of its p-norm. With
-            `"sum"` a tensor counts by its number of elements; with `"mean"` each tensor counts the same. With
-            `"consumers"` (which needs a score) only tensors whose blocks are inputs of their layer count, because the
-            error of a dropped block arises there.
+        member_scores: How the scores of coupled tensors are combined. With `"sum"` their saliencies are added, or
+            without a `score` the p-th powers of their p-norms (with norm inf, the maximum is taken), so larger tensors
+            count more. With `"mean"`, each is first divided by its number of elements, so that all tensors count the
+            same. With `"consumers"` (which needs a score) only tensors whose blocks are inputs of their layer count,
+            because the error of a dropped block arises there.
         stages: A list of dicts, one for each stage, with the keys above. Each stage chooses among the elements that the
             earlier ones kept; its budget still counts all blocks of a scope.
         update_every: Masks are chosen in those calls of `step` whose number, counted from 1, is a multiple of this; 1

@@ -296,7 +296,7 @@ def test_a_name_that_several_couplings_would_have_is_refused():
     members = {"layers.*.experts.*.up.weight": "u i", "layers.*.experts.*.down.weight": "o u"}
     with refuses(
         "coupling 'layer *': the name has 1 '*', but 'layers.*.experts.*.up.weight' has 2, so several couplings would "
-        "have one name; write a '*' for each of those, or none"
+        "have the same name; write 2 '*' in the name, or none"
     ):
         Coupling(members, name="layer *")
     experts = {name: nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)}) for name in "ab"}

@@ -88,7 +88,7 @@ def test_a_coupling_that_is_wrong_only_together_with_others_is_left_out():
     model = fill(model)
     found = removable(model, torch.randn(3, 4))
     assert [coupling.name for coupling in found.couplings] == ["a.weight"]
-    assert found.left_out[0][0] == "b.weight" and found.left_out[0][1].startswith("together with others it gives other")
+    assert found.left_out[0][0] == "b.weight" and found.left_out[0][1].startswith("together with others: gives other")
 
 
 def test_couplings_are_excluded_by_tensor_module_class_or_because_nothing_of_them_would_be_dropped():

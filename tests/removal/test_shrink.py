@@ -179,7 +179,7 @@ def test_models_without_values_and_tolerances_are_refused_first(call):
         ({"ratio": {"nothing": 0.5}}, "ratio names 'nothing', but the couplings are '0.weight'"),
         ({"max_sparsity": {"nothing": 0.5}, "scope": "global"}, "max_sparsity names 'nothing'"),
         ({"multiple_of": {"nothing": 4}}, "multiple_of names 'nothing'"),
-        ({"ratio": {"0.weight": 0.5}, "cost": "flops"}, "a ratio by names, .* cannot be combined with one budget"),
+        ({"ratio": {"0.weight": 0.5}, "cost": "flops"}, "a dict of ratios, .* cannot be combined with cost="),
         ({"ratio": 1.5}, r"ratio: sparsity level must lie in \[0, 1\], got 1.5"),
         ({"cost": "time"}, "cost must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
     ],

@@ -213,7 +213,7 @@ def test_arguments_of_no_use_are_refused():
         "shrink: max_sparsity=0.5 needs one budget for all layers": {"batches": batches, "max_sparsity": 0.5},
         "multiple_of must be a positive int, got 0": {"batches": batches, "multiple_of": {"0": 0}},
         "shrink: scope must be 'coupling' or 'global', got 'layer'": {"batches": batches, "scope": "layer"},
-        "a ratio by names, .* cannot be combined with one budget, cost= or scope='global'; call shrink twice": {
+        "a dict of ratios, .* cannot be combined with cost= or scope='global', .*; call shrink twice": {
             "batches": batches,
             "scope": "global",
             "ratio": {"0": 0.5},
