@@ -101,6 +101,8 @@ class Pattern:
         """What `**pattern` unpacks into a dict: the pattern itself, under one key."""
         return iter(("pattern",))
 
+    __iter__ = keys
+
     def __getitem__(self, key: str) -> "Pattern":
         if key != "pattern":
             raise KeyError(key)

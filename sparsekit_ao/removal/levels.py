@@ -137,7 +137,7 @@ def _numbers_of_layers(
         for rival in named:
             if rival.count(".") == named[0].count(".") and numbers[rival] != numbers[named[0]]:
                 raise SparsityError(
-                    f"shrink: {what} has different numbers for {named[0]!r} and {rival!r}, whose units go together; "
+                    f"{what} has different numbers for {named[0]!r} and {rival!r}, whose units are removed together; "
                     "give one of them"
                 )
         wholes = [name for name in (coupling.name, coupling.layer_of, coupling.kind, "*") if name in numbers]

@@ -151,7 +151,7 @@ def test_one_layer_of_many_that_are_alike():
     small, report = shrink(model, inputs, {"model.layers.1.mlp.gate_proj.weight": 0.5})
     widths = [layer.mlp.up_proj.out_features / model.config.intermediate_size for layer in small.model.layers]
     assert widths[1] == 0.5 and widths[0] == 1
-    with pytest.raises(SparsityError, match="ratio has different numbers for .*, whose units go together"):
+    with pytest.raises(SparsityError, match="ratio has different numbers for .*, whose units are removed together"):
         shrink(model, inputs, {"model.layers.0.mlp.gate_proj": 0.5, "model.layers.0.mlp.up_proj": 0.25})
 
 

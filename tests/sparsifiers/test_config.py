@@ -230,6 +230,7 @@ def test_patterns_are_defaults_for_layers_of_any_rank(pattern, spread):
         elif pattern.kind != "blocks":
             assert mask.flatten(1).all(1).sum() == mask.shape[0] // 2
     assert "pattern" not in sparsifier.groups[0]
+    assert list(pattern) == ["pattern"] and "sparsity_level" not in pattern
 
 
 @pytest.mark.parametrize(
