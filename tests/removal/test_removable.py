@@ -79,12 +79,13 @@ def test_what_cannot_be_removed_is_listed_with_the_reason():
     assert torch.equal(small(inputs), model(inputs)) and small is not model
 
 
-def test_a_coupling_that_is_wrong_only_together_with_others_is_left_out():
+@pytest.mark.parametrize("has_attrs", [False, True])
+def test_a_coupling_that_is_wrong_only_together_with_others_is_left_out(has_attrs):
     def run(m, x):
-        a, b = m.a(x), m.b(x)
+        a, b = (layer(x).reshape(-1, n if has_attrs else layer.out_features) for layer, n in ((m.a, m.n), (m.b, m.k)))
         return m.c(a) + m.d(b) + (3.0 if a.shape[1] + b.shape[1] == 8 else 0.0)
 
-    model = Net(run, a=nn.Linear(4, 8), b=nn.Linear(4, 8), c=nn.Linear(8, 2), d=nn.Linear(8, 2))
+    model = Net(run, a=nn.Linear(4, 8), b=nn.Linear(4, 8), c=nn.Linear(8, 2), d=nn.Linear(8, 2), n=8, k=8)
     model = fill(model)
     found = removable(model, torch.randn(3, 4))
     assert [coupling.name for coupling in found.couplings] == ["a.weight"]
