@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..distributed import all_agree, from_local, is_placed_like, is_sharded, local, placed_like, reshard
 from ..errors import SparsityError
-from ..masking import live_mask, select
+from ..masking import placed_mask, select
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import groups_trained_by, momentum_of, original, unwrap_optimizer
 from .dynamic_mask import mask_of
@@ -75,7 +75,7 @@ class StepHooks(ABC):
         reshard(self.model)
         groups = self.groups if optimizer is None else groups_trained_by([optimizer], self.groups)
         for group in groups:
-            live_mask(group["module"], group["tensor_name"], group["tensor_fqn"])
+            placed_mask(group["module"], group["tensor_name"], group["tensor_fqn"])
         return groups
 
     def _register(self) -> None:
@@ -159,7 +159,7 @@ class GradientCapture(StepHooks):
         self._states: dict[str, GradientState] = {}
         self._stepped: list[bool] = []
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
-        self._before_open: Snapshots = {}  # made when masks were opened, so that older gradients are refused
+        self._old: Snapshots = {}  # of gradients from before this iteration, or before masks were opened in it
         self._before_closure: Snapshots = {}  # made when a closure was called, which may make new gradients
         self._clipping = ClippingWarning()
         self._warned_of_steps = False
@@ -207,8 +207,7 @@ class GradientCapture(StepHooks):
         self._clipping.sample(self.groups if is_open and keep else ())
         if is_open == self.is_open:
             return
-        if is_open:
-            self._before_open = {g["tensor_fqn"]: _snapshot(original(g).grad) for g in self.groups}
+        self._note_old_gradients()
         for group in self.groups:
             mask_of(group).set_open(is_open)
         self._begin_states(is_open)
@@ -216,6 +215,11 @@ class GradientCapture(StepHooks):
     def clear(self) -> None:
         """Drop what was captured; a new iteration begins."""
         self.restore({}, has_stepped=False)
+        self._note_old_gradients()
+
+    def _note_old_gradients(self) -> None:
+        """Take snapshots of gradients that the coming iteration must not use, because they are masked."""
+        self._old = {g["tensor_fqn"]: _snapshot(original(g).grad) for g in self.groups}
 
     def _begin_states(self, is_open: bool) -> None:
         """Set the state of every gradient from whether masks are open and the gradient is captured."""
@@ -263,14 +267,15 @@ class GradientCapture(StepHooks):
         """Yield (name, parameter, mask, gradient captured before) of gradients while masks are open.
 
         Mask and captured gradient are this rank's; the latter is None if `.grad` is a new gradient. A gradient from
-        before masks were opened raises an error: it is zero for dropped weights, so growth must not use it.
+        before this iteration raises an error: it is zero for dropped weights, so growth must not use it.
         """
         for group in self._trained(optimizer) if self.is_open else ():
             name, grad = group["tensor_fqn"], original(group).grad
-            if _is_unchanged(grad, self._before_open.get(name)):
+            if _is_unchanged(grad, self._old.get(name)):
                 raise SparsityError(
-                    f"{name}: its gradient was made before the masks were opened for the coming update. "
-                    "After optimizer.step(), call sparsifier.step(), then backward() before the next optimizer.step()."
+                    f"{name}: its gradient was made before the last sparsifier.step(), so it is zero for dropped "
+                    "weights, but the coming update reads these. After sparsifier.step(), call backward() before "
+                    "optimizer.step()."
                 )
         for group, parameter in self.gradients_of(optimizer) if self.is_open else ():
             name, noted = group["tensor_fqn"], self._before_closure

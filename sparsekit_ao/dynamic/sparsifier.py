@@ -69,9 +69,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         seed: An int. Random choices depend on it, the tensor's name, the iteration and the purpose.
         state_init: The optimizer's second moment for a grown weight: "zero", or "grad" for the squared gradient. With
             "zero", Adam's first step is several times too large.
-        new_values: A function (weight, generator) that returns a tensor of the weight's shape with values for grown
-        weights. By default they are zero. structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes,
-        norm, edge, block_coupling,
+        new_values: A function (weight, generator) that returns new weights, of which the grown ones are taken, or None.
+        structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 
     Raises:

@@ -358,7 +358,10 @@ def _with_budgets(keep: Sequence[Tensor], counts: Mapping[int, int]) -> list[Ten
 
 
 def _masks_and_counts(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
-    """Return the masks that keep these slots (bool rows), sharded like the weights, and the count of each scope."""
+    """Return the masks that keep these slots (bool rows), sharded like the weights, and the count of each scope.
+
+    Between pruning and growth, masks are held instead of rows because only masks can be sharded.
+    """
     return slots.masks_of(rows), rows.sum(1)
 
 
@@ -375,18 +378,18 @@ def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, re
 
     Every scope loses its lowest floor(fraction * active) slots. These may be too few for the pruning group as a whole
     (scopes with 2 active slots lose none at 0.3). If scopes grow to their budgets again, the group then also loses the
-    lowest of the slots that are the weakest in their scope.
+    lowest of the slots that are the weakest in their scope: with four scopes of 2 active slots, the lowest 2 of 4.
 
     Returns the masks and the number of slots that each scope keeps.
     """
     active, scores = slots.active, _scores(criterion, slots)
     count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
-    surplus = int(rows.sum() - count_after_pruning(active.sum(), fraction))
-    if regrows and len(rows) > 1 and surplus > 0:
+    still_to_prune = int(rows.sum() - count_after_pruning(active.sum(), fraction))
+    if regrows and len(rows) > 1 and still_to_prune > 0:
         all_but_weakest = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
         weakest = (rows & ~all_but_weakest).reshape(1, -1)
-        still_kept = keep_mask(scores.reshape(1, -1), max(int(weakest.sum()) - surplus, 0), candidates=weakest)
+        still_kept = keep_mask(scores.reshape(1, -1), max(int(weakest.sum()) - still_to_prune, 0), candidates=weakest)
         rows = all_but_weakest | still_kept.reshape(rows.shape)
     return _masks_and_counts(slots, rows)
 

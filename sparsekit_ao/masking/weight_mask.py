@@ -268,7 +268,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
         module.register_load_state_dict_pre_hook(_take_dense)
 
 
-def live_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
+def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
     """Return the mask on a tensor, sharded like the tensor, so that it can be read and written; None without a mask.
 
     Raises:

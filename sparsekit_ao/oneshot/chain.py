@@ -195,8 +195,8 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
     All other arguments must be the same. What blocks read is compared for the first batch only. Other batches run with
     blocks that return their input, if that calls them in order, so that a model larger than memory is read once.
     """
-    in_order, others = list(range(len(blocks))), _others_of_first_batch(data, blocks)
-    if len(others) < len(blocks):
+    in_order, outputs = list(range(len(blocks))), _further_outputs_of_first_batch(data, blocks)
+    if len(outputs) < len(blocks):
         return False
 
     called: list[int] = []
@@ -214,7 +214,7 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
     def unchanged(k: int, *args: Any, **kwargs: Any) -> Any:
         add(k, args, kwargs)
         hidden = _hidden_of((args, kwargs))
-        return hidden if others[k] is None else type(others[k])((hidden, *others[k]))
+        return hidden if outputs[k] is None else type(outputs[k])((hidden, *outputs[k]))
 
     for index in range(1, len(data.batches)):
         called.clear()
@@ -229,12 +229,12 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
     return True
 
 
-def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
+def _further_outputs_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
     """Return each block's outputs after the first, or None without any. The list is shorter if they are not a chain.
 
     Each block runs twice: in the model, and on copies of what the one before gave, as it will in the walk.
     """
-    others: list[Any] = []
+    outputs: list[Any] = []
     arguments: Arguments = ((), {})  # of the block that was called last, as copies
     expected: Arguments = ((), {})  # the same with the objects that the model passes, which are compared by identity
     called: list[int] = []
@@ -244,7 +244,7 @@ def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -
         nonlocal arguments, expected, is_running
         is_running = True
         output, is_running = output_of(block, arguments), False
-        others.append(output[1:] if type(output) in (tuple, list) else None)
+        outputs.append(output[1:] if type(output) in (tuple, list) else None)
         arguments, expected = (next_arguments(each, first_output(output)) for each in (arguments, expected))
 
     def before(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ def _others_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -
     if is_broken or len(called) < len(blocks):
         return []
     run(blocks[-1])
-    return others
+    return outputs
 
 
 @contextmanager

@@ -384,6 +384,7 @@ class Teacher:
         draws = torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.weight_rms() * (1 if name else WHOLE)
         optimizer, schedule = _optimizer(student, rate, self.passes * count)
+        # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
         compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
         rows = [len(token_rows(target(k), masks[k])) for k in compared if target(k).ndim]
         holds_out = sum(rows) >= ENOUGH
@@ -451,8 +452,8 @@ def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.opti
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:
     """Return the dense model's blocks and, for each block of the model, the index of the dense block that it matches.
 
-    A block that remains after `shrink_layers` also takes the place of the removed blocks that follow it, so the last of
-    these is the one that it matches.
+    A block that remains after `shrink_layers` also takes the place of the removed blocks that follow it (the first one
+    also of those before it), so the last of these is the one that it matches.
 
     Args:
         model, dense: The pruned model and the dense model.
@@ -474,10 +475,10 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
 
 
 class _Student(nn.Module):
-    """A module whose weights are trained as copies, in float32 if the weights have 16 bits.
+    """A module whose weights are trained: those of 16 bits as float32 copies, and others in their own memory.
 
-    `functional_call` puts these copies in place of the parameters while `forward` runs the module on a batch. It can
-    only do this for parameters of the module that it calls, so the trained module is a child of this one.
+    `functional_call` puts the trained tensors in place of the parameters while `forward` runs the module on a batch. It
+    can only do this for parameters of the module that it calls, so the trained module is a child of this one.
 
     Args:
         module: A block, or the whole model.
@@ -485,7 +486,7 @@ class _Student(nn.Module):
 
     Attributes:
         originals: {name: parameter} of all floating-point parameters except embeddings.
-        weights: {name: the tensor that is trained in place of this parameter}.
+        weights: {name: the tensor that is trained for this parameter, which may share its memory}.
         kept: {name: bool mask of the elements that may change} of the parameters with two or more dimensions. These
             elements are not zero, and no mask drops them.
         saved: Copies of `weights` after the best pass so far; before that, of the initial weights.

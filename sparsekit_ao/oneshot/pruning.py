@@ -336,7 +336,7 @@ def _pruned(
     if layers.shared:
         scoring = Scoring(layers, layers.shared, is_elsewhere(data.model))
         walk.run(caller, scoring, rest=rest, progress=progress, writes=False)
-        layers.shared_masks = scoring.masks_of_all()
+        layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, rest=rest, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched)
     seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None

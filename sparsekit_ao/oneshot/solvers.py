@@ -116,7 +116,11 @@ def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STE
 
 
 def _admm_steps(weight: Tensor, hessian: Gram, kept: Tensor, scopes: MatrixScopes, steps: int) -> tuple[Tensor, Tensor]:
-    """Mask and kept weights after some steps from kept weights, for a Gram matrix with unit diagonal."""
+    """Return the mask and the kept weights after some steps from kept weights, for a Gram matrix H with unit diagonal.
+
+    With the weight W, each step of ADMM for the error of D, which must fit a mask, is, with the dual variable Y:
+    V = (W H - Y + rho D) (H + rho I)^-1, D = projection of V + Y / rho, and Y + rho (V - D) is the new Y.
+    """
     target, rho = weight @ hessian, RHO
     dual = target - kept @ hessian  # what makes the start a fixed point, but for the projection
     for done in range(0, steps, EVERY):

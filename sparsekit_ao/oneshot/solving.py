@@ -101,7 +101,7 @@ class Layers:
 
     Attributes:
         shared: The pruning groups of tensors that are coupled or share a budget.
-        shared_masks: {name: mask} of their tensors, once they are chosen.
+        given_masks: {name: mask} of their tensors, once they are chosen.
         notes: {name: why a tensor is not compensated}.
     """
 
@@ -119,7 +119,7 @@ class Layers:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
         self.chosen: dict[str, Tensor] = {}
-        self.shared_masks: dict[str, Tensor] = {}
+        self.given_masks: dict[str, Tensor] = {}
         self.notes: dict[str, str] = {}
         self._single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
         self.shared: list[PruningGroup] = []
@@ -188,7 +188,10 @@ class Layers:
 
     @contextmanager
     def masks(self, names: Collection[str]) -> Iterator[None]:
-        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored."""
+        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored.
+
+        Until the exit, solved weights hold their zeros themselves, so a block computes the same with these masks.
+        """
         live = {} if self._live_mask is None else {name: self._live_mask(self.groups[name]) for name in names}
         before = {name: mask.clone() for name, mask in live.items()}
         for mask in live.values():
@@ -218,7 +221,7 @@ class Layers:
                         statistics=self._statistics(name, recorded),
                         weight=weight if weight.dtype == torch.float64 else weight.float(),
                         pruning_groups=self._single[name],
-                        mask=self.shared_masks.get(name),
+                        mask=self.given_masks.get(name),
                     )
                     with torch.autocast(weight.device.type, enabled=False):
                         prune_layer(layer, self.groups, self.method)

@@ -291,7 +291,9 @@ class Walk:
             named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
         saved = None if checkpoint is None else checkpoint.read(number, step, named)
         was = "" if checkpoint is None else fingerprint(named)
-        before = {name: p.clone() for name, p in named.items()} if self._is_in_place else {}
+        # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
+        is_undone = self._is_in_place and solving is not None
+        before = {name: p.clone() for name, p in named.items()} if is_undone else {}
         try:
             if saved is None:
                 rows, row = self._solved(step, solving, matching, recorded)
@@ -305,9 +307,8 @@ class Walk:
                 state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
                 checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         except BaseException:
-            if solving is not None:  # without it, the caller is `recover`, which keeps what it has improved so far
-                for name, p in before.items():
-                    named[name].copy_(p)
+            for name, p in before.items():
+                named[name].copy_(p)
             raise
         return rows, row
 

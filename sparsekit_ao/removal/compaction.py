@@ -26,7 +26,9 @@ from .remove import Removal, find_removal, plain_tensors, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
-Known = dict[tuple[Coupling, int], list[Removal]]  # by coupling (without attributes) and multiple
+# What trials were told to remove, by coupling (without attributes) and multiple. Only couplings that are not in it,
+# such as layers that are divided later, are searched for units of zeros.
+Known = dict[tuple[Coupling, int], list[Removal]]
 UNLISTED = "possibly a removed size (list it in attrs): "
 
 
@@ -268,7 +270,8 @@ def verified(
 ) -> tuple[nn.Module, Compaction]:
     """Return the model of a reference without some units, if it gives the same outputs; see `compact`, `fit_config`."""
     model = reference.model
-    small, changes, notes, reference.unrounded = without_units(model, removals)
+    small, changes, notes, unrounded = without_units(model, removals)
+    reference.unrounded = unrounded
     redo_weight_norms(small, reference.normed)
     comparison = compared(reference, small)
     others = reference.with_other_inputs() if reference.tolerance < 1 and not isinstance(comparison, str) else None

@@ -58,6 +58,6 @@ def compensated(
         for module, tensor_name in [owner_of(copied, name)]
     ]
     layers = Layers(groups, (), recorder, "least_squares", None, "shrink")
-    layers.shared_masks = masks
+    layers.given_masks = masks
     walk = Walk(replace(data, model=copied), [layers.target(name) for name in masks])
     return copied, walk.run("shrink", layers)[0] if walk.reached else []

@@ -94,9 +94,8 @@ def shrink(
 
     By default (see `uniform`), a transformers model loses only units that its config counts, and all layers keep the
     same number of them. `from_pretrained` and inference engines (such as vLLM) can then load the result without this
-    library (see `report.fits`). Other
-    couplings, such as parts of heads, are left out. `uniform=False` prunes them too, and the result then needs
-    `export.load_pretrained`.
+    library (see `report.fits`). Other couplings, such as parts of heads, are left out. `uniform=False` prunes them too,
+    and the result then needs `export.load_pretrained`.
 
     Args:
         model: The model, which is not changed.
@@ -162,6 +161,7 @@ def shrink(
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     if scope not in ("coupling", "global"):
         raise SparsityError(f"shrink: scope must be 'coupling' or 'global', got {scope!r}")
+    # In the plain case, ratio=0.5 of a transformers model, is_shared is False, and is_open and is_uniform are True.
     is_shared = cost_of is not None or scope == "global"  # one budget, of a cost or of units
     asked = _checked_ratio(model, ratio, is_shared, max_sparsity, kinds, couplings, uniform, tensor_parallel)
     level = max(asked, 0.5) if is_shared else asked  # to meet one budget, a coupling may lose more than the ratio

@@ -107,7 +107,8 @@ def find_removable(
     """Find couplings as `removable` does, on a short twin (a copy with fewer blocks; see `twin`) if there can be one.
 
     The whole model is tried instead if the twin does not run or, with `verify_whole`, if what can be removed from the
-    twin cannot be removed from the whole model.
+    twin cannot be removed from the whole model. `shrink` thus discovers and tries couplings in short models, and
+    verifies the result on the whole one; if this fails, it discovers couplings in the whole model and tries them.
 
     Args:
         verify_whole: Whether to check on the whole model what can be removed from the twin. Callers that do this
@@ -401,9 +402,9 @@ class Trials:
         """Return a coupling with the further `attrs` that its removal needs, or None if none were found.
 
         With `together=1`, these attributes are tried in turn: all candidates; those outside of configs; these and the
-        widths that forwards read; each of the nearest candidates alone. If a set of several
-        attributes works, those that it does not need are then dropped from it one by one. With a larger number, only
-        sets of this many of the nearest candidates are tried.
+        widths that forwards read; each of the nearest candidates alone. If a set of several attributes works, those
+        that it does not need are then dropped from it one by one. With a larger number, only sets of this many of the
+        nearest candidates are tried.
         """
         if self.has_failed(coupling, together):
             return None

@@ -152,7 +152,11 @@ def _fill_plain(request: Request) -> None:
 def _fill_chunk(
     m: Window, shape: tuple[int, ...], keep: int | Tensor, magnitude: bool, within_mask: bool, masked: bool
 ) -> None:
-    """Select among the single elements of whole scopes."""
+    """Select among the single elements of whole scopes.
+
+    For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
+    [1, 4, R, C / 4], so that `lanes` is [4, scopes].
+    """
     assert m.values is not None and m.mask is not None
     width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
     narrow = width <= PAIRS  # then keys are [slots, scopes], and else [scopes, slots]
@@ -269,14 +273,17 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
         return np.full(keys.shape, keep > 0)
     total = keep * rows if isinstance(keep, int) else int(keep.sum())
     least = keys.min(initial=np.iinfo(keys.dtype).max)
-    has_zeros = least in (0, np.iinfo(keys.dtype).min)  # the least key is 0, or that of slots that may not be kept
-    if has_zeros and np.count_nonzero(above := keys > least) <= total:
+    least_is_common = least in (
+        0,
+        np.iinfo(keys.dtype).min,
+    )  # that of zeros, or of slots that may not be kept
+    if least_is_common and np.count_nonzero(above := keys > least) <= total:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():
             return _with_ties(above, keys == least, room)
     if is_16_bit and width <= 1 << 16:
         keys = (keys << 16) | np.arange(width - 1, -1, -1, dtype=np.int32)
-    elif has_zeros and width > NETWORK:
+    elif least_is_common and width > NETWORK:
         keys = _with_distinct_least(keys, least)
     if isinstance(keep, int):
         limit = np.partition(keys, width - keep, axis=1)[:, width - keep, None]
@@ -316,6 +323,7 @@ def _with_distinct_least(keys: Array, least: Any) -> Array:
 
 def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
     """Do as `_kept`, for [slots, rows]: slot i beats a later slot j unless j is strictly higher."""
+    # At first every later slot is taken to beat a slot; each comparison that is won corrects both.
     beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
     wins = np.empty(lanes.shape[1:], np.bool_)
     for i in range(len(lanes)):

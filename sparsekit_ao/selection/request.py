@@ -44,7 +44,10 @@ class Request:
 
     @cached_property
     def scope_windows(self) -> tuple[ScopeWindows, ...]:
-        """The windows of each member of the scope on the values and masks."""
+        """The windows of each member of the scope on the values and masks.
+
+        They must be cached: if windows are copies, backends fill them, and `fill_masks` writes the same ones back.
+        """
         return tuple(scope_windows(self.scope, self.values, self.masks))
 
     @cached_property

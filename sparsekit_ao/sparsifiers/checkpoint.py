@@ -195,7 +195,7 @@ class Checkpointed(BaseSparsifier):
         Raises:
             SparsityError: The mask was removed.
         """
-        weight_mask = masking.live_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
+        weight_mask = masking.placed_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:
             is_copy = model is not None and model is not self.model
             other = " in the given model, or it is not a copy made after prepare (as an EMA must be)" if is_copy else ""
@@ -227,7 +227,7 @@ class Checkpointed(BaseSparsifier):
         distributed.reshard(self.model)
         for group in self.groups:
             module = group.get("module")
-            live = None if module is None else masking.live_mask(module, group["tensor_name"], group["tensor_fqn"])
+            live = None if module is None else masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
             if live is not None:
                 self._state[group["tensor_fqn"]]["mask"] = live.mask
 

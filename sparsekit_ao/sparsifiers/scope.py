@@ -347,7 +347,7 @@ class BudgetSparsifier(MaskSparsifier):
         masks = {}
         for group in self.groups:
             module, name = self._module_in(model, group), group["tensor_name"]
-            live = masking.live_mask(module, name, group["tensor_fqn"])
+            live = masking.placed_mask(module, name, group["tensor_fqn"])
             mask = getattr(module, name).detach() != 0 if live is None else live.mask
             masks[group["tensor_fqn"]] = mask, live is not None
         return masks
