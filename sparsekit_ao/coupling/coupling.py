@@ -142,12 +142,15 @@ class Coupling:
     def kind(self) -> str:
         """Return what the units are, judged by names and axes.
 
-        It is "heads", "key heads", "query heads", "head size", "mlp", "expert units" or "width", which means the hidden
-        size that many layers write. Other units are named by their module, such as "conv2 channels" or "gate units".
+        It is "heads", "key heads", "query heads", "head size", "mlp", "experts" (whole ones), "expert units" (inside
+        each expert) or "width", which means the hidden size that many layers write. Other units are named by their
+        module, such as "conv2 channels" or "gate units".
 
         >>> Coupling({"blocks.*.attn.qkv.weight": "(g u d) i", "blocks.*.attn.proj.weight": "o (u d)"}).kind
         'heads'
         """
+        if self.lists:
+            return "experts"
         first = next(iter(self.members))
         path = [part for part in first.split(".")[:-1] if not part.isdigit() and set(part) != {"*"}]
         shapes = [dimensions_of(occurrences(axes, self.unit)[0]) for axes in self.members.values()]
@@ -163,7 +166,7 @@ class Coupling:
         if len(without_numbers) < len(self.members) or any("**" in member for member in self.members):
             return "width"
         if "experts" in path:
-            return "expert units"
+            return "experts" if len(shapes[0]) > 2 and self.unit in shapes[0][0] else "expert units"
         if len(shapes[0]) > 2:
             return " ".join([*path[-1:], "channels"])
         is_mlp = re.search(r"mlp|ffn|pwconv|feed_?forward|fc\d?\b|dense|intermediate|linear", first, re.IGNORECASE)

@@ -144,8 +144,8 @@ def one_shot(
         stream_memory: How many bytes of the inputs of a block, for all batches, are kept in memory; the rest is kept in
             temporary files. None (default) sets no limit.
         checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
-            as it was before, also in a new process: it continues from there and gives the same bits as a call that was
-            never interrupted. In distributed training, every rank must see the folder.
+            as it was before, also in a new process. It continues from there; on the same machine and with the same
+            number of threads, the result is bit-identical. In distributed training, every rank must see the folder.
         progress: If True (default), show a progress bar on a terminal, or else a line for each block in the logger
             `sparsekit_ao`.
 

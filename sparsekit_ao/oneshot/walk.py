@@ -26,6 +26,7 @@ to those of an uninterrupted one.
 import copy
 import math
 import os
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -503,11 +504,18 @@ class Checkpoint:
         """Return what an earlier call saved of a step, or None.
 
         Raises:
-            SparsityError: The tensors differ from those that the earlier call began with.
+            SparsityError: The file cannot be read, or the tensors differ from those that the earlier call began with.
         """
         if not self.has(number):
             return None
-        saved: dict[str, Any] = torch.load(self._path(number), map_location="cpu")
+        path = self._path(number)
+        try:
+            saved: dict[str, Any] = torch.load(path, map_location="cpu")
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise SparsityError(
+                f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({type(error).__name__}); "
+                "delete it and the files with higher numbers, load the model as it was before, and make the call again"
+            ) from error
         if saved["was"] != fingerprint(tensors):
             raise SparsityError(
                 f"{self._caller}: {step.name} has other weights than when the interrupted call began; load the model "

@@ -90,7 +90,8 @@ def _matrices_of(module: nn.Module) -> list[str]:
 def _left_dense(model: nn.Module) -> dict[str, str]:
     """Return {tensor_fqn: reason} for weights that config=None leaves dense: routers and the output embedding.
 
-    A router is a matrix in the module around the experts, with one row for each expert.
+    A router is a matrix in the module around the experts, with one row for each expert. A matrix of one row there is
+    the gate of a shared expert.
     """
     modules = dict(model.named_modules())
     getters = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
@@ -101,8 +102,11 @@ def _left_dense(model: nn.Module) -> dict[str, str]:
         packed, is_list = packed_experts(module), isinstance(module, nn.ModuleList) and "experts" in name
         count = len(parameter_of(module, packed[0])) if packed else len(module) if is_list else 0
         for beside, tensor in named_tensors(modules[path]) if count > 1 else ():
-            if tensor.ndim == 2 and len(tensor) == count and "expert" not in beside:
-                reasons[f"{path}.{beside}".removeprefix(".")] = "a router, whose outputs choose experts"
+            fqn = f"{path}.{beside}".removeprefix(".")
+            if tensor.ndim == 2 and len(tensor) == 1:
+                reasons[fqn] = "the gate of a shared expert"
+            elif tensor.ndim == 2 and len(tensor) == count and "expert" not in beside:
+                reasons[fqn] = "a router, whose outputs choose experts"
     return reasons
 
 

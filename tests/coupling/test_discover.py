@@ -364,6 +364,9 @@ def test_modules_that_were_never_called_are_named():
     model = Net(lambda m, x: m.a(x), a=nn.Linear(4, 3), b=nn.Sequential(nn.Linear(3, 5), nn.ReLU()), d=nn.ReLU())
     found = discover(model, ROWS)
     assert found.uncalled == ("b",) and str(found).endswith("\n# Never called with these example inputs:\n#   b")
+    tied = Net(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 4, bias=False), b=nn.Linear(4, 4, bias=False))
+    tied.b.weight = tied.a.weight
+    assert not discover(tied, ROWS).uncalled
 
 
 FROZEN = {  # (model, example inputs if these are no rows, a line with what is frozen and why)

@@ -64,6 +64,19 @@ def test_other_files_in_the_folder_are_no_finished_blocks(tmp_path):
     assert len(prune(small(), pattern="2:4", batches=inputs(), checkpoint=tmp_path)[1].rows) == 3
 
 
+@pytest.mark.parametrize("size", [0, 100, 1000])
+def test_a_damaged_file_is_named_and_the_call_goes_on_without_it(tmp_path, size):
+    options = {"pattern": "2:4", "batches": inputs(), "checkpoint": tmp_path}
+    expected, _ = prune(small(), **options)
+    damaged = tmp_path / "00001.pt"
+    damaged.write_bytes(damaged.read_bytes()[:size])
+    with pytest.raises(SparsityError, match=rf"'{damaged}' of the checkpoint cannot be read \(\w+\); delete it"):
+        prune(small(), **options)
+    damaged.unlink()
+    (tmp_path / "00002.pt").unlink()
+    assert all(map(torch.equal, prune(small(), **options)[0].parameters(), expected.parameters()))
+
+
 def chain(*blocks):
     return Net(lambda m, x: functools.reduce(lambda x, block: block(x), m.blocks, x), blocks=nn.ModuleList(blocks))
 

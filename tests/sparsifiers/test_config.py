@@ -160,6 +160,7 @@ def test_without_a_config_packed_experts_are_taken_and_routers_and_heads_left_de
         def __init__(self):
             super().__init__()
             self.router, self.experts, self.shared = nn.Linear(8, 4), PackedExperts(), nn.Linear(8, 8)
+            self.shared_expert_gate = nn.Linear(8, 1)
             self.listed = nn.ModuleDict({"gate": nn.Linear(8, 3), "experts": linear_model(8, 8, 8, 8)})
             self.listed["experts"] = nn.ModuleList(m for m in self.listed["experts"] if isinstance(m, nn.Linear))
             self.head = nn.Linear(8, 32)
@@ -173,6 +174,7 @@ def test_without_a_config_packed_experts_are_taken_and_routers_and_heads_left_de
     assert sorted(levels(sparsifier)) == sorted([*kept, *(f"listed.experts.{n}.weight" for n in range(3))])
     assert sparsifier.report().skipped == {
         "router.weight": "a router, whose outputs choose experts",
+        "shared_expert_gate.weight": "the gate of a shared expert",
         "listed.gate.weight": "a router, whose outputs choose experts",
         "head.weight": "the output embedding",
     }

@@ -141,8 +141,11 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
 
 
 def _uncalled(model: nn.Module, used: Collection[str]) -> list[str]:
-    """Return the outermost modules whose parameters were not used."""
-    called = {name[: end.start()] for name in used for end in re.finditer(r"\.|$", name)}
+    """Return the outermost modules whose parameters were not used, under this name or another."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    ids = {id(tensors[name]) for name in used if name in tensors}
+    names = [*used, *(name for name, tensor in tensors.items() if id(tensor) in ids)]
+    called = {name[: end.start()] for name in names for end in re.finditer(r"\.|$", name)}
     names = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
     return [n for n in names if n and n not in called and (n.rpartition(".")[0] in {"", *called})]
 
