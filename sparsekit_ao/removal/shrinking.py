@@ -24,6 +24,7 @@ from ..oneshot.walk import Walk
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
+from ..sparsifiers.config import Exclusion
 from ..structure import checked_level
 from .compaction import Compaction, Known, check_comparable, check_names, size_of, verified
 from .compensation import compensated
@@ -57,7 +58,7 @@ def shrink(
     example_inputs: Any = None,
     ratio: float | Mapping[str, float] = 0.5,
     score: Score | str | None = None,
-    exclude: Sequence[str | type] = (),
+    exclude: Sequence[Exclusion] = (),
     *,
     batches: Iterable[Any] | None = None,
     token_mask: TokenMask = None,
@@ -616,7 +617,7 @@ def _chosen(
     for coupling in places:
         if coupling not in chosen:
             shared = next(place for place in places[coupling] if place in owners)
-            why = f"dimension {shared[1]} of {shared[0]} is pruned by {owners[shared].name!r} already"
+            why = f"only one coupling may divide dimension {shared[1]} of {shared[0]}: {owners[shared].name!r}"
             left_out.append((coupling.name, why))
     return [coupling for coupling in places if coupling in chosen], left_out
 

@@ -22,7 +22,7 @@ from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..models.names import named_tensors
 from ..models.progress import progress_bar
-from ..sparsifiers.config import excluded_names
+from ..sparsifiers.config import Exclusion, excluded_names
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for, numbers_by_coupling, with_own_names
@@ -44,7 +44,7 @@ def removable(
     couplings: Sequence[Coupling] | None = None,
     *,
     ratio: float = 0.5,
-    exclude: Sequence[str | type] = (),
+    exclude: Sequence[Exclusion] = (),
     multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
 ) -> Discovery:
@@ -65,8 +65,8 @@ def removable(
             made smaller since they were found, couplings whose sizes no longer fit are replaced by what is found for
             the same tensors.
         ratio: The fraction of the units of every coupling that a trial removes.
-        exclude: Names, globs and regular expressions of tensors or modules, and module classes. A layer of a coupling
-            is left out if it has such a tensor. The remaining layers are then couplings of their own.
+        exclude: Names, globs and regular expressions of tensors or modules, modules, and module classes. A layer of a
+            coupling is left out if it has such a tensor. The remaining layers are then couplings of their own.
         multiple_of: As for `shrink`.
 
     Returns:
@@ -99,7 +99,7 @@ def find_removable(
     couplings: Sequence[Coupling] | None,
     *,
     ratio: float,
-    exclude: Sequence[str | type],
+    exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
     tolerance: float,
     verify_whole: bool = True,
@@ -142,7 +142,7 @@ def _removable_part(
     reference_of: Callable[[nn.Module], Reference],
     *,
     ratio: float,
-    exclude: Sequence[str | type],
+    exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
     verify_whole: bool,
     may_try_whole: bool = True,

@@ -315,11 +315,12 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
         paths.setdefault(id(module), []).append(name)
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, excluded in enumerate(exclude):
-        where = f"exclude[{at}]"
+        where, shown = f"exclude[{at}]", _named((excluded,))
         if isinstance(excluded, nn.Module):
             left_out = [n for n in names if any(modules.get(name) is excluded for name in ("", *around[n]))]
             if not left_out:
                 raise SparsityError(f"{where}, a {type(excluded).__name__}, is not in the model, or has no parameters")
+            shown = repr(paths[id(excluded)][0])
         elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
         elif isinstance(excluded, str) and excluded:
@@ -331,7 +332,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
             raise SparsityError(
                 f"{where} must be a name, a glob, 're:...', a module or a module class, got {excluded!r}"
             )
-        reasons |= {name: f"left out by {where} ({_named((excluded,))})" for name in left_out}
+        reasons |= dict.fromkeys(left_out, f"left out by {where} ({shown})")
     return reasons
 
 

@@ -100,6 +100,8 @@ def test_couplings_are_excluded_by_tensor_module_class_or_because_nothing_of_the
         "a ratio of 0.1 drops none of its units: 8 in each scope",
         "left out by exclude[0] ('6.*')",
     ]
+    ((_, why),) = removable(model, x, exclude=[model[6]]).left_out
+    assert why == "left out by exclude[0] ('6')"
     with pytest.raises(SparsityError, match="matches no parameter or module of the model"):
         removable(model, x, exclude=["nothing"])
 
@@ -112,7 +114,7 @@ def test_shrink_drops_a_fraction_of_every_dimension_once():
     q = small.model.layers[0].self_attn.q_proj
     assert (q.out_features, q.in_features) == (16, 16)
     assert len(report.left_out) == 2
-    shared = "dimension 0 of model.layers.0.self_attn.q_proj.weight is pruned by 'model.l"
+    shared = "only one coupling may divide dimension 0 of model.layers.0.self_attn.q_proj.weight: 'model.l"
     assert all(shared in text and " (s u d) i" not in text for text in report.left_out)
     assert report.difference <= 1e-5
     assert all(row.kept == row.of // 2 for row in report.couplings)
