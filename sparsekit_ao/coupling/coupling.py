@@ -166,7 +166,8 @@ class Coupling:
         if len(without_numbers) < len(self.members) or any("**" in member for member in self.members):
             return "width"
         if "experts" in path:
-            return "experts" if len(shapes[0]) > 2 and self.unit in shapes[0][0] else "expert units"
+            is_packed = first.split(".")[-2:-1] == ["experts"] and len(shapes[0]) > 2
+            return "experts" if is_packed and self.unit in shapes[0][0] else "expert units"
         if len(shapes[0]) > 2:
             return " ".join([*path[-1:], "channels"])
         is_mlp = re.search(r"mlp|ffn|pwconv|feed_?forward|fc\d?\b|dense|intermediate|linear", first, re.IGNORECASE)

@@ -207,7 +207,7 @@ class GradientCapture(StepHooks):
         self._clipping.sample(self.groups if is_open and keep else ())
         if is_open == self.is_open:
             return
-        self._note_old_gradients()
+        self._note_old_gradients(is_open)
         for group in self.groups:
             mask_of(group).set_open(is_open)
         self._begin_states(is_open)
@@ -215,11 +215,11 @@ class GradientCapture(StepHooks):
     def clear(self) -> None:
         """Drop what was captured; a new iteration begins."""
         self.restore({}, has_stepped=False)
-        self._note_old_gradients()
+        self._note_old_gradients(self.is_open)
 
-    def _note_old_gradients(self) -> None:
-        """Take snapshots of gradients that the coming iteration must not use, because they are masked."""
-        self._old = {g["tensor_fqn"]: _snapshot(original(g).grad) for g in self.groups}
+    def _note_old_gradients(self, is_open: bool) -> None:
+        """Take snapshots of gradients that the coming iteration must not use, if masks are open in it."""
+        self._old = {g["tensor_fqn"]: _snapshot(original(g).grad) for g in self.groups} if is_open else {}
 
     def _begin_states(self, is_open: bool) -> None:
         """Set the state of every gradient from whether masks are open and the gradient is captured."""
@@ -267,15 +267,15 @@ class GradientCapture(StepHooks):
         """Yield (name, parameter, mask, gradient captured before) of gradients while masks are open.
 
         Mask and captured gradient are this rank's; the latter is None if `.grad` is a new gradient. A gradient from
-        before this iteration raises an error: it is zero for dropped weights, so growth must not use it.
+        before this iteration that is not zero raises an error, because it may be masked, and growth must not use it.
         """
         for group in self._trained(optimizer) if self.is_open else ():
             name, grad = group["tensor_fqn"], original(group).grad
-            if _is_unchanged(grad, self._old.get(name)):
+            if _is_unchanged(grad, self._old.get(name)) and bool(local(grad).any()):
                 raise SparsityError(
-                    f"{name}: its gradient was made before the last sparsifier.step(), so it is zero for dropped "
+                    f"{name}: its gradient was made before the last sparsifier.step(), so it may be zero for dropped "
                     "weights, but the coming update reads these. After sparsifier.step(), call backward() before "
-                    "optimizer.step()."
+                    "optimizer.step(), or take_gradients(optimizer) of the optimizer that steps."
                 )
         for group, parameter in self.gradients_of(optimizer) if self.is_open else ():
             name, noted = group["tensor_fqn"], self._before_closure
@@ -314,7 +314,7 @@ class GradientCapture(StepHooks):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out snapshots and samples too: they describe gradients, which a copy of the model does not have."""
         clipping = ClippingWarning(self._clipping.is_over)
-        return {**super().__getstate__(), "_before_open": {}, "_before_closure": {}, "_clipping": clipping}
+        return {**super().__getstate__(), "_old": {}, "_before_closure": {}, "_clipping": clipping}
 
 
 class ClippingWarning:

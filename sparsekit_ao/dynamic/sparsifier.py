@@ -69,7 +69,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         seed: An int. Random choices depend on it, the tensor's name, the iteration and the purpose.
         state_init: The optimizer's second moment for a grown weight: "zero", or "grad" for the squared gradient. With
             "zero", Adam's first step is several times too large.
-        new_values: A function (weight, generator) that returns new weights, of which the grown ones are taken, or None.
+        new_values: A function (weight, generator) that returns a weight from which grown values are taken; None: zeros.
         structure: Pattern, block_shape, scope_shape, view, axes, unit, scope, sizes, norm, edge, block_coupling,
             coupling_order, scope_coupling: as for `ScopeSparsifier`.
 

@@ -26,7 +26,6 @@ to those of an uninterrupted one.
 import copy
 import math
 import os
-import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -511,10 +510,11 @@ class Checkpoint:
         path = self._path(number)
         try:
             saved: dict[str, Any] = torch.load(path, map_location="cpu")
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        except Exception as error:  # damaged files raise errors of many classes
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
             raise SparsityError(
-                f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({type(error).__name__}); "
-                "delete it and the files with higher numbers, load the model as it was before, and make the call again"
+                f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({reason}). If it is "
+                "damaged, delete it, load the model as it was before, and make the call again"
             ) from error
         if saved["was"] != fingerprint(tensors):
             raise SparsityError(

@@ -24,7 +24,7 @@ from ..oneshot.walk import Walk
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
-from ..sparsifiers.config import Exclusion
+from ..sparsifiers.config import Exclusion, names_in_place_of_modules
 from ..structure import checked_level
 from .compaction import Compaction, Known, check_comparable, check_names, size_of, verified
 from .compensation import compensated
@@ -172,7 +172,8 @@ def shrink(
     # Find what can be removed, and what the arguments allow to remove.
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
-    how: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
+    excluded = names_in_place_of_modules(model, exclude)
+    how: dict[str, Any] = {"exclude": excluded, "multiple_of": multiple_of, "tolerance": tolerance}
     discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, verify_whole=False)
     if recover:
         discovery = _inside_blocks(plain, discovery, data)

@@ -22,7 +22,7 @@ from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..models.names import named_tensors
 from ..models.progress import progress_bar
-from ..sparsifiers.config import Exclusion, excluded_names
+from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_modules
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
 from .levels import multiple_for, numbers_by_coupling, with_own_names
@@ -89,6 +89,7 @@ def removable(
     {'heads': 'u'}
     """
     check_comparable("", model, tolerance)
+    exclude = names_in_place_of_modules(model, exclude)
     how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
     return find_removable(plain_copy(model), example_inputs, couplings, **how)
 

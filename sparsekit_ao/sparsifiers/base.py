@@ -18,7 +18,16 @@ from torch.nn.utils import parametrize
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
 from .checkpoint import Checkpointed, check_saved
-from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, make_config, resolve_groups
+from .config import (
+    ConfigContext,
+    Exclusion,
+    ResolvedConfig,
+    TensorGroup,
+    copied,
+    make_config,
+    names_in_place_of_modules,
+    resolve_groups,
+)
 from .report import Report, Row, make_report, make_row
 from .usage import Trainable, refuse_meta_masks
 
@@ -123,9 +132,10 @@ class MaskSparsifier(Trainable, Checkpointed):
                 A `tensor_fqn` is a name, a glob in which `*` also matches dots, `re:` followed by a regular expression,
                 or a list of these. If several entries name the same tensor, an exact name wins, and then the later
                 entry. A parameter with several names has one mask, under all of them. None (default) takes every
-                Linear, convolution, recurrent layer and packed expert, except adapters, routers, the output embedding
-                of a language model and weights tied to another module. In an unpickled sparsifier, None takes the
-                pickled config and restores the pickled masks; the model may be a copy that still has masks.
+                Linear, convolution, recurrent layer and packed expert, except adapters, routers, gates of shared
+                experts, the output embedding of a language model and weights tied to another module. In an unpickled
+                sparsifier, None takes the pickled config and restores the pickled masks; the model may be a copy that
+                still has masks.
             exclude: Tensors and modules to leave out: their names, globs or regular expressions, modules, or module
                 classes. A module is left out with everything inside it.
             skip_unfit: If True, tensors that a block, scope or pattern does not fit are left out instead of raising an
@@ -168,8 +178,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             self._begin(groups)
             new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in unmasked]
             self.model, self.groups, self._skip_unfit = model, groups, skip_unfit
-            names = {m: name for name, m in model.named_modules()}
-            self._exclude = tuple(names[e] if isinstance(e, nn.Module) else e for e in exclude)
+            self._exclude = names_in_place_of_modules(model, exclude)
             self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
             self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
             self._state, self._phase, self._mask_levels, self._warned = defaultdict(dict), "prepared", None, False

@@ -88,10 +88,10 @@ def _matrices_of(module: nn.Module) -> list[str]:
 
 
 def _left_dense(model: nn.Module) -> dict[str, str]:
-    """Return {tensor_fqn: reason} for weights that config=None leaves dense: routers and the output embedding.
+    """Return {tensor_fqn: reason} for weights that config=None leaves dense: routers and output embeddings.
 
-    A router is a matrix in the module around the experts, with one row for each expert. A matrix of one row there is
-    the gate of a shared expert.
+    A router is a matrix in the module around the experts, with one row for each expert. The gate of a shared expert
+    has one row.
     """
     modules = dict(model.named_modules())
     getters = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
@@ -103,7 +103,7 @@ def _left_dense(model: nn.Module) -> dict[str, str]:
         count = len(parameter_of(module, packed[0])) if packed else len(module) if is_list else 0
         for beside, tensor in named_tensors(modules[path]) if count > 1 else ():
             fqn = f"{path}.{beside}".removeprefix(".")
-            if tensor.ndim == 2 and len(tensor) == 1:
+            if tensor.ndim == 2 and len(tensor) == 1 and re.fullmatch(r"\w*shared\w*gate\.weight", beside):
                 reasons[fqn] = "the gate of a shared expert"
             elif tensor.ndim == 2 and len(tensor) == count and "expert" not in beside:
                 reasons[fqn] = "a router, whose outputs choose experts"
@@ -304,10 +304,17 @@ def _matches(
     return kept
 
 
-def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str]) -> dict[str, str]:
-    """Return {tensor_fqn: reason} for excluded tensors. A module is excluded with everything inside it."""
+def names_in_place_of_modules(model: nn.Module, exclude: Sequence[Exclusion]) -> tuple[Exclusion, ...]:
+    """Return `exclude` with the names of modules in place of modules, so that it also holds for a copy of the model."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
         raise SparsityError(f"exclude must be a list of names, globs, modules and module classes, got {exclude!r}")
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    return tuple(names.get(entry) or entry if isinstance(entry, nn.Module) else entry for entry in exclude)
+
+
+def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str]) -> dict[str, str]:
+    """Return {tensor_fqn: reason} for excluded tensors. A module is excluded with everything inside it."""
+    exclude = names_in_place_of_modules(model, exclude)
     reasons: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
     paths: dict[int, list[str]] = {}
@@ -315,12 +322,11 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
         paths.setdefault(id(module), []).append(name)
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, excluded in enumerate(exclude):
-        where, shown = f"exclude[{at}]", _named((excluded,))
+        where = f"exclude[{at}]"
         if isinstance(excluded, nn.Module):
             left_out = [n for n in names if any(modules.get(name) is excluded for name in ("", *around[n]))]
             if not left_out:
                 raise SparsityError(f"{where}, a {type(excluded).__name__}, is not in the model, or has no parameters")
-            shown = repr(paths[id(excluded)][0])
         elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
         elif isinstance(excluded, str) and excluded:
@@ -332,7 +338,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
             raise SparsityError(
                 f"{where} must be a name, a glob, 're:...', a module or a module class, got {excluded!r}"
             )
-        reasons |= dict.fromkeys(left_out, f"left out by {where} ({shown})")
+        reasons |= dict.fromkeys(left_out, f"left out by {where} ({_named((excluded,))})")
     return reasons
 
 

@@ -283,6 +283,7 @@ KINDS = [
     ({"embed.weight": "o u", "l.0.attn.q.weight": "o u", "l.1.attn.q.weight": "o u"}, "width"),
     ({"l.*.mlp.experts.gate_up_proj": "o (d u) h", "l.*.mlp.experts.down_proj": "o i u"}, "expert units"),
     ({"l.*.mlp.experts.gate_up_proj": "u a b", "l.*.mlp.gate.weight": "u i"}, "experts"),
+    ({"experts.*.conv.weight": "u i h w", "experts.*.out.weight": "o u h w"}, "expert units"),
     ({"rnn.weight_ih_l0": "(g u) i", "rnn.weight_hh_l0": "(g u) u"}, "rnn units"),
 ]
 

@@ -163,6 +163,17 @@ def test_the_sparsifiers_step_before_the_optimizers_is_refused_before_the_weight
     assert sparsifier.last_update.iteration == 2
 
 
+def test_a_layer_that_a_forward_skips_may_have_an_old_gradient_of_zeros():
+    model, optimizer, sparsifier = prepared(update_every=1)
+    backward(model, optimizer, 1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    sparsifier.step()
+    optimizer.step()
+    sparsifier.step()
+    assert sparsifier.last_update.iteration == 2
+
+
 def test_a_gradient_is_used_for_one_update_only():
     model, optimizer, sparsifier = prepared(update_every=1)
     train(model, optimizer, sparsifier, [1])  # the masks stay open

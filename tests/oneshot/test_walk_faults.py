@@ -70,10 +70,11 @@ def test_a_damaged_file_is_named_and_the_call_goes_on_without_it(tmp_path, size)
     expected, _ = prune(small(), **options)
     damaged = tmp_path / "00001.pt"
     damaged.write_bytes(damaged.read_bytes()[:size])
-    with pytest.raises(SparsityError, match=rf"'{damaged}' of the checkpoint cannot be read \(\w+\); delete it"):
+    with pytest.raises(
+        SparsityError, match=rf"'{damaged}' of the checkpoint cannot be read \(\w+.*\)\. If it is damaged, "
+    ):
         prune(small(), **options)
     damaged.unlink()
-    (tmp_path / "00002.pt").unlink()
     assert all(map(torch.equal, prune(small(), **options)[0].parameters(), expected.parameters()))
 
 

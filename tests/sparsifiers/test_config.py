@@ -163,6 +163,7 @@ def test_without_a_config_packed_experts_are_taken_and_routers_and_heads_left_de
             self.shared_expert_gate = nn.Linear(8, 1)
             self.listed = nn.ModuleDict({"gate": nn.Linear(8, 3), "experts": linear_model(8, 8, 8, 8)})
             self.listed["experts"] = nn.ModuleList(m for m in self.listed["experts"] if isinstance(m, nn.Linear))
+            self.tower = nn.Linear(8, 1)  # a layer with one output that is no gate
             self.head = nn.Linear(8, 32)
 
         def get_output_embeddings(self):
@@ -170,7 +171,7 @@ def test_without_a_config_packed_experts_are_taken_and_routers_and_heads_left_de
 
     sparsifier = ScopeSparsifier(pattern="2:4")
     sparsifier.prepare(Mixture())
-    kept = ["experts.gate_up_proj", "experts.down_proj", "shared.weight"]
+    kept = ["experts.gate_up_proj", "experts.down_proj", "shared.weight", "tower.weight"]
     assert sorted(levels(sparsifier)) == sorted([*kept, *(f"listed.experts.{n}.weight" for n in range(3))])
     assert sparsifier.report().skipped == {
         "router.weight": "a router, whose outputs choose experts",
