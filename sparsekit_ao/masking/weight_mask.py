@@ -1,10 +1,10 @@
 """`WeightMask`, the parametrization that masks a weight, and how it is registered, removed and saved.
 
 Masks are filled in place; only `.to()` and sharding replace the tensor. The gradient is computed with the mask that the
-forward pass used. On a CPU, autograd saves a mask that has the weight's dtype without a copy; a sparsifier that is about
-to write such a mask calls `placed_mask`, which gives autograd a copy of the old values. Of a bool mask, autograd saves a
-copy in the weight's dtype. It is kept for later forward passes, because allocating that memory costs more than masking
-the weight.
+forward pass used. On a CPU, autograd saves a mask that has the weight's dtype without a copy; a sparsifier that is
+about to write such a mask calls `placed_mask`, which gives autograd a copy of the old values. Of a bool mask, autograd
+saves a copy in the weight's dtype. It is kept for later forward passes, because allocating that memory costs more than
+masking the weight.
 """
 
 import weakref
@@ -159,7 +159,7 @@ class WeightMask(FakeSparsity):
     def release_saved(self) -> None:
         """Make the mask free to be written: graphs that have saved it without a copy get one of its present values."""
         saved, self._saved = self._saved, None
-        if saved is not None and saved._use_count() > 1:
+        if saved is not None and saved._use_count() > 1:  # type: ignore[attr-defined]
             saved.data = saved.clone()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -486,7 +486,15 @@ def _expand(m: Window, kept: Tensor) -> None:
     """Write to the mask which blocks are kept, in whole words if the last dimension of blocks consists of words."""
     mask, word = m.mask, math.gcd(m.shape[-1], 8)
     assert mask is not None
-    is_bytes = mask.dtype == torch.bool and mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
+    if mask.dtype not in (torch.bool, torch.uint8):  # bytes are written and then converted, in a third of the time
+        for place in _places(m):
+            part = _at(m, place)
+            assert part.mask is not None
+            as_bytes = torch.empty(part.mask.shape, dtype=torch.uint8, device="cpu")
+            _expand(replace(part, values=None, mask=as_bytes), kept[place])
+            part.mask.copy_(as_bytes)
+        return
+    is_bytes = mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
     is_words = is_bytes and word > 1 and not any(n % word for n in (*mask.stride()[:-1], mask.storage_offset()))
     if is_words:
