@@ -21,7 +21,7 @@ from ..structure import BlockSpec, ScopeCoupling, ScopeMember, ScopeSpec, block_
 from ..structure.rule import absent, key_bits, order_keys
 from ..structure.tiles import row_major
 from ..structure.windows import ScopeWindows, Window, block_scores, fill_mask, from_scopes, to_scopes
-from .placement import GATHERED, LOCAL, box_of, cuts_of, has_process_group, is_part, is_sharded, method_of, window_of
+from .placement import GATHERED, LOCAL, box_of, cuts_of, is_part, is_sharded, method_of, window_of
 from .tensors import copy_values, full_tensor, local
 
 FEW = 32  # scopes up to which counts are summed even where the weights would be fewer bytes
@@ -35,9 +35,6 @@ def choose_sharded(requests: Sequence[Request]) -> None:
     The call is collective if a tensor is sharded: every rank of its mesh must make it with the same requests. Values
     and masks of a request are plain tensors, or DTensors on one mesh and named parts of it.
     """
-    if not has_process_group():
-        selection.fill_masks(requests)
-        return
     by_mesh: dict[Any, list[Request]] = {}
     for request in requests:
         mesh = common_mesh([(spec.name, request.value_of(spec)) for spec in request.scope.blocks()])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..distributed import copy_values, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError
-from ..masking import find_mask, select
+from ..masking import find_mask, placed_mask, select
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
@@ -29,7 +29,6 @@ from ..sparsifiers.optimizer_state import (
 )
 from ..sparsifiers.scope import BudgetSparsifier
 from ..sparsifiers.stages import checked_pattern, without_pattern
-from ..sparsifiers.usage import refuse_meta_masks
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import GradientCapture
@@ -227,7 +226,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers, then finish what `prepare` left: weights on the meta device, and sharded ones."""
         for group in self.groups:
-            self.live_mask(group)
+            placed_mask(group["module"], group["tensor_name"], group["tensor_fqn"])  # shards it like the weight
         if optimizers:
             self.settings.check_optimizers(optimizers, self.groups)
         waiting = {g["tensor_fqn"]: g for g in self.groups if not mask_of(g).is_initialized}
@@ -252,7 +251,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             )
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
-        refuse_meta_masks("step", self.groups, [mask_of(g).mask for g in self.groups])
+        for group in self.groups:
+            self.live_mask(group)  # raises an error if the mask was removed or has no values
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()

@@ -84,7 +84,8 @@ class _ConvertedMask(NamedTuple):
         if mask.dtype != torch.bool or not mask.is_contiguous() or mask.numel() % 8 or mask.storage_offset() % 8:
             return torch.equal(mask, self.mask)
         # Eight bools are compared at once, by NumPy, which takes half as long as torch.
-        return np.array_equal(*(each.view(-1).view(torch.int64).numpy() for each in (mask, self.mask)))
+        now, before = (each.view(-1).view(torch.int64).numpy() for each in (mask, self.mask))
+        return np.array_equal(now, before)
 
 
 def mark_masked(weight: Tensor) -> Tensor:
@@ -316,7 +317,12 @@ def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightM
 
 
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
-    """Return the weight below the mask: the parameter itself, or the result of parametrizations below the mask."""
+    """Return the weight below the mask: the parameter itself, or the result of parametrizations below the mask.
+
+    Without a mask, this is the tensor itself.
+    """
+    if find_mask(module, tensor_name) is None:
+        return getattr(module, tensor_name).detach()
     chain = _chain(module, tensor_name)
     if isinstance(chain[0], WeightMask):
         return chain.original.detach()

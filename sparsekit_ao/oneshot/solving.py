@@ -259,9 +259,7 @@ class Layers:
         return recorded
 
     def _dense(self, name: str) -> Tensor:
-        module, tensor_name = self.groups[name]["module"], self.groups[name]["tensor_name"]
-        is_masked = masking.find_mask(module, tensor_name) is not None
-        return masking.dense_weight(module, tensor_name) if is_masked else getattr(module, tensor_name).detach()
+        return masking.dense_weight(self.groups[name]["module"], self.groups[name]["tensor_name"])
 
 
 class Scoring:

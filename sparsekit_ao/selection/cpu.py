@@ -173,13 +173,19 @@ def _fill_chunk(
         keys = np.empty(source.shape, source.dtype)
         for part in (...,) if narrow else _parts_to_copy(source):
             keys[part] = source[part]
-    targets, budget = mask.reshape(split).transpose(order), keep if isinstance(keep, int) else _ints(keep)
+    budget = keep if isinstance(keep, int) else _ints(keep)
     if narrow:
         lanes = keys.reshape(width, -1)
-        kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(targets.shape)
+        kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(keys.shape)
+        is_converted = mask.itemsize > 1 and not within_mask  # bytes are written and then converted, in half the time
+        written, dtype = (np.empty(mask.shape, np.uint8), torch.uint8) if is_converted else (mask, m.mask.dtype)
+        targets = written.reshape(split).transpose(order)
         for at in np.ndindex(*shape):  # one slot of all scopes at a time, which is faster than one strided copy
-            _write(targets[(*at, ...)], kept[(*at, ...)], m.mask.dtype, within_mask)
+            _write(targets[(*at, ...)], kept[(*at, ...)], dtype, within_mask)
+        if is_converted:
+            _write(mask, written.view(np.bool_), m.mask.dtype, within_mask)
         return
+    targets = mask.reshape(split).transpose(order)
     rows = keys.reshape(-1, width)
     kept = _kept(rows, budget if isinstance(budget, int) else budget.reshape(-1, 1), is_16_bit=dtype.itemsize == 2)
     kept = kept.reshape(targets.shape)
@@ -201,6 +207,8 @@ def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> N
         np.multiply(mask, kept.view(np.uint8), out=mask, casting="unsafe")
     elif _ONE[dtype] == 1:
         np.copyto(mask, kept.view(np.uint8))
+    elif dtype in (torch.float32, torch.float64) and mask.strides[-1:] == (mask.itemsize,):
+        np.copyto(mask.view(f"f{mask.itemsize}"), kept)  # vectorized, but slow where the mask is strided
     else:
         np.multiply(kept.view(np.uint8), mask.dtype.type(_ONE[dtype]), out=mask, casting="unsafe")
 

@@ -29,7 +29,7 @@ from .config import (
     resolve_groups,
 )
 from .report import Report, Row, make_report, make_row
-from .usage import Trainable, refuse_meta_masks
+from .usage import Trainable
 
 _ADAPTERS = (
     "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
@@ -101,7 +101,6 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Fill every mask; called under no_grad."""
         self._check_groups(self.groups)
         for group in self.groups:
-            self.live_mask(group)
             self.update_mask(**group)
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
@@ -215,7 +214,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Choose the masks anew, unless `enable_mask_update` is False."""
         self.require_prepared("step")
         if self.enable_mask_update:
-            refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
+            for group in self.groups:
+                self.live_mask(group)  # raises an error if the mask was removed or has no values
             if not self._warned:
                 assert self.model is not None
                 adapted, replaced = _moved_layers(self.model, self.groups)
@@ -275,7 +275,6 @@ class MaskSparsifier(Trainable, Checkpointed):
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
         kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self.live_mask(g, model) for g in self.groups]
-        refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
             text = _stale(self.groups, masks, self._mask_levels) or ("" if model is not None else self._miscounted())
             if text:
@@ -323,7 +322,6 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Return a `report.Report` with a row for each mask that tells what it keeps now."""
         self.require_prepared("report")
         assert self.model is not None
-        refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
@@ -389,13 +387,13 @@ def _kept_params(
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
     """Return a warning if masks were never chosen (`chosen_at` is None) or were chosen at other levels, else ""."""
     if chosen_at is None:
-        if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
+        if all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
             return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
         whole = [
             group["tensor_fqn"]
             for group, mask in zip(groups, masks, strict=True)
-            if not mask.is_meta and group.get("sparsity_level", 0) > 0 and bool(mask.all())
+            if group.get("sparsity_level", 0) > 0 and bool(mask.all())
         ]
         if whole:
             return (
@@ -413,8 +411,6 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:
     """Warn if the masks of a copy keep more elements than the sparsifier's own, as masks averaged by an EMA do."""
-    if any(mask.is_meta for mask in (*live, *of_copy)):
-        return
     kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
     if others > kept:
         warnings.warn(

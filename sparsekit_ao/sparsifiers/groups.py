@@ -6,8 +6,8 @@ dicts at every update, because schedulers write there.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ..distributed import full_tensor, is_sharded, local, placed_like
 from ..errors import CouplingError, SparsityError
 from ..models.names import connected
 from ..scores import Score, saliency_of
-from ..selection import Request
+from ..selection import Request, fill_masks
 from ..structure import (
     BlockCoupling,
     BlockSpec,
@@ -39,7 +39,7 @@ from ..structure import (
 from ..structure.tiles import row_major
 from ..structure.windows import Norm, fill_mask, kept_flags, kept_grid, to_scopes
 from .config import TensorGroup
-from .stages import Stage, stage_budgets
+from .stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +55,8 @@ class PruningGroup:
         member_scores: How the scores of coupled tensors are combined; see `ScopeSparsifier`.
         least: The smallest number of blocks that each member of `scope` may keep (`max_sparsity`); () sets no limit.
         label: The name of the pruning group in errors.
+        own_budgets: {tensor name: (key, number)} of the tensors that have a budget of their own in this stage.
+        fixed: The names of the tensors that have one in every stage, so that a scheduler cannot change them.
     """
 
     scope: SparseScope
@@ -65,6 +67,8 @@ class PruningGroup:
     member_scores: str
     label: str
     least: tuple[int, ...] = ()
+    own_budgets: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    fixed: Collection[str] = ()
 
     def values(
         self,
@@ -80,11 +84,12 @@ class PruningGroup:
                 with the name.
             known: {tensor name: a result of `value_of` that was computed before}.
         """
-        if self.score is None and self.member_scores == "sum":
-            return {spec.view.param: dense(name) for name, spec in self.specs.items()}
-        scored, values = self.scored(statistics), {}
+        is_plain, values = self.score is None and self.member_scores == "sum", {}
+        scored = self.specs if is_plain else self.scored(statistics)
         for name, spec in self.specs.items():
-            if name not in scored:  # zeros add nothing to the score of the coupled blocks
+            if is_plain:
+                values[spec.view.param] = dense(name)
+            elif name not in scored:  # zeros add nothing to the score of the coupled blocks
                 values[spec.view.param] = torch.zeros_like(dense(name))
             else:
                 value = known[name] if name in known else self.value_of(name, dense(name), statistics(name))
@@ -144,18 +149,19 @@ class PruningGroup:
         """
         is_scheduled, asked = False, {}
         for name in self.specs:
-            level = checked_level(groups[name]["sparsity_level"], f"{name}: ")
-            is_scheduled |= level != groups[name].get("level_of_nnz", level)
+            level = groups[name]["sparsity_level"]
+            if level != groups[name].get("level_of_nnz", level):
+                checked_level(level, f"{name}: ")
+                is_scheduled = True
         for name in self.specs:
             group = groups[name]
-            budgets = stage_budgets(group)
-            if is_scheduled and None not in budgets:
+            if is_scheduled and name in self.fixed:
                 raise SparsityError(
                     f"{name}: sparsity_level was set to {group['sparsity_level']}, but every stage has "
                     "a budget of its own. Leave the budget out of the stage that a scheduler is to change."
                 )
             key = "sparsity_level" if group.get("nnz") is None or is_scheduled else "nnz"
-            asked[name] = budgets[self.stage] or (key, group[key])
+            asked[name] = self.own_budgets.get(name) or (key, group[key])
         first, (key, number) = next(iter(asked.items()))
         for name, (other_key, other) in [*asked.items()][1:]:
             if other_key != key or not is_same(other, number):
@@ -265,6 +271,7 @@ def make_pruning_groups(
         SparsityError: A structure does not fit; the error names the tensor.
     """
     pruning_groups: list[PruningGroup] = []
+    fixed = {name for name, structures in stages.items() if all(structure.budget for structure in structures)}
     for stage in range(max(map(len, stages.values()), default=0)):
         structures_now = {name: structures[stage] for name, structures in stages.items() if stage < len(structures)}
         staged = [
@@ -280,7 +287,7 @@ def make_pruning_groups(
             sharing.setdefault(name if name is not None else (first.spec.name,), []).append(blocks)
         for coupling, blocks_of in sharing.items():
             label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(blocks_of[0].block.name)
-            pruning_groups.append(_pruning_group(label, blocks_of, stage))
+            pruning_groups.append(_pruning_group(label, blocks_of, stage, fixed))
     return tuple(pruning_groups)
 
 
@@ -367,8 +374,10 @@ def _coupled_blocks(tensors: Iterable[_StagedTensor]) -> list[_CoupledBlocks]:
     return result
 
 
-def _pruning_group(label: str, sharing: Sequence[_CoupledBlocks], stage: int) -> PruningGroup:
-    """Return the pruning group of blocks that share one budget.
+def _pruning_group(
+    label: str, sharing: Sequence[_CoupledBlocks], stage: int, fixed: Collection[str] = ()
+) -> PruningGroup:
+    """Return the pruning group of blocks that share one budget; `fixed` as in `PruningGroup`.
 
     Raises:
         SparsityError: Scopes do not fit their blocks, tensors differ in a key that must be equal, or `max_sparsity` is
@@ -397,6 +406,8 @@ def _pruning_group(label: str, sharing: Sequence[_CoupledBlocks], stage: int) ->
         member_scores=structure.member_scores,
         label=label,
         least=least,
+        own_budgets={str(spec.name): tensor.budget for tensor, spec in tensors if tensor.budget is not None},
+        fixed=fixed,
     )
 
 
@@ -429,7 +440,8 @@ def _block_spec(fqn: str, structure: Stage, tensor: Tensor) -> BlockSpec:
 
 def choose_masks(requests: Mapping[PruningGroup, Request]) -> None:
     """Choose the masks of pruning groups that do not depend on each other, and fill them in place."""
-    distributed.choose_sharded(list(requests.values()))
+    fill = distributed.choose_sharded if distributed.has_process_group() else fill_masks
+    fill(list(requests.values()))
     for pruning, request in requests.items():
         if pruning.least:
             _keep_least(pruning, request)

@@ -20,7 +20,7 @@ from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
 from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
-from .checkpoint import saved_count, saved_names
+from .checkpoint import no_values, saved_count, saved_names
 from .config import ConfigContext, TensorGroup, copied
 from .groups import PruningGroup, counts_in_scopes, groups_by_name
 from .optimizer_state import (
@@ -33,7 +33,7 @@ from .optimizer_state import (
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
-from .stages import GROUP_KEYS, checked_pattern, merged, refuse_two_budgets, stage_budgets
+from .stages import GROUP_KEYS, checked_pattern, merged, refuse_two_budgets, stages_of
 
 Strength = float | Callable[[int], float]
 
@@ -226,7 +226,7 @@ class ProximalSparsifier(BudgetSparsifier):
         elif has_budget:
             defaults = {k: v for k, v in defaults.items() if k != "strength"}
         group = merged(defaults, entry, place, self.keys)
-        has_budget = has_budget or any(budget is not None for budget in stage_budgets(group))
+        has_budget = has_budget or any(s.budget for s in stages_of({"tensor_fqn": place.tensor_fqn, **group}))
         if group.get("strength") is not None:
             if has_budget:
                 raise SparsityError(f"{place.where}strength and a budget are mutually exclusive: both say what is kept")
@@ -274,7 +274,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _sync_state(self) -> None:
         for group in self.groups:
-            if group.get("module") is not None:
+            if group.get("module") is not None and not self._parameter(group).is_meta:
                 self.live_mask(group)
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
@@ -283,6 +283,8 @@ class ProximalSparsifier(BudgetSparsifier):
         mask = state.get("mask")
         if mask is None or mask.is_meta:
             mask = torch.ones_like(weight, dtype=torch.bool, requires_grad=False)
+        if weight.is_meta:
+            raise no_values(group)
         state["mask"] = mask.to(weight.device)
         return state["mask"]
 

@@ -17,10 +17,10 @@ from ..patterns import Pattern
 from ..schedules import UpdateInterval
 from ..scores import Score
 from ..selection import Request
-from ..structure import checked_level
+from ..structure import Budget, checked_level
 from .base import MaskSparsifier
 from .calibrated import Calibrated
-from .checkpoint import saved_count
+from .checkpoint import no_values, saved_count
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
 from .groups import (
     PruningGroup,
@@ -42,11 +42,10 @@ from .stages import (
     joined,
     merged,
     refuse_two_budgets,
-    stage_budgets,
     stages_of,
     without_pattern,
 )
-from .usage import refuse_meta_masks, refuse_unknown_keys
+from .usage import refuse_unknown_keys
 
 AT_ONCE = 1 << 25  # masks of more elements are chosen in parts of about this many, to limit memory
 
@@ -168,7 +167,7 @@ class BudgetSparsifier(MaskSparsifier):
             spec = last.specs[name]
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
             pattern = " then ".join(pruning.pattern(name) for pruning in stages)
-            key, asked = stage_budgets(group)[last.stage] or ("sparsity_level", group["sparsity_level"])
+            key, asked = last.own_budgets.get(name) or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))  # reported as a level
             yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
 
@@ -194,7 +193,6 @@ class BudgetSparsifier(MaskSparsifier):
             self.require_prepared("check")
         distributed.reshard(self.model if model is None else model)
         pruning_groups, masks = self.pruning_groups(self.groups, model), self._masks(model)
-        refuse_meta_masks("check", self.groups, [mask for mask, _ in masks.values()])
         try:
             return check_masks(pruning_groups, groups_by_name(self.groups), masks)
         except SparsityError:
@@ -255,7 +253,7 @@ class BudgetSparsifier(MaskSparsifier):
         If a scheduler changes `sparsity_level` later, the two differ, and the level overrides the count.
         """
         named = groups_by_name(groups)
-        largest = _largest_groups(self.pruning_groups(groups), named)
+        largest = _largest_groups(self.pruning_groups(groups))
         levels = {pruning: pruning.scope.level_of(pruning.budget(named)) for pruning in {*largest.values()}}
         for name, group in named.items():
             if group.get("nnz") is not None and name in largest:
@@ -271,8 +269,11 @@ class BudgetSparsifier(MaskSparsifier):
         Every budget and mask is checked before any mask changes. If there are more than `AT_ONCE` elements, masks are
         filled part by part; a score that raises an error then leaves the masks of earlier parts updated.
         """
-        masks = {name: self.live_mask(groups[name]) for pruning in pruning_groups for name in pruning.specs}
-        keeps = {pruning: pruning.budget(groups) for pruning in pruning_groups}
+        masks, keeps = dict[str, Tensor](), dict[PruningGroup, Budget]()
+        for pruning in pruning_groups:
+            keeps[pruning] = pruning.budget(groups)
+            for name in pruning.specs:
+                masks[name] = self.live_mask(groups[name])
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
             for pruning in pruning_groups:
@@ -290,7 +291,7 @@ class BudgetSparsifier(MaskSparsifier):
         pruning_groups: Sequence[PruningGroup],
         groups: Mapping[str, TensorGroup],
         masks: Mapping[str, Tensor],
-        keeps: Mapping[PruningGroup, int | Tensor],
+        keeps: Mapping[PruningGroup, Budget],
     ) -> None:
         """Fill masks, those of earlier stages first.
 
@@ -298,9 +299,11 @@ class BudgetSparsifier(MaskSparsifier):
         raise an error, and must do so before a mask changes.
         """
         stages: dict[int, dict[PruningGroup, Request]] = {}
-        names = {name for pruning in pruning_groups for name in pruning.specs}
-        dense = {name: self._dense(groups[name]) for name in names}
+        dense: dict[str, Tensor] = {}
         for pruning in pruning_groups:
+            for name in pruning.specs:
+                if name not in dense:  # a stage before has not read it
+                    dense[name] = self._dense(groups[name])
             values = pruning.values(dense.__getitem__, self._statistics_of)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
@@ -328,9 +331,10 @@ class BudgetSparsifier(MaskSparsifier):
             model: A copy of the model from which the shapes of the tensors are read.
         """
         groups = self.groups if groups is None else groups
-        tensors = {group["tensor_fqn"]: self._dense(group, model) for group in groups}
-        pairs = zip(groups, tensors.values(), strict=True)
-        key = [(*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()) for group, tensor in pairs]
+        tensors, key = {}, []
+        for group in groups:
+            tensor = tensors[group["tensor_fqn"]] = self._dense(group, model)
+            key.append((*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
         if self._grouped is None or not is_same(self._grouped[0], key):
             stages = {group["tensor_fqn"]: stages_of(group) for group in groups}
             self._grouped = copied(key), make_pruning_groups(stages, tensors)
@@ -338,9 +342,7 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         """Return the dense weight of a group, in the prepared model or in a copy; without a mask, the weight itself."""
-        module, name = self._module_in(model, group), group["tensor_name"]
-        is_masked = masking.find_mask(module, name) is not None
-        return masking.dense_weight(module, name) if is_masked else getattr(module, name).detach()
+        return masking.dense_weight(self._module_in(model, group), group["tensor_name"])
 
     def _masks(self, model: nn.Module | None) -> dict[str, tuple[Tensor, bool]]:
         """Return {tensor name: (its mask, True)}, or (which elements are not zero, False) for a squashed weight."""
@@ -349,6 +351,8 @@ class BudgetSparsifier(MaskSparsifier):
             module, name = self._module_in(model, group), group["tensor_name"]
             live = masking.placed_mask(module, name, group["tensor_fqn"])
             mask = getattr(module, name).detach() != 0 if live is None else live.mask
+            if mask.is_meta:
+                raise no_values(group)
             masks[group["tensor_fqn"]] = mask, live is not None
         return masks
 
@@ -357,14 +361,14 @@ def _structure_text(group: TensorGroup) -> str:
     """Return the shapes, couplings and own budgets of each stage of a group as text."""
     keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
     texts = []
-    for stage, budget in zip(stages_of(group), stage_budgets(group), strict=True):
-        values = [*((k, getattr(stage, k)) for k in keys), *([budget] if budget else [])]
+    for stage in stages_of(group):
+        values = [*((k, getattr(stage, k)) for k in keys), *([stage.budget] if stage.budget else [])]
         texts.append(", ".join(f"{k}={v!r}" for k, v in values if v not in (None, ())))
     return " then ".join(text or "single elements over the tensor" for text in texts)
 
 
 def _largest_groups(
-    pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]
+    pruning_groups: Sequence[PruningGroup],
 ) -> dict[str, PruningGroup]:
     """Return {tensor: the largest of its pruning groups}; `_begin` uses this group to convert `nnz` to a level.
 
@@ -374,7 +378,7 @@ def _largest_groups(
     for pruning in pruning_groups:
         for name in pruning.specs:
             is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
-            if stage_budgets(groups[name])[pruning.stage] is None and is_larger:
+            if name not in pruning.own_budgets and is_larger:
                 largest[name] = pruning
     return largest
 

@@ -1,12 +1,13 @@
 """Checks the keys of a group that specify blocks and scopes, without any tensor.
 
 Shapes (`view`, `block_shape`, `scope_shape`) or an axis pattern (`axes`, `unit`, `scope`, `sizes`) specify a structure.
-`without_pattern` turns a `pattern` into one of these, or `stages`. `PruningGroup.budget` reads the budgets.
+`without_pattern` turns a `pattern` into one of these, or `stages`. Budgets of stages are read here, and those of groups
+in `PruningGroup.budget`, because schedulers change them.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +37,10 @@ class Stage:
     scope_coupling: str | None = None
     member_scores: str = "sum"
     max_sparsity: float | None = None
+    budget: tuple[str, Any] | None = None  #: the stage's own (key, number); None if it has the budget of its group
 
 
-STRUCTURE = tuple(f.name for f in fields(Stage))
+STRUCTURE = tuple(f.name for f in fields(Stage) if f.name != "budget")
 SHAPES = ("view", "block_shape", "scope_shape")
 AXES = ("axes", "unit", "scope", "sizes")
 GROUP_KEYS = ("tensor_fqn", *STRUCTURE, *AXES, "stages")  # what pruning groups depend on
@@ -69,7 +71,8 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
             key = sorted(unknown)[0]
             raise SparsityError(f"{of_stage}unknown key {key!r}.{hint_of_key(key, (*keys, *BUDGETS))}")
         refuse_two_budgets(stage, of_stage)
-        checked.append(_stage(joined(shared, stage, of_stage), of_stage))
+        budget = next(((key, stage[key]) for key in BUDGETS if key in stage), None)
+        checked.append(replace(_stage(joined(shared, stage, of_stage), of_stage), budget=budget))
     return tuple(checked)
 
 
@@ -131,7 +134,7 @@ def merged(
         )
     if budgets == ["sparsity_level"]:
         group.pop("nnz", None)
-    if budgets and None not in stage_budgets(group):
+    if budgets and all(s.budget for s in stages_of({"tensor_fqn": place.tensor_fqn, **group})):
         raise SparsityError(
             f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a stage"
         )
@@ -153,14 +156,6 @@ def without_pattern(entry: Mapping[str, Any], place: ConfigContext, known: Colle
                 f"{', '.join(sorted(known))}"
             )
     return keys
-
-
-def stage_budgets(group: TensorGroup) -> list[tuple[str, Any] | None]:
-    """Return each stage's own budget as (key, number); None where the stage follows its group."""
-    stages = group.get("stages")
-    if stages is None:
-        return [None]
-    return [next(((k, s[k]) for k in ("nnz", "sparsity_level") if k in s), None) for s in stages]
 
 
 def refuse_two_notations(keys: Iterable[str], where: str) -> None:

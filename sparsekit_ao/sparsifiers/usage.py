@@ -43,16 +43,6 @@ class Trainable:
         return False
 
 
-def refuse_meta_masks(where: str, groups: Sequence[Mapping[str, Any]], masks: Sequence[Tensor]) -> None:
-    """Raise if the mask of a group has no values, as its weight is on the meta device."""
-    for group, mask in zip(groups, masks, strict=True):
-        if mask.is_meta:
-            raise SparsityError(
-                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; load the weights "
-                "first, or prune a model that accelerate offloads by prune(model, ..., inplace=True), without masks"
-            )
-
-
 def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: str) -> None:
     """Raise if a sparsifier was prepared on another model than the one that is trained, wrapped or not."""
     if not groups:

@@ -68,7 +68,8 @@ MUTATIONS = [
     ),
     ("selection/api.py", "low < 0 or high > members", "low < -1 or high > members", ["test_rule.py"]),
     ("sparsifiers/groups.py", "within_mask=self.stage > 0", "within_mask=self.stage > 1", ["test_fuzz.py"]),
-    ("sparsifiers/groups.py", "is_scheduled |= level !=", "is_scheduled = level !=", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "    is_scheduled = True", "    is_scheduled = False", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "self.own_budgets.get(name) or", "", SPARSIFIERS),
     ("sparsifiers/groups.py", "is None or is_scheduled else", "is None else", SPARSIFIERS),
     (
         "sparsifiers/scope.py",
@@ -85,6 +86,8 @@ MUTATIONS = [
     ("sparsifiers/checkpoint.py", "strict and not set(live)", "False and not set(live)", ["test_foreign_input.py"]),
     ("sparsifiers/drop_ins.py", "blocks.logical_or_(inside)", "blocks.logical_and_(inside)", ["test_weight_norm.py"]),
     ("sparsifiers/drop_ins.py", "fill_(level <= 0 or", "fill_(level < 0 or", ["test_weight_norm.py"]),
+    ("masking/weight_mask.py", "saved.data = saved.clone()", "pass", ["test_saved_masks.py"]),
+    ("masking/weight_mask.py", "    weight_mask.release_saved()\n", "", ["test_saved_masks.py"]),
     ("masking/weight_mask.py", "self.mask.fill_(True)", "pass", ["test_masking.py", "test_dynamic_meta.py"]),
     ("dynamic/update.py", "masked_fill_(local(changed), 0)", "masked_fill_(local(changed), 1)", DYNAMIC),
     ("dynamic/update.py", "reset_state(optimizers, weight, changed)", "pass", DYNAMIC),
