@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,15 @@ from .products import Place, Product, Products
 from .statistics import GRADIENTS, INPUTS, Statistics, Target, loaded_statistics
 
 _NOT_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+
+
+class _LastRead(NamedTuple):
+    """The tensor that the last product read, and its sums; layers that read the same tensor share the sums."""
+
+    tensor: Tensor
+    version: int
+    token_mask: Tensor | None
+    sums: dict[str, Any]
 
 
 class Recording:
@@ -53,7 +62,7 @@ class Recording:
         for target in self._targets:
             target.check()
         self._observers = ExitStack()
-        self._last_read: tuple[Tensor, int, Tensor | None, dict[str, Any]] | None = None
+        self._last_read: _LastRead | None = None
 
     @property
     def needs_gradients(self) -> bool:
@@ -134,9 +143,10 @@ class Recording:
         x, need, mask = product.read, _need(target), self.token_mask
         version = -1 if x.is_inference() else x._version  # inference tensors have none
         last = self._last_read
-        if last is None or last[0] is not x or last[1] != version or version < 0 or last[2] is not mask:
-            last = self._last_read = (x, version, mask, {})
-        sums = last[3] if adapter.kind == "matrix" and not product.is_computed and read.is_whole else {}
+        is_same = last is not None and last.tensor is x and last.version == version and last.token_mask is mask
+        if last is None or not is_same or version < 0:
+            last = self._last_read = _LastRead(x, version, mask, {})
+        sums = last.sums if adapter.kind == "matrix" and not product.is_computed and read.is_whole else {}
         statistics = self._statistics_of(target)
         for_rows = self._keep_rows and need == "input_gram" and need not in statistics.sums and read.is_whole
         for_rows &= adapter.parts == 1

@@ -284,8 +284,8 @@ def run_update(
         }
         recorded = {spec: statistics(name) for spec, name in names.items()}
         slots.append(Slots(pruning=pruning, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
-    keep = [budgets.of_scopes(k) for k in range(len(slots))]
-    masks, shared_counts = _choose(slots, keep, budgets, settings, iteration, fraction)
+    limits = [budgets.of_scopes(k) for k in range(len(slots))]
+    masks, shared_counts = _choose(slots, limits, budgets, settings, iteration, fraction)
     chosen = zip(budgets.pruning_groups, masks, strict=True)
     by_tensor = {name: new[spec] for pruning, new in chosen for name, spec in pruning.specs.items()}
     groups = list(budgets.groups.values())
@@ -302,7 +302,7 @@ def run_update(
 
 
 def _choose(
-    slots: list[Slots], keep: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
+    slots: list[Slots], limits: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
     """Choose new masks and budgets.
 
@@ -311,7 +311,7 @@ def _choose(
 
     Args:
         slots: The slots of each pruning group.
-        keep: The budgets, for each pruning group int64 [scopes] on the CPU.
+        limits: How many blocks each scope may keep: for each pruning group int64 [scopes] on the CPU.
         budgets: How budgets are distributed.
         settings: The criteria and the target.
         iteration: The number of the training iteration.
@@ -329,32 +329,32 @@ def _choose(
     elif settings.target is not None:
         # Without growth, a scope cannot keep more blocks than are active; all scopes have the same number of them.
         high = None if regrows else {k: int(slots[k].active[0].sum()) for k in shared}
-        keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), high=high))
-    kept = {}  # {index: (masks, int64 [scopes] of the slots that each scope keeps)}
+        limits = _with_budgets(limits, budgets.counts(settings.target_at(iteration), high=high))
+    pruned = {}  # {index: (masks after pruning, int64 [scopes] of the slots that are left in each scope)}
     if competing:
-        rivals, limits = [slots[k] for k in competing], [keep[k] for k in competing]
-        together = _prune_together(rivals, limits, settings.prune, fraction, most, regrows)
-        kept = dict(zip(competing, together, strict=True))
-    for k in (k for k in range(len(slots)) if k not in kept):
+        rivals, their_limits = [slots[k] for k in competing], [limits[k] for k in competing]
+        together = _prune_together(rivals, their_limits, settings.prune, fraction, most, regrows)
+        pruned = dict(zip(competing, together, strict=True))
+    for k in (k for k in range(len(slots)) if k not in pruned):
         if regrows or k in shared:
-            kept[k] = _prune(slots[k], keep[k], settings.prune, fraction, regrows)
+            pruned[k] = _prune(slots[k], limits[k], settings.prune, fraction, regrows)
         else:  # it has a budget of its own, which pruning would undercut, since nothing grows back
-            kept[k] = _masks_and_counts(slots[k], slots[k].active)
-    masks, counts = [kept[k][0] for k in range(len(slots))], [kept[k][1] for k in range(len(slots))]
+            pruned[k] = _masks_and_counts(slots[k], slots[k].active)
+    masks, left = [pruned[k][0] for k in range(len(slots))], [pruned[k][1] for k in range(len(slots))]
     if settings.grow is None:
-        return masks, {k: int(counts[k][0]) for k in shared}
+        return masks, {k: int(left[k][0]) for k in shared}
     if most is not None:  # the target's budgets follow only now, when it is known which blocks are left
-        low = {k: int(counts[k].max()) for k in shared}
-        keep = _with_budgets(keep, budgets.counts(settings.target_at(iteration), low=low))
+        low = {k: int(left[k].max()) for k in shared}
+        limits = _with_budgets(limits, budgets.counts(settings.target_at(iteration), low=low))
     if settings.redistribute is not None:
-        keep = _redistribute(slots, keep, counts, budgets, settings.redistribute)
-    grown = [_grow(s, mask, n, settings.grow) for s, mask, n in zip(slots, masks, keep, strict=True)]
-    return grown, {k: int(keep[k][0]) for k in shared}
+        limits = _redistribute(slots, limits, left, budgets, settings.redistribute)
+    grown = [_grow(s, mask, n, settings.grow) for s, mask, n in zip(slots, masks, limits, strict=True)]
+    return grown, {k: int(limits[k][0]) for k in shared}
 
 
-def _with_budgets(keep: Sequence[Tensor], counts: Mapping[int, int]) -> list[Tensor]:
+def _with_budgets(limits: Sequence[Tensor], counts: Mapping[int, int]) -> list[Tensor]:
     """Return the budgets, with the same count in all scopes of the pruning groups that `counts` has."""
-    return [torch.full_like(n, counts[k]) if k in counts else n for k, n in enumerate(keep)]
+    return [torch.full_like(n, counts[k]) if k in counts else n for k, n in enumerate(limits)]
 
 
 def _masks_and_counts(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
@@ -373,7 +373,9 @@ def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
     return count - torch.floor(count.double() * fraction + 1e-9).long()
 
 
-def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, regrows: bool) -> tuple[Tensors, Tensor]:
+def _prune(
+    slots: Slots, limits: Tensor, criterion: Criterion, fraction: float, regrows: bool
+) -> tuple[Tensors, Tensor]:
     """Prune floor(fraction * active) slots of a pruning group, and more if a scope would exceed its budget.
 
     Every scope loses its lowest floor(fraction * active) slots. These may be too few for the pruning group as a whole
@@ -383,7 +385,7 @@ def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, re
     Returns the masks and the number of slots that each scope keeps.
     """
     active, scores = slots.active, _scores(criterion, slots)
-    count = torch.minimum(count_after_pruning(active.sum(1), fraction), keep.to(active.device))
+    count = torch.minimum(count_after_pruning(active.sum(1), fraction), limits.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
     still_to_prune = int(rows.sum() - count_after_pruning(active.sum(), fraction))
     if regrows and len(rows) > 1 and still_to_prune > 0:
@@ -396,7 +398,7 @@ def _prune(slots: Slots, keep: Tensor, criterion: Criterion, fraction: float, re
 
 def _prune_together(
     slots: Sequence[Slots],
-    keep: Sequence[Tensor],
+    limits: Sequence[Tensor],
     criterion: Criterion,
     fraction: float,
     most: int | None,
@@ -431,7 +433,7 @@ def _prune_together(
         each = zip(scores, counts, least, active, strict=True)
         rows = [keep_mask(score, n // scopes, candidates=a) for score, n, scopes, a in each]
     together = []
-    for s, score, row, budget in zip(slots, scores, rows, keep, strict=True):
+    for s, score, row, budget in zip(slots, scores, rows, limits, strict=True):
         candidates = row.reshape(s.shape)
         limit = torch.minimum(candidates.sum(1), budget.to(row.device))  # a scheduler may have lowered the budget
         together.append(_masks_and_counts(s, keep_mask(score, limit, candidates=candidates)))
@@ -439,11 +441,11 @@ def _prune_together(
 
 
 def _redistribute(
-    slots: Sequence[Slots], keep: Sequence[Tensor], counts: Sequence[Tensor], budgets: Budgets, criterion: Criterion
+    slots: Sequence[Slots], limits: Sequence[Tensor], left: Sequence[Tensor], budgets: Budgets, criterion: Criterion
 ) -> list[Tensor]:
     """Return the budgets after the pruned blocks are distributed among the pruning groups that share a budget.
 
-    Pruning groups grow in proportion to their shares by the criterion; `counts` are the slots left in each scope. If
+    Pruning groups grow in proportion to their shares by the criterion; `left` are the slots left in each scope. If
     one more block in every scope costs the same number of elements in all pruning groups, the largest remainders are
     rounded up. Otherwise pruning groups exchange numbers of blocks that cost both of them the same.
     """
@@ -451,24 +453,24 @@ def _redistribute(
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
     requirement = f"criterion {criterion.name!r} must return one number for redistribution"
     weights = [_number(criterion.share_of(slots[k]), f"{slots[k].name}: {requirement}") for k in shared]
-    remaining = [int(counts[k].sum()) * budgets.sizes[k] for k in shared]
-    now = [int(keep[k].sum()) * budgets.sizes[k] for k in shared]
+    remaining = [int(left[k].sum()) * budgets.sizes[k] for k in shared]
+    now = [int(limits[k].sum()) * budgets.sizes[k] for k in shared]
     if not any(math.isfinite(w) and w > 0 for w in weights):  # each pruning group then gets back what it has lost
         weights = [float(b - n) for b, n in zip(now, remaining, strict=True)]
     free = [c - n for c, n in zip(capacity, remaining, strict=True)]
     growth = shares(weights, sum(now) - sum(remaining), free)
     ideals = [n + g for n, g in zip(remaining, growth, strict=True)]
-    low = [int(counts[k].max()) * unit for k, unit in zip(shared, units, strict=True)]
+    low = [int(left[k].max()) * unit for k, unit in zip(shared, units, strict=True)]
     bounds = low, capacity, units
     is_even = len(set(units)) == 1
     nnz = allocate(ideals, sum(now), *bounds) if is_even else exchange(now, ideals, *bounds)
-    return _with_budgets(keep, {k: n // unit for k, n, unit in zip(shared, nnz, units, strict=True)})
+    return _with_budgets(limits, {k: n // unit for k, n, unit in zip(shared, nnz, units, strict=True)})
 
 
-def _grow(slots: Slots, kept: Tensors, keep: Tensor, criterion: Criterion) -> Tensors:
+def _grow(slots: Slots, kept: Tensors, limits: Tensor, criterion: Criterion) -> Tensors:
     """Return the masks of a pruning group with the kept slots and, up to its budget, the highest of the other slots."""
     rows = slots.rows_of(kept)
-    grown = keep_mask(_scores(criterion, slots), keep.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
+    grown = keep_mask(_scores(criterion, slots), limits.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
 

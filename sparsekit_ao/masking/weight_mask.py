@@ -172,9 +172,11 @@ class WeightMask(FakeSparsity):
 
         It had no values there.
         """
-        was_meta, self._kept, self._saved = self.mask.is_meta, None, None
+        before, self._kept = self.mask, None
         super()._apply(*args, **kwargs)
-        if was_meta and not self.mask.is_meta:
+        if self.mask is not before:
+            self._saved = None
+        if before.is_meta and not self.mask.is_meta:
             self.mask.fill_(True)
         return self
 

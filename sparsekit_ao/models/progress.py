@@ -49,10 +49,9 @@ def phases(what: str, names: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable[[str, float], None]]:
-    """Signs of life of work that may take hours: a bar on a terminal, else a line for each step of more than seconds.
+    """Signs of life of work that may take hours: a bar on a terminal, else `say` a line for each step.
 
-    Lines are messages of level INFO of the logger `sparsekit_ao`. Where the program has not configured logging, they
-    are printed on standard error.
+    Lines begin after the first seconds.
 
     Args:
         what, unit, total: The work, what it counts, and how many there are.
@@ -74,12 +73,17 @@ def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable
             parts = [f"{what}: {unit} {count} of {total}, {name}"]
             parts += [f"error {error:.4f}"] if error == error else []
             parts += [f"{seconds:.0f} s", f"{seconds / count * (total - count):.0f} s left", f"peak {peak_memory()}"]
-            if logger.isEnabledFor(logging.INFO):
-                logger.info(", ".join(parts))
-            elif not logger.hasHandlers() and logger.level == logging.NOTSET:
-                print(", ".join(parts), file=sys.stderr, flush=True)
+            say(", ".join(parts))
 
         yield done
+
+
+def say(text: str) -> None:
+    """Log a message of level INFO; if the program has not configured logging, print it on standard error."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(text)
+    elif not logger.hasHandlers() and logger.level == logging.NOTSET:
+        print(text, file=sys.stderr, flush=True)
 
 
 def peak_memory() -> str:

@@ -40,7 +40,7 @@ from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, rank
 from ..errors import SparsityError, is_number
 from ..models.loading import Device, fingerprint, is_elsewhere, loaded
-from ..models.progress import steps
+from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
 
@@ -208,11 +208,14 @@ class Walk:
         matched: list[Any] = []
         finished = 0
         what = "block" if self.blocks else "layer"
+        shows = progress and rank() == 0
+        if checkpoint is not None and checkpoint.count and shows:
+            say(f"{caller}: continues an earlier call, of which {checkpoint.count} of {len(plan)} steps are finished")
         with (
             eval_mode(self.data.model),
             torch.no_grad(),
             without_autocast_cache(),
-            steps(caller, what, len(plan), progress and rank() == 0) as done,
+            steps(caller, what, len(plan), shows) as done,
         ):
             try:
                 if matching is not None:  # the dense model may be this one, whose masks must then keep everything
@@ -460,6 +463,9 @@ class Checkpoint:
         folder: The folder, which is created if it does not exist.
         call: Text that identifies this call: the two lines of `call_of`, and one for the calibration data.
         caller: The name of the user's call, for errors.
+
+    Attributes:
+        count: The number of steps that an earlier call finished.
     """
 
     def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
@@ -493,11 +499,11 @@ class Checkpoint:
                 "continue that call, load the model as it was before and give the same arguments; to begin a new one, "
                 "give another folder"
             )
-        self._count: int = status[1]
+        self.count: int = status[1]
 
     def has(self, number: int) -> bool:
         """Return whether the step of this number was finished by an earlier call."""
-        return number < self._count
+        return number < self.count
 
     def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return what an earlier call saved of a step, or None.

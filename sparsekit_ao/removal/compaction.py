@@ -250,7 +250,7 @@ def compact(
     reference.check_lengths()
     small, report = verified(reference, removals)
     why = "no unit is zero in all of its weights (or multiple_of keeps all); prune by its entries, then squash_mask"
-    return small, replace(report, left_out=tuple(f"{r.coupling.name}: {why}" for r in removals if r.is_empty))
+    return small, replace(report, left_out=tuple(f"{r.bound.name}: {why}" for r in removals if r.is_empty))
 
 
 def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
@@ -313,8 +313,8 @@ def verified(
 
 def _kept_units(removal: Removal) -> KeptUnits:
     return KeptUnits(
-        name=removal.coupling.name,
-        kind=removal.coupling.kind,
+        name=removal.bound.name,
+        kind=removal.bound.kind,
         kept=removal.kept,
         of=removal.scope_units,
         scopes=removal.keep.numel() // removal.scope_units,
@@ -347,9 +347,9 @@ def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
     """Return what is wrong with each coupling by itself, as text."""
     lines = []
     for removal in (removal for removal in removals if not removal.is_empty):
-        single = without_units(reference.model, [removal], discarded=True)[0]
-        alone = compared(reference, single, discarded=True)
-        lines += [f"coupling {removal.coupling.name!r} by itself {alone}"] if isinstance(alone, str) else []
+        single = without_units(reference.model, [removal], single_use=True)[0]
+        alone = compared(reference, single, single_use=True)
+        lines += [f"coupling {removal.bound.name!r} by itself {alone}"] if isinstance(alone, str) else []
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
 
@@ -371,7 +371,7 @@ def find_removals(
         if key not in known:
             known[key] = [find_removal(model, bound, multiple) for bound in coupling.bind(model)]
         for removal in known[key]:
-            removals.append(replace(removal, coupling=replace(removal.coupling, attrs=coupling.attrs), source=source))
+            removals.append(replace(removal, bound=replace(removal.bound, attrs=coupling.attrs), source=source))
     return outside_dropped(removals)
 
 
@@ -386,21 +386,21 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
 
 
 def without_units(
-    model: nn.Module, removals: Sequence[Removal], *, discarded: bool = False
+    model: nn.Module, removals: Sequence[Removal], *, single_use: bool = False
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    With `discarded`, the copy serves one comparison: it has its dtype, and computes large tensors when they are read.
+    With `single_use`, the copy serves one comparison: it has its dtype, and computes large tensors when they are read.
 
     Raises:
         SparsityError: The units cannot be removed.
     """
     check_lists(model, removals, "")
-    changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.coupling.members]
+    changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.bound.members]
     replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
-    small = light_copy(model, run_dtype(model)) if discarded else copy.deepcopy(model, replaced)
+    small = light_copy(model, run_dtype(model)) if single_use else copy.deepcopy(model, replaced)
     remove_units(small, removals)
-    if not discarded:
+    if not single_use:
         plain_weights(small)
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
@@ -413,10 +413,10 @@ def without_units(
     return small, changes + folded, notes, unrounded
 
 
-def compared(reference: Reference, small: nn.Module, *, discarded: bool = False) -> Comparison | str:
+def compared(reference: Reference, small: nn.Module, *, single_use: bool = False) -> Comparison | str:
     """Compare a smaller model, or describe what is wrong with it; see `Reference.compare`."""
     try:
-        comparison = reference.compare(small, discarded=discarded)
+        comparison = reference.compare(small, single_use=single_use)
     except Exception as e:
         line = code_line(reversed(list(traceback.walk_tb(e.__traceback__))))
         return f"does not run: {e}" + (f" (at {line})" if line else "")

@@ -35,7 +35,7 @@ def compensated(
     """
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     kept = dict[str, Tensor]()  # {tensor: which of its elements belong to kept units}
-    for removal, member in ((r, m) for r in removals if not r.is_empty for m in r.coupling.members):
+    for removal, member in ((r, m) for r in removals if not r.is_empty for m in r.bound.members):
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
         shape = tuple(tensor.shape)
         if len(shape) > 1 and names[id(tensor)] == 1:  # also weights that read and write one stream

@@ -83,7 +83,7 @@ def shrink_experts(
         path = next(name for name in names if name in scores)
         kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
         keep = keep_mask(scores[path].reshape(-1, units), kept).reshape(bound.grid)
-        removals.append(Removal(coupling=bound, keep=keep))
+        removals.append(Removal(bound=bound, keep=keep))
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
     if (kept := int(removals[0].keep.sum())) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
@@ -176,7 +176,7 @@ def shrink_layers(
     keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}}
     keys |= {"name": "layers", "lists": (path,)} if of_blocks else {"name": " and ".join(kinds), "parts": units}
     coupling = BoundCoupling(unit="u", sizes={"u": len(units)}, **keys)
-    return _without(model, [Removal(coupling=coupling, keep=keep)], batches, forward)
+    return _without(model, [Removal(bound=coupling, keep=keep)], batches, forward)
 
 
 def _influences(
@@ -279,7 +279,7 @@ def _without(
     with model.register_forward_pre_hook(record, with_kwargs=True), torch.no_grad(), eval_mode(model):
         (forward or call)(model, next(iter(batches)))
     inputs = _example_inputs(model, *calls[0])
-    pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.coupling.parts)]
+    pairs = [(part.name, r.keep.flatten()[at]) for r in removals for at, part in enumerate(r.bound.parts)]
     dropped = [name for name, kept in pairs if not kept]
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, inputs, sys.float_info.max)

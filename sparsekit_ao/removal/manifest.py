@@ -28,24 +28,24 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
 
     `config` has the dense model's fields that `drop_modules` changes.
     """
-    tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.coupling.members])
-    for part in (part for removal in removals for part in removal.coupling.parts):
+    tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.bound.members])
+    for part in (part for removal in removals for part in removal.bound.parts):
         tensors |= {f"{part.name}.{name}": p for name, p in model.get_submodule(part.name).named_parameters()}
     return {
         "version": VERSION,
         "groups": [
             {
-                "name": removal.coupling.name,
-                "unit": removal.coupling.unit,
-                "scope": list(removal.coupling.scope),
-                "sizes": dict(removal.coupling.sizes),
+                "name": removal.bound.name,
+                "unit": removal.bound.unit,
+                "scope": list(removal.bound.scope),
+                "sizes": dict(removal.bound.sizes),
                 "members": [
                     {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)}
-                    for m in removal.coupling.members
+                    for m in removal.bound.members
                 ],
                 "kept": removal.keep.nonzero()[:, -1].reshape(-1, removal.kept).tolist(),
-                "lists": list(removal.coupling.lists),
-                "parts": [list(part) for part in removal.coupling.parts],
+                "lists": list(removal.bound.lists),
+                "parts": [list(part) for part in removal.bound.parts],
             }
             for removal in removals
         ],
@@ -54,7 +54,7 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
         "config": {
             field: entries
             for removal in removals
-            for path in removal.coupling.lists
+            for path in removal.bound.lists
             for field, entries in layer_fields(model, path).items()
         },
     }
@@ -179,4 +179,4 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
     if not kept.numel() or bool((kept.diff() <= 0).any()):
         raise SparsityError(f"{where}its kept units are not listed in order")
     keep = torch.zeros(len(kept), axes[unit], dtype=torch.bool, device="cpu").scatter_(1, kept, True)
-    return Removal(coupling=coupling, keep=keep.reshape(coupling.grid))
+    return Removal(bound=coupling, keep=keep.reshape(coupling.grid))

@@ -21,8 +21,8 @@ def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> No
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for removal in removals:
-        name, units = removal.coupling.name, removal.coupling.units
-        for path in removal.coupling.lists:
+        name, units = removal.bound.name, removal.bound.units
+        for path in removal.bound.lists:
             module = modules.get(path)
             if module is None or not is_list(module) or len(module) != units:
                 raise SparsityError(f"{where}coupling {name!r}: {path!r} is not an nn.ModuleList of {units} modules")
@@ -31,7 +31,7 @@ def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> No
                     f"{where}the couplings {seen[id(module)]!r} and {name!r} both drop modules of {path!r}"
                 )
             seen[id(module)] = name
-        parts = [modules.get(part.name) for part in removal.coupling.parts]
+        parts = [modules.get(part.name) for part in removal.bound.parts]
         if parts and (len(parts) != units or any(m is None or not [*m.parameters()] for m in parts)):
             raise SparsityError(f"{where}coupling {name!r}: its parts are no {units} modules of the model")
 
@@ -42,7 +42,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     Dropped parts of blocks are replaced by `Zeros`. The config says so, by `per_layer_config`.
     """
     # All lists are looked up first, since one list may be in a module of another.
-    paths = [(path, removal) for removal in removals for path in removal.coupling.lists]
+    paths = [(path, removal) for removal in removals for path in removal.bound.lists]
     lists = [(model.get_submodule(p), config_of(model, p)[1], layer_fields(model, p), removal) for p, removal in paths]
     for modules, config, fields, removal in lists:
         kept = removal.keep.flatten().nonzero().flatten().tolist()
@@ -57,9 +57,9 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
             vars(layer)["layer_idx"] = kept.index(vars(layer)["layer_idx"])
         for field, entries in fields.items():
             setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
-    for removal in (removal for removal in removals if removal.coupling.parts):
-        keep = dict(zip(removal.coupling.parts, removal.keep.flatten().tolist(), strict=True))
-        for same_type in attention_by_type(model, removal.coupling.parts).values():
+    for removal in (removal for removal in removals if removal.bound.parts):
+        keep = dict(zip(removal.bound.parts, removal.keep.flatten().tolist(), strict=True))
+        for same_type in attention_by_type(model, removal.bound.parts).values():
             kept_layers = [layers for part, (_, layers) in same_type.items() if keep[part]]
             for number, layers in zip(sorted(number for number, _ in same_type.values()), kept_layers, strict=False):
                 for layer in layers:
@@ -68,7 +68,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
             block, _, child = name.rpartition(".")
             if not kept:
                 setattr(model.get_submodule(block), child, Zeros(kind, outputs))
-        _write_skips(model, removal.coupling.parts[0].name.rsplit(".", 2)[0])
+        _write_skips(model, removal.bound.parts[0].name.rsplit(".", 2)[0])
 
 
 class Zeros(nn.Module):
@@ -192,6 +192,6 @@ def _write_skips(model: nn.Module, path: str) -> None:
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:
     """Leave out the removals whose members are all in modules that others drop."""
-    paths = [(path, removal.keep.flatten()) for removal in removals for path in removal.coupling.lists]
+    paths = [(path, removal.keep.flatten()) for removal in removals for path in removal.bound.lists]
     prefixes = tuple(f"{path}.{at}." for path, keep in paths for at, kept in enumerate(keep.tolist()) if not kept)
-    return [r for r in removals if not all(m.fqn.startswith(prefixes) for m in r.coupling.members)]
+    return [r for r in removals if not all(m.fqn.startswith(prefixes) for m in r.bound.members)]

@@ -44,7 +44,7 @@ def fold_norms(
             norms.setdefault(id(getattr(module, "weight", None)), {})[name] = module
     kept: dict[nn.Parameter, Tensor] = {}  # {weight of the model: bool, which of its values are kept}
     for removal in removals:
-        for member in () if removal.is_empty else removal.coupling.members:
+        for member in () if removal.is_empty else removal.bound.members:
             module, name = owner_of(model, member.fqn)
             weight = getattr(module, name)
             if name == "weight" and weight.numel() == weight.shape[-1] and id(weight) in norms:

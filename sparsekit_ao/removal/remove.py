@@ -33,13 +33,13 @@ class Removal:
     """Which units of a coupling of one model are kept and removed.
 
     Attributes:
-        coupling: The coupling, bound to the model.
+        bound: The coupling, bound to the model.
         keep: bool, of the coupling's grid; the same number is True in each scope.
         source: Index of the `Coupling` that it was bound from.
         partly: The number of kept units, over all scopes, that are zero in some of the weights.
     """
 
-    coupling: BoundCoupling
+    bound: BoundCoupling
     keep: Tensor
     source: int = 0
     partly: int = 0
@@ -47,7 +47,7 @@ class Removal:
     @property
     def scope_units(self) -> int:
         """The number of units of a scope."""
-        return self.coupling.grid[-1]
+        return self.bound.grid[-1]
 
     @property
     def kept(self) -> int:
@@ -91,7 +91,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
     wanted = rounded(most, units, multiple_of)
     keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
     partly = int((zero.any(0) & ~dropped).sum())
-    return Removal(coupling=coupling, keep=keep.reshape(grid), partly=partly)
+    return Removal(bound=coupling, keep=keep.reshape(grid), partly=partly)
 
 
 def check_multiple(multiple_of: object, where: str) -> None:
@@ -127,7 +127,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     """
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # {id of a tensor: what is cut from it}
     tensors: dict[int, Tensor] = {}
-    for removal, member in ((r, member) for r in removals for member in r.coupling.members):
+    for removal, member in ((r, member) for r in removals for member in r.bound.members):
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
         tensors[id(tensor)] = tensor
         tensor_cuts, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
@@ -160,7 +160,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
 
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
     """Return a copy whose parameters are zero for removed units; large ones are computed, as in `light_copy`."""
-    cuts = [(member, r) for r in removals for member in r.coupling.members if member.is_parameter]
+    cuts = [(member, r) for r in removals for member in r.bound.members if member.is_parameter]
     written = {id(tensor) for tensor in plain_tensors(model, [member.fqn for member, _ in cuts]).values()}
     masked = light_copy(model, shared={id(p) for p in model.parameters()} - written)
     for member, removal in cuts:
@@ -219,7 +219,7 @@ def _shape_without(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> list
     """Return the shape without the removed units; units in a part of a concatenation shorten this part."""
     lengths: dict[tuple[int, tuple[int, int]], int] = {}  # of (dimension, entries before and after the part)
     for member, removal in cuts:
-        d = member.pattern.dimension_of(removal.coupling.unit)
+        d = member.pattern.dimension_of(removal.bound.unit)
         around = member.pattern.outside.get(d, (0, 0))
         length = lengths.get((d, around), shape[d] - sum(around))
         lengths[d, around] = length // removal.scope_units * removal.kept
@@ -233,7 +233,7 @@ def _kept_indices(shape: Shape, cuts: Sequence[tuple[Member, Removal]]) -> dict[
     """Return {dimension: indices that all removals keep}; None if single dimensions cannot express this."""
     masks: dict[int, Tensor] = {}
     for member, removal in cuts:
-        pattern, unit, scope = member.pattern, removal.coupling.unit, removal.coupling.scope
+        pattern, unit, scope = member.pattern, removal.bound.unit, removal.bound.scope
         d, keep = pattern.dimension_of(unit), removal.keep
         axes, rows = pattern.dimensions[d], keep.reshape(-1, removal.scope_units)
         if bool((rows == rows[0]).all()):  # every scope keeps the same units, so scopes do not matter
@@ -253,7 +253,7 @@ def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: 
     keep = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for member, removal in cuts:
         keep &= kept_elements(member, removal, tuple(tensor.shape))
-    where = f"{cuts[0][0].fqn}: the couplings {', '.join(repr(removal.coupling.name) for _, removal in cuts)} "
+    where = f"{cuts[0][0].fqn}: the couplings {', '.join(repr(removal.bound.name) for _, removal in cuts)} "
     if int(keep.sum()) != math.prod(shape):
         raise CouplingError(
             f"{where}keep elements of its {tuple(tensor.shape)} that do not form a rectangle; write their axes as "
@@ -262,7 +262,7 @@ def _without_all(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]], shape: 
     for member, removal in cuts:
         order = [axis for dimension in member.pattern.dimensions for axis in dimension]
         rows = removal.keep.reshape(-1, removal.scope_units)
-        is_inside = not set(removal.coupling.scope) <= set(order[: order.index(removal.coupling.unit)])
+        is_inside = not set(removal.bound.scope) <= set(order[: order.index(removal.bound.unit)])
         if is_inside and bool((rows != rows[0]).any()):
             raise CouplingError(
                 f"{where}share one tensor, and one of them keeps different units in scopes that vary faster than the "

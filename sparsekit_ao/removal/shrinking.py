@@ -174,7 +174,7 @@ def shrink(
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     excluded = names_in_place_of_modules(model, exclude)
     how: dict[str, Any] = {"exclude": excluded, "multiple_of": multiple_of, "tolerance": tolerance}
-    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, verify_whole=False)
+    discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, caller_verifies=True)
     if recover:
         discovery = _inside_blocks(plain, discovery, data)
     limits = _LIMIT if max_sparsity is None else max_sparsity
@@ -460,7 +460,7 @@ def _without_lowest(
     for c in couplings:
         pairs = zip(c.bind(model), scores[c.name], strict=True)
         keeps = [(b, keep_mask(rows.reshape(-1, b.grid[-1]), counts[c.name]).cpu()) for b, rows in pairs]
-        removals = [Removal(coupling=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
+        removals = [Removal(bound=b, keep=keep.reshape(b.grid)) for b, keep in keeps]
         known[replace(c, attrs={}), quotas[c.name].multiple] = removals
     return known
 

@@ -73,15 +73,15 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
     """
     changes: dict[tuple[int, str], Change] = {}  # by the object and the attribute
     counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
-    for removal, (pattern, axes) in ((r, item) for r in removals for item in r.coupling.attrs.items()):
-        name, where = removal.coupling.name, f"coupling {removal.coupling.name!r}: attrs "
-        for full, holder, attribute in _holders(model, fill_stars(pattern, removal.coupling.captured), where):
+    for removal, (pattern, axes) in ((r, item) for r in removals for item in r.bound.attrs.items()):
+        name, where = removal.bound.name, f"coupling {removal.bound.name!r}: attrs "
+        for full, holder, attribute in _holders(model, fill_stars(pattern, removal.bound.captured), where):
             was, key = _value(holder, attribute), (id(holder), attribute)
             _check_value(full, was, holder, axes, removal, where)
             first = _counted_by(model, counted.setdefault(key, []), removal, axes)
             if first.kept * removal.scope_units != removal.kept * first.scope_units:
                 raise SparsityError(
-                    f"{where}{full!r} is one number for several layers, but {first.coupling.name!r} keeps {first.kept} "
+                    f"{where}{full!r} is one number for several layers, but {first.bound.name!r} keeps {first.kept} "
                     f"of {first.scope_units} and {name!r} {removal.kept} of {removal.scope_units}. Keep equal numbers, "
                     "or do not list it."
                 )
@@ -101,7 +101,7 @@ def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: R
     """Return the removal by which the factor of this one shrinks: an earlier one of another layer, or this one."""
 
     def tensors(removal: Removal) -> set[int]:
-        return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.coupling.members]).values()}
+        return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.bound.members]).values()}
 
     for first, first_axes in counted:
         if first.source == removal.source or (first_axes == axes and not tensors(first) & tensors(removal)):
@@ -144,8 +144,8 @@ def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Seque
     """Describe integers, in the modules around smaller tensors and in configs, that equal a removed size."""
     changed = {change.path for change in changes}
     texts: dict[str, str] = {}
-    for removal in (removal for removal in removals if not removal.is_empty and removal.coupling.members):
-        coupling = removal.coupling
+    for removal in (removal for removal in removals if not removal.is_empty and removal.bound.members):
+        coupling = removal.bound
         sizes = {removal.scope_units, coupling.units}
         for pattern in (member.pattern for member in coupling.members):
             dimension = pattern.dimensions[pattern.dimension_of(coupling.unit)]
@@ -159,16 +159,16 @@ def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Seque
 
 
 def _check_value(path: str, value: object, holder: object, axes: str, removal: Removal, where: str) -> None:
-    sizes, names = removal.coupling.sizes, axes.split()
+    sizes, names = removal.bound.sizes, axes.split()
     if _is_fixed(holder, path.rpartition(".")[2]):
         raise SparsityError(f"{where}{path!r} is a property that cannot be set; list what it is computed from")
     if unknown := [axis for axis in names if axis not in sizes]:
         raise SparsityError(
             f"{where}{path!r} = {axes!r}: unknown axis {unknown[0]!r}; the coupling has sizes of {', '.join(sizes)}"
         )
-    if removal.coupling.unit not in names:
+    if removal.bound.unit not in names:
         raise SparsityError(
-            f"{where}{path!r} = {axes!r} lacks the unit axis {removal.coupling.unit!r}, so it would not change"
+            f"{where}{path!r} = {axes!r} lacks the unit axis {removal.bound.unit!r}, so it would not change"
         )
     product = math.prod(sizes[axis] for axis in names)
     if type(value) is not int or value != product:
@@ -357,13 +357,20 @@ def fit_config(
     removals: Sequence[Removal],
     reference: Reference,
     *,
-    discarded: bool = False,
+    single_use: bool = False,
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
-    Tried are the fields that hold a removed size and still have the dense model's value. Returns the changes, and how
-    a model constructed from the config differs ("" if it does not). With `discarded` as for `Reference.compare`, and
-    the smaller model itself is not compared again.
+    The fields that hold a removed size and still have the dense model's value are tried.
+
+    Args:
+        dense, small: The model before and after the removal.
+        removals: What was removed.
+        reference: The outputs with which those of a model constructed from the config are compared.
+        single_use: As for `Reference.compare`. The smaller model itself is then not compared again.
+
+    Returns:
+        The changes, and how a model constructed from the config differs; "" if it does not.
     """
     now = dict(config_sizes(small))
     options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
@@ -371,7 +378,7 @@ def fit_config(
         for removal in removals
         if not removal.is_empty
         for path, value in config_sizes(dense)
-        if value in _products(removal.coupling) and now.get(path) == value
+        if value in _products(removal.bound) and now.get(path) == value
     }
     unset = [f"{path}.n_inner" for path, config in _configs(small) if getattr(config, "n_inner", ...) is None]
     options |= {(path, removal.kept): None for path in unset for removal in removals if not removal.is_empty}
@@ -380,19 +387,9 @@ def fit_config(
     head_dims = _head_dims(small)
     apply_changes(small, head_dims)
     problem = ""
-    for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous
-        wrong, changes = misfits(small), list[Change]()
-        for change in [*candidates[start:], *candidates[:start]] if wrong else ():
-            if any(change.path == other.path for other in changes):
-                continue
-            apply_changes(small, [change])
-            fewer = misfits(small)
-            if len(fewer) < len(wrong):
-                wrong = fewer
-                changes.append(change)
-            else:
-                apply_changes(small, undone([change]))
-        misfit = wrong[0] if wrong else _other_outputs(small, reference, discarded)
+    for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous, so the order matters
+        changes, wrong = _applied(small, [*candidates[start:], *candidates[:start]])
+        misfit = wrong[0] if wrong else _other_outputs(small, reference, single_use)
         if not misfit:
             apply_changes(small, undone(head_dims))
             needed = head_dims if misfits(small) else []
@@ -402,6 +399,24 @@ def fit_config(
         apply_changes(small, undone(changes))
     apply_changes(small, undone(head_dims))
     return [], problem
+
+
+def _applied(small: nn.Module, candidates: Iterable[Change]) -> tuple[list[Change], list[str]]:
+    """Apply each change after which fewer tensors fail to fit the config; return these changes and what still fails."""
+    wrong, changes = misfits(small), list[Change]()
+    for change in candidates:
+        if not wrong:
+            break
+        if any(change.path == other.path for other in changes):
+            continue
+        apply_changes(small, [change])
+        fewer = misfits(small)
+        if len(fewer) < len(wrong):
+            wrong = fewer
+            changes.append(change)
+        else:
+            apply_changes(small, undone([change]))
+    return changes, wrong
 
 
 def _head_dims(model: nn.Module) -> list[Change]:
@@ -446,7 +461,7 @@ def misfits(model: nn.Module) -> list[str]:
     ]
 
 
-def _other_outputs(small: nn.Module, reference: Reference, discarded: bool) -> str:
+def _other_outputs(small: nn.Module, reference: Reference, single_use: bool) -> str:
     """Say what is wrong with outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
@@ -462,8 +477,8 @@ def _other_outputs(small: nn.Module, reference: Reference, discarded: bool) -> s
             values.data = values.to(next(small.parameters()).device if name not in buffers else buffers[name].device)
             if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
                 values.data = buffers[name]
-        for model in (fresh,) if discarded else (small, fresh):
-            if not reference.compare(model, discarded=discarded).decisive <= reference.tolerance:
+        for model in (fresh,) if single_use else (small, fresh):
+            if not reference.compare(model, single_use=single_use).decisive <= reference.tolerance:
                 return "a model constructed from the config gives other outputs"
     except Exception as e:
         return f"a model constructed from the config does not run: {e}"

@@ -103,19 +103,18 @@ def find_removable(
     exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
     tolerance: float,
-    verify_whole: bool = True,
+    caller_verifies: bool = False,
 ) -> Discovery:
     """Find couplings as `removable` does, on a short twin (a copy with fewer blocks; see `twin`) if there can be one.
 
-    The whole model is tried instead if the twin does not run or, with `verify_whole`, if what can be removed from the
-    twin cannot be removed from the whole model. `shrink` thus discovers and tries couplings in short models, and
-    verifies the result on the whole one; if this fails, it discovers couplings in the whole model and tries them.
+    The whole model is tried instead if the twin does not run, or if what can be removed from the twin cannot be removed
+    from the whole model.
 
     Args:
-        verify_whole: Whether to check on the whole model what can be removed from the twin. Callers that do this
-            themselves pass False. With False and `couplings=None`, a short model is also used for discovery. In this
-            case the whole model is checked although `verify_whole` is False, and if the check fails, discovery is
-            repeated on the whole model.
+        caller_verifies: Whether the caller checks on the whole model what can be removed, as `shrink` does. What the
+            twin lost is then not checked here. If `couplings` is None, couplings are then also discovered in a short
+            model, and only in this case the whole model is checked here, too. If this check fails, couplings are
+            discovered in the whole model and tried again.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -126,11 +125,12 @@ def find_removable(
         search_by_trials = partial(removable, model, example_inputs, tolerance=tolerance)
         fitting, left_out = _refitted(model, couplings, [partial(discover, model, example_inputs), search_by_trials])
         given = Discovery(couplings=tuple(fitting), counts=(), frozen=(), left_out=tuple(left_out))
-        return _removable_part(model, given, reference_of, **how, verify_whole=verify_whole)
-    if not verify_whole and (short := discover_in_twin(model, example_inputs)) is not None:
+        return _removable_part(model, given, reference_of, **how, verify_whole=not caller_verifies)
+    if caller_verifies and (short := discover_in_twin(model, example_inputs)) is not None:
         with contextlib.suppress(_TwinError):  # what was discovered in a short model is always verified
             return _removable_part(model, short, reference_of, **how, verify_whole=True, may_try_whole=False)
-    return _removable_part(model, discover(model, example_inputs), reference_of, **how, verify_whole=verify_whole)
+    found = discover(model, example_inputs)
+    return _removable_part(model, found, reference_of, **how, verify_whole=not caller_verifies)
 
 
 class _TwinError(Exception):
@@ -150,8 +150,11 @@ def _removable_part(
 ) -> Discovery:
     """Return a discovery with the couplings that can be removed, found by trials.
 
-    The arguments are those of `find_removable`, except for `may_try_whole`, which says whether the whole model is tried
-    if the twin is of no use.
+    Args:
+        reference_of: A function that returns the reference with which the outputs of a model are compared.
+        ratio, exclude, multiple_of: As for `find_removable`.
+        verify_whole: Whether to check on the whole model what can be removed from the twin.
+        may_try_whole: Whether the whole model is tried if the twin is of no use.
 
     Raises:
         _TwinError: With `may_try_whole=False`, if there is no twin, or what was found in it cannot be used.
@@ -360,10 +363,10 @@ class Trials:
 
     def _problem(self, couplings: Sequence[Coupling]) -> str:
         try:
-            small = without_units(self._masked, self._removals(couplings), discarded=True)[0]
+            small = without_units(self._masked, self._removals(couplings), single_use=True)[0]
         except SparsityError as e:
             return str(e)
-        comparison = compared(self.reference, small, discarded=True)
+        comparison = compared(self.reference, small, single_use=True)
         return comparison if isinstance(comparison, str) else ""
 
     def _removals(self, couplings: Sequence[Coupling]) -> list[Removal]:
@@ -386,9 +389,9 @@ class Trials:
         """
         removals = self._removals(couplings)
         removals = [replace(r, keep=r.keep | (~r.keep & ((~r.keep).cumsum(-1) <= kept - r.kept))) for r in removals]
-        small, _, notes, _ = without_units(self._masked, removals, discarded=True)
+        small, _, notes, _ = without_units(self._masked, removals, single_use=True)
         redo_weight_norms(small, self.reference.normed)
-        why = fit_config(self._masked, small, removals, self.reference, discarded=True)[1]
+        why = fit_config(self._masked, small, removals, self.reference, single_use=True)[1]
         return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
     def divide(self, couplings: Sequence[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
@@ -559,7 +562,7 @@ def _random_removals(
             units, kept = bound.grid[-1], _count_kept(bound, ratio)
             kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)
             keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
-            removals.append(Removal(coupling=bound, keep=keep))
+            removals.append(Removal(bound=bound, keep=keep))
     return known
 
 

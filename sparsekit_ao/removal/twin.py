@@ -225,7 +225,7 @@ def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
         keep = torch.zeros(len(blocks), dtype=torch.bool).index_fill_(0, torch.tensor(some), True)
         keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path[:-1],)}
         bound = BoundCoupling(name="blocks", unit="u", sizes={"u": len(blocks)}, **keys)
-        removals.append(Removal(coupling=bound, keep=keep))
+        removals.append(Removal(bound=bound, keep=keep))
         lengths.add((len(blocks), len(some)))
     short = copy.deepcopy(model, memo)
     drop_modules(short, removals)

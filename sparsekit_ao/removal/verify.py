@@ -104,14 +104,14 @@ class Reference:
             why = f"{zero[-1]} is all zeros: initialize that layer" if zero else "pass typical inputs"
             raise SparsityError(f"the model returns only zeros on example_inputs, so nothing is compared; {why}")
 
-    def compare(self, small: nn.Module, *, discarded: bool = False) -> Comparison:
+    def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
 
-        With `discarded`, the model must have the dtype of the comparison, and nothing may use it afterwards: it is not
-        copied, and its FLOPs are not counted.
+        With `single_use`, nothing may use the model afterwards: it runs without being copied, so it must have the dtype
+        of the comparison, and its FLOPs are not counted.
         """
-        values = None if discarded else self.unrounded
-        output, flops, _ = _run(small, self._inputs, self.dtype, values, discarded, self._fused)
+        values = None if single_use else self.unrounded
+        output, flops, _ = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
         outputs = list(tensors_in("output", output))
         difference = output_difference(self._outputs, outputs)
         if not self.tolerance < difference < float("inf"):
@@ -280,7 +280,7 @@ def _run(
     inputs: Arguments,
     dtype: torch.dtype | None,
     values: _Values = None,
-    discarded: bool = False,
+    single_use: bool = False,
     fused: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
     """Run a forward in eval mode.
@@ -289,12 +289,12 @@ def _run(
         model, inputs: The model and its arguments. A copy of each runs.
         dtype: The dtype in which the model runs; None leaves the dtypes as they are.
         values: With a `dtype`, values of parameters by their names, which replace those of the model.
-        discarded: Whether the model itself runs, whose mode, parameters and buffers may then change.
+        single_use: Whether the model itself runs instead of a copy; its mode, parameters and buffers may then change.
         fused: Whether torch may fuse attention.
 
     Returns:
-        The output, its FLOPs, and the operators that may multiply but have no formula for FLOPs. FLOPs are 0 if the
-        model is discarded or attention fused.
+        The output, its FLOPs, and the operators that may multiply but have no formula for FLOPs. FLOPs are 0 with
+        `single_use` or if attention is fused.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
@@ -310,7 +310,7 @@ def _run(
 
     # `deepcopy` copies only leaf tensors.
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
-    model = model if discarded else light_copy(model, dtype)
+    model = model if single_use else light_copy(model, dtype)
     inputs = copy.deepcopy(inputs)
     model.train().eval()  # either call may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
@@ -323,7 +323,7 @@ def _run(
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     nothing = contextlib.nullcontext()
     # The counter has no formula for fused attention.
-    with seeded(tensors), nothing if fused else unfused_attention(), nothing if discarded or fused else count:
+    with seeded(tensors), nothing if fused else unfused_attention(), nothing if single_use or fused else count:
         output = model(*args, **kwargs)
     return output, count.get_total_flops(), tuple(uncounted)
 

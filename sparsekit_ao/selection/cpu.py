@@ -19,7 +19,7 @@ from torch import Tensor
 from ..structure import BlockSpec, ScopeCoupling, ScopeSpec, windows
 from ..structure.rule import INF, INTS
 from ..structure.tiles import cut_parts, to_aligned
-from ..structure.windows import Norm, Window, fill_mask
+from ..structure.windows import SMALL, Norm, Window, fill_mask
 from . import reference
 from .request import Request
 
@@ -494,7 +494,8 @@ def _expand(m: Window, kept: Tensor) -> None:
     """Write to the mask which blocks are kept, in whole words if the last dimension of blocks consists of words."""
     mask, word = m.mask, math.gcd(m.shape[-1], 8)
     assert mask is not None
-    if mask.dtype not in (torch.bool, torch.uint8):  # bytes are written and then converted, in a third of the time
+    if mask.dtype not in (torch.bool, torch.uint8) and mask.numel() > SMALL:
+        # Bytes are written and then converted, in a third of the time.
         for place in _places(m):
             part = _at(m, place)
             assert part.mask is not None
@@ -502,7 +503,7 @@ def _expand(m: Window, kept: Tensor) -> None:
             _expand(replace(part, values=None, mask=as_bytes), kept[place])
             part.mask.copy_(as_bytes)
         return
-    is_bytes = mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
+    is_bytes = mask.element_size() == 1 and mask.stride(-1) == 1 and mask.shape[-1] % m.shape[-1] == 0
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
     is_words = is_bytes and word > 1 and not any(n % word for n in (*mask.stride()[:-1], mask.storage_offset()))
     if is_words:

@@ -74,6 +74,11 @@ def load_ones(sparsifier, model):
     model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
 
 
+def convert_and_prune(sparsifier, model):
+    model.float()
+    prune_more(sparsifier, model)
+
+
 CHANGES = {  # (sparsifier, what changes its mask)
     "scopes": (lambda: ScopeSparsifier(0.5), prune_more),
     "weight norm": (lambda: WeightNormSparsifier(0.5), prune_more),
@@ -82,6 +87,7 @@ CHANGES = {  # (sparsifier, what changes its mask)
     "dynamic": (lambda: SET(0.5, update_every=1, update_fraction=0.5), train),
     "bool mask, written directly": (lambda: ScopeSparsifier(0.5), write_directly),
     "float mask, written through the sparsifier": (lambda: WeightNormSparsifier(0.5), write_what_mask_returns),
+    "float mask, after a conversion to the dtype that it has": (lambda: WeightNormSparsifier(0.5), convert_and_prune),
     "float mask, loaded": (lambda: WeightNormSparsifier(0.5), load_ones),
 }
 

@@ -76,7 +76,7 @@ def test_a_squashed_model_is_recovered_to_the_same_weights_as_a_masked_one_and_k
     assert same(squashed.state_dict(), sparsifier.model.state_dict())
 
 
-def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path):
+def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path, caplog):
     sparsifier, dense, batches = pruned(blocks=3)
     start = copy.deepcopy(sparsifier.model)
     expected = recover(sparsifier.model, dense, batches)
@@ -84,7 +84,9 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path):
         model = copy.deepcopy(start)
         with interrupted(model.blocks, at):
             recover(model, dense, batches, checkpoint=tmp_path)
-    report = recover(start, dense, batches, checkpoint=tmp_path)
+    with caplog.at_level("INFO", logger="sparsekit_ao"):
+        report = recover(start, dense, batches, checkpoint=tmp_path)
+    assert caplog.messages[0].startswith("recover: continues an earlier call, of which ")
     assert [(row.block, row.after) for row in report] == [(row.block, row.after) for row in expected]
     assert same(start.state_dict(), sparsifier.model.state_dict())
 
