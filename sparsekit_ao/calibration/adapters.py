@@ -30,7 +30,7 @@ class Read:
     """Which groups of a weight a product multiplies.
 
     Attributes:
-        groups: Their numbers; of a weight with `batch` that of each index of it.
+        groups: The numbers of the groups. A weight with `batch` has a group for each index of this dimension.
         share: The share of their outputs that is computed.
         is_first: Whether the first output is among them, so that tokens are counted once.
         is_whole: Whether the product is that of the whole weight.

@@ -45,8 +45,8 @@ class Slots:
         placed: A dict with the keys "weights", "masks", "gradients" and "momenta"; each value is {block spec: local
             tensor}.
         statistics: What `sparsifier.calibrate` recorded, by block spec.
-        step: The training iteration.
-        seed: The seed of random numbers, which also depend on name and step.
+        iteration: The training iteration.
+        seed: The seed of random numbers, which also depend on name and iteration.
 
     A criterion of your own is a function of it:
 
@@ -58,7 +58,7 @@ class Slots:
 
     pruning: PruningGroup
     placed: Mapping[str, Tensors]
-    step: int = 0
+    iteration: int = 0
     seed: int = 0
     statistics: Mapping[BlockSpec, Statistics] = field(default_factory=dict)
 
@@ -138,7 +138,7 @@ class Slots:
 
     def random(self, purpose: str) -> Tensor:
         """Return uniform numbers in [0, 1), the same on every rank, device and after a resume; float64 rows."""
-        generator = keyed_generator(self.seed, self.name, self.step, purpose)
+        generator = keyed_generator(self.seed, self.name, self.iteration, purpose)
         return torch.rand(self.shape, generator=generator, dtype=torch.float64, device="cpu").to(self.device)
 
     def mean_active(self, scores: Tensor) -> Tensor:

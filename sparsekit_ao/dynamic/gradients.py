@@ -155,7 +155,7 @@ class GradientCapture(StepHooks):
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[str, Tensor] = {}
-        self.keep, self.masked = False, True
+        self.captures, self.masked = False, True
         self._states: dict[str, GradientState] = {}
         self._stepped: list[bool] = []
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
@@ -201,10 +201,16 @@ class GradientCapture(StepHooks):
         weights = {g["tensor_fqn"]: original(g) for g in self.groups}
         self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}
 
-    def set_open(self, is_open: bool, *, keep: bool, masked: bool) -> None:
-        """Open or close every mask for the coming iteration. Masks are written only if this changes them."""
-        self.keep, self.masked = keep, masked
-        self._clipping.sample(self.groups if is_open and keep else ())
+    def set_open(self, is_open: bool, *, captures: bool, masked: bool) -> None:
+        """Open or close every mask for the coming iteration. Masks are written only if this changes them.
+
+        Args:
+            is_open: Whether gradients reach every element, so that `.grad` is dense after the backward pass.
+            captures: Whether dense gradients are kept for an update.
+            masked: Whether the optimizer's step gets masked gradients.
+        """
+        self.captures, self.masked = captures, masked
+        self._clipping.sample(self.groups if is_open and captures else ())
         if is_open == self.is_open:
             return
         self._note_old_gradients(is_open)
@@ -250,7 +256,7 @@ class GradientCapture(StepHooks):
             if before is not None:  # kept elements may have been clipped since
                 dense = torch.where(kept != 0, before, before + dense)
             self._states[name] = GradientState.TAKEN
-            if self.keep:
+            if self.captures:
                 self.gradients[name] = from_local(dense, parameter)
             if self.masked:
                 grad.copy_(select(grad, kept))
@@ -299,7 +305,7 @@ class GradientCapture(StepHooks):
         self._before_closure = {}
         if self.is_open:
             self._states |= dict.fromkeys((g["tensor_fqn"] for g in self._trained(optimizer)), GradientState.STEPPED)
-        skipped = getattr(optimizer, "found_inf", None) if self.keep else None
+        skipped = getattr(optimizer, "found_inf", None) if self.captures else None
         index = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
         if self._stepped[index] and not self._warned_of_steps:
             self._warned_of_steps = True

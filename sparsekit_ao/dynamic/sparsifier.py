@@ -251,8 +251,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             )
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
-        for group in self.groups:
-            self.live_mask(group)  # raises an error if the mask was removed or has no values
+        for group in self.groups:  # a mask that was removed raises an error here, before any other is written
+            self.live_mask(group)
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()

@@ -33,6 +33,7 @@ from ..sparsifiers.optimizer_state import (
     second_moments,
     trainer_of,
 )
+from ..structure import counts_after_dropping, sparsity_to_nnz
 from .budgets import Budgets, exchange
 from .criteria import Criterion, Slots, Tensors, parse_criterion
 from .dynamic_mask import mask_of
@@ -138,7 +139,7 @@ class Settings:
         feeds_update = self.is_due(iteration) or (is_pending and self.may_update(iteration))
         feeds_momentum = self.needs_momentum and self.may_update(iteration)
         is_open = feeds_momentum or (feeds_update and self.needs_gradient)
-        return {"is_open": is_open, "keep": feeds_update, "masked": not feeds_momentum}
+        return {"is_open": is_open, "captures": feeds_update, "masked": not feeds_momentum}
 
     def fraction_at(self, iteration: int) -> float:
         """Return the fraction of the active blocks that `update_fraction` asks to prune in this iteration.
@@ -283,7 +284,9 @@ def run_update(
             "momenta": {spec: m for spec, n in names.items() if (m := momenta.get(n)) is not None},
         }
         recorded = {spec: statistics(name) for spec, name in names.items()}
-        slots.append(Slots(pruning=pruning, placed=placed, statistics=recorded, step=iteration, seed=settings.seed))
+        slots.append(
+            Slots(pruning=pruning, placed=placed, statistics=recorded, iteration=iteration, seed=settings.seed)
+        )
     limits = [budgets.of_scopes(k) for k in range(len(slots))]
     masks, shared_counts = _choose(slots, limits, budgets, settings, iteration, fraction)
     chosen = zip(budgets.pruning_groups, masks, strict=True)
@@ -365,14 +368,6 @@ def _masks_and_counts(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
     return slots.masks_of(rows), rows.sum(1)
 
 
-def count_after_pruning(count: Tensor, fraction: float) -> Tensor:
-    """Return what int64 counts are after a fraction of them, rounded down, is pruned.
-
-    Products are rounded down only if they are more than 1e-9 below a whole number, so that 0.3 of 10 is 3.
-    """
-    return count - torch.floor(count.double() * fraction + 1e-9).long()
-
-
 def _prune(
     slots: Slots, limits: Tensor, criterion: Criterion, fraction: float, regrows: bool
 ) -> tuple[Tensors, Tensor]:
@@ -385,9 +380,9 @@ def _prune(
     Returns the masks and the number of slots that each scope keeps.
     """
     active, scores = slots.active, _scores(criterion, slots)
-    count = torch.minimum(count_after_pruning(active.sum(1), fraction), limits.to(active.device))
+    count = torch.minimum(counts_after_dropping(active.sum(1), fraction), limits.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
-    still_to_prune = int(rows.sum() - count_after_pruning(active.sum(), fraction))
+    still_to_prune = int(rows.sum() - counts_after_dropping(active.sum(), fraction))
     if regrows and len(rows) > 1 and still_to_prune > 0:
         all_but_weakest = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
         weakest = (rows & ~all_but_weakest).reshape(1, -1)
@@ -413,7 +408,7 @@ def _prune_together(
     """
     scores, active = [_scores(criterion, s) for s in slots], [s.active for s in slots]
     totals, is_even = [int(a.sum()) for a in active], most is not None or not regrows
-    count = sum(totals) - math.floor(sum(totals) * fraction + 1e-9)
+    count = sparsity_to_nnz(fraction, sum(totals))
     count = count if most is None else min(count, most)
     least = [s.shape[0] if is_even else 1 for s in slots]  # one block in each scope, or in the whole pruning group
     if count < sum(least):

@@ -2,9 +2,9 @@
 
 Masks are filled in place; only `.to()` and sharding replace the tensor. The gradient is computed with the mask that the
 forward pass used. On a CPU, autograd saves a mask that has the weight's dtype without a copy; a sparsifier that is
-about to write such a mask calls `placed_mask`, which gives autograd a copy of the old values. Of a bool mask, autograd
-saves a copy in the weight's dtype. It is kept for later forward passes, because allocating that memory costs more than
-masking the weight.
+about to write such a mask gets it from `placed_mask`, which first gives autograd a copy of the old values. Of a bool
+mask, autograd saves a copy in the weight's dtype. This copy is kept for later forward passes, because allocating its
+memory costs more than masking the weight.
 """
 
 import weakref

@@ -386,8 +386,11 @@ class Teacher:
         optimizer, schedule = _optimizer(student, rate, self.passes * count)
         # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
         compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
-        rows = [len(token_rows(target(k), masks[k])) for k in compared if target(k).ndim]
-        holds_out = sum(rows) >= ENOUGH
+        rows = 0
+        for k in compared:
+            expected = target(k)
+            rows += len(token_rows(expected, masks[k])) if expected.ndim else 0
+        holds_out = rows >= ENOUGH
 
         def error(k: int, held_out: bool) -> tuple[Tensor, Tensor]:  # as `_error`, of the rows of batch k
             actual = student.output(k)
@@ -412,8 +415,8 @@ class Teacher:
 
         before = best = measured()
         best_pass = 0
-        # Losses are divided by the initial loss per row, so that gradients are in the range of 16 bits. This divisor is
-        # summed over ranks because gradients are summed too.
+        # A loss is a sum over the rows of a batch. It is divided by the initial loss of one row, so that gradients are
+        # in the range of 16 bits. This divisor is summed over ranks because gradients are summed too.
         first = error(0, held_out=False)[0] / max(target(0).shape[:-1].numel(), 1)
         scale = float(_over_ranks(first)) or 1.0
         try:

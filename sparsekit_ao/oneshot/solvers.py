@@ -3,7 +3,8 @@
 Unless a function says otherwise, W is [groups, outputs, inputs]. G = X^T X of the layer's inputs is [groups, inputs,
 inputs], or a `RowGram` where there are fewer tokens than inputs. Both are float32, or both float64. A mask is bool in
 the shape of W. The error of V for W is tr((W - V) G (W - V)^T). A solver of `SOLVERS` is called as `(W, G, scopes) ->
-(mask, V)`, V final; `least_squares` takes a mask instead of scopes.
+(mask, V)`, V final; `least_squares` takes a mask instead of scopes. `prune_layer` damps G before it calls a solver, so
+solvers damp it no further; the errors of the report are those of G itself.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ FEW_STEPS = 10  # of conjugate gradients, for the weights at which ADMM starts, 
 ADMM_STEPS = 27
 RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
 GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor every so often; each time, a matrix is factorized anew
-WIDTH = 128  # columns after which those to the right are compensated; SparseGPT's scope without N:M
+# SparseGPT compensates the columns to the right after every WIDTH columns. Without N:M, these are also its scopes.
+WIDTH = 128
 WIDEST_SCOPE = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
 
 
@@ -235,8 +237,8 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
 def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
     """SparseGPT (arXiv 2301.00774), a loop over columns with the Cholesky factor of C; the baseline of comparisons.
 
-    For N:M along the inputs, and for single elements over the whole tensor: of these every expert, and every `WIDTH`
-    columns of it, keep the same share, and the last ones even out the count.
+    It takes N:M along the inputs, and single elements over the whole tensor. In the second case, every expert keeps the
+    same share, and so do every `WIDTH` columns of an expert, except for rounding.
     """
     keep, m = _sparsegpt_budget(scopes)
     inverse = damped_inverse(gram, 0.0, scopes.name)

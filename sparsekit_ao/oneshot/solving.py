@@ -380,11 +380,11 @@ def warn_of_unreached(targets: Sequence[Target]) -> None:
 
 def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:
     """Choose the mask of a layer, unless it has one, and compute its compensated weight; `groups` have the budgets."""
-    start, statistics, solution = time.perf_counter(), layer.statistics, None
-    if method is None or statistics is None or layer.gram is None:
+    start, statistics, solution, gram = time.perf_counter(), layer.statistics, None, layer.gram
+    if method is None or statistics is None or gram is None:
         layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
     else:
-        weight, gram = statistics.matrix(layer.weight), damped_gram(layer.gram.to(layer.weight.dtype), DAMP)
+        weight, gram = statistics.matrix(layer.weight), damped_gram(gram.to(layer.weight.dtype), DAMP)
         if layer.mask is None and method in SOLVERS:
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(layer, groups, statistics))
             layer.mask = statistics.from_matrix(mask)
@@ -442,10 +442,9 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: S
 
     def labels() -> tuple[Tensor, Tensor]:
         blocks = labels_of(spec)  # -1 for elements that a view leaves out
-        block_grid = [-(-s // b) for s, b in zip(spec.view.shape, spec.shape, strict=True)]
         ids = torch.arange(spec.numblk(), device="cpu")
-        scope_of_block, positions = torch.zeros_like(ids), torch.unravel_index(ids, block_grid)
-        for at, count, size in zip(positions, block_grid, scope.members()[0].shape, strict=True):
+        scope_of_block, positions = torch.zeros_like(ids), torch.unravel_index(ids, spec.grid_shape)
+        for at, count, size in zip(positions, spec.grid_shape, scope.members()[0].shape, strict=True):
             scope_of_block = scope_of_block * -(-count // size) + at // size
         scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
         return statistics.matrix(scopes.to(device)), statistics.matrix(blocks.to(device))
@@ -466,8 +465,9 @@ def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor
     mask, weight = layer.mask, layer.compensated
     assert mask is not None and weight is not None
     before = after = float("nan")
-    if layer.gram is not None and layer.statistics is not None:
-        dense, gram = layer.statistics.matrix(layer.weight), layer.gram.to(layer.weight.dtype)
+    gram = layer.gram
+    if gram is not None and layer.statistics is not None:
+        dense, gram = layer.statistics.matrix(layer.weight), gram.to(layer.weight.dtype)
         before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
         after = relative_error(dense, gram, layer.statistics.matrix(weight))
         tokens, inputs, of_experts = layer.statistics.tokens, dense.shape[2], layer.statistics.tokens_of_groups

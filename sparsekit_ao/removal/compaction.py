@@ -361,7 +361,8 @@ def find_removals(
 ) -> list[Removal]:
     """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
 
-    Removals in `known`, by (coupling without attributes, multiple), are not searched for again; new ones are added.
+    Removals in `known`, by (coupling without attributes, multiple), are not searched for again; new ones are added. In
+    `shrink` and `removable` all of them are known, since the units were chosen before their weights became zero.
     """
     check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
     removals, known = list[Removal](), Known() if known is None else known

@@ -534,8 +534,10 @@ def _all_scored(
     def ids(names: Iterable[str]) -> frozenset[int]:
         return frozenset(id(parameter_of(*owner_of(copied, name))) for name in names)
 
+    # Couplings may divide the same tensors, as heads and their elements do. The number of units tells them apart or, if
+    # it is the same, the order, which is that of `couplings`.
     scores: dict[tuple[frozenset[int], int], list[Tensor]] = {}
-    for names, rows in sparsifier.block_scores():  # those of the same tensors come in the order of `couplings`
+    for names, rows in sparsifier.block_scores():
         scores.setdefault((ids(names), rows.shape[-1]), []).append(rows)
 
     def rows_of(bound: BoundCoupling) -> Tensor:

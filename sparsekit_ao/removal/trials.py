@@ -111,10 +111,9 @@ def find_removable(
     from the whole model.
 
     Args:
-        caller_verifies: Whether the caller checks on the whole model what can be removed, as `shrink` does. What the
-            twin lost is then not checked here. If `couplings` is None, couplings are then also discovered in a short
-            model, and only in this case the whole model is checked here, too. If this check fails, couplings are
-            discovered in the whole model and tried again.
+        caller_verifies: Whether the caller checks on the whole model what can be removed, as `shrink` does. The check
+            is then left to the caller, except if `couplings` is None: couplings are then discovered in a short model
+            first, and are checked on the whole model here. If this check fails, they are discovered in the whole model.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -388,6 +387,7 @@ class Trials:
         each scope; where fewer would be, the first zero units stay.
         """
         removals = self._removals(couplings)
+        # Each scope keeps the first of its dropped units too, until it keeps `kept`.
         removals = [replace(r, keep=r.keep | (~r.keep & ((~r.keep).cumsum(-1) <= kept - r.kept))) for r in removals]
         small, _, notes, _ = without_units(self._masked, removals, single_use=True)
         redo_weight_norms(small, self.reference.normed)

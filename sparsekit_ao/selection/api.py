@@ -45,10 +45,10 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
     tensor([[False,  True, False, False]])
     """
     if not isinstance(scores, Tensor):
-        raise SparsityError(f"keep_mask: scores must be a tensor [scopes, members], got {type(scores).__name__}")
+        raise SparsityError(f"keep_mask: scores must be a tensor [scopes, slots], got {type(scores).__name__}")
     if scores.ndim != 2 or scores.dtype not in KEY_DTYPES:
         raise SparsityError(
-            f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, members], "
+            f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, slots], "
             f"got {scores.dtype} {tuple(scores.shape)}"
         )
     if candidates is not None and (candidates.shape != scores.shape or candidates.dtype != torch.bool):
@@ -89,7 +89,7 @@ def _backend(work: Request | Tensor, impl: str) -> Backend:
     return BACKENDS[impl]
 
 
-def _check_budget(keep: object, scopes: int, members: int) -> None:
+def _check_budget(keep: object, scopes: int, slots: int) -> None:
     """Refuse a budget of a wrong kind, shape or size (where reading it needs no wait for a device)."""
     if isinstance(keep, Tensor):
         if tuple(keep.shape) not in ((), (scopes,)) or keep.is_floating_point() or keep.dtype == torch.bool:
@@ -101,5 +101,5 @@ def _check_budget(keep: object, scopes: int, members: int) -> None:
         raise SparsityError(f"keep must be an int or an integer tensor [{scopes}], got {keep!r}")
     else:
         low = high = keep
-    if low < 0 or high > members:
-        raise SparsityError(f"keep must be in 0 .. {members} (the members of a scope), got {low} .. {high}")
+    if low < 0 or high > slots:
+        raise SparsityError(f"keep must be in 0 .. {slots} (the slots of a scope), got {low} .. {high}")

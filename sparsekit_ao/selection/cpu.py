@@ -57,7 +57,11 @@ def run(requests: Sequence[Request]) -> None:
     for request in requests:
         scope = request.scope
         if isinstance(scope, ScopeSpec) and scope.has_single_elements and scope.numblk_per_scope() < LONG:
-            chunks += _filled_or_cut(request, scope)
+            parts = _chunks(request, scope)
+            if len(parts) == 1:  # filled here, since a thread would take longer to start
+                parts[0]()
+            else:
+                chunks += parts
         elif all(s.is_plain for s in request.scope_windows) and request.windows[0].window.numel():
             _fill_plain(request)
         else:
@@ -109,22 +113,28 @@ def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: boo
     return to_aligned(grid, first.order, ndim)
 
 
-def _filled_or_cut(request: Request, scope: ScopeSpec) -> Iterator[Callable[[], None]]:
-    """Yield the chunks of a request of short scopes of single elements; a request of one chunk is filled here."""
+def _chunks(request: Request, scope: ScopeSpec) -> list[Callable[[], None]]:
+    """Return a function for each chunk of a request of short scopes of single elements, which fills this chunk."""
     (m,) = request.scope_windows[0].windows
     assert m.values is not None
     is_magnitude = request.norm is not None  # since any norm of a single element is its magnitude
-    keep, options = request.budget, (is_magnitude, request.within_mask, request.masked)
-    chunk = CHUNK
+    fill = partial(
+        _fill_chunk,
+        shape=scope.shape,
+        magnitude=is_magnitude,
+        within_mask=request.within_mask,
+        masked=request.masked,
+    )
+    keep, chunk = request.budget, CHUNK
     if scope.numblk_per_scope() <= PAIRS:  # keys then have the size of the values
         chunk = 4 * CHUNK // m.values.element_size()
     if m.values.numel() <= chunk:
-        _fill_chunk(m, scope.shape, keep, *options)
-        return
+        return [partial(fill, m, keep)]
+    chunks = list[Callable[[], None]]()
     for place, _ in cut_parts(m.window, scope.shape, chunk):
         cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, scope.shape, strict=True))
-        part_keep = keep[place] if isinstance(keep, Tensor) else keep
-        yield partial(_fill_chunk, _at(m, cut), scope.shape, part_keep, *options)
+        chunks.append(partial(fill, _at(m, cut), keep[place] if isinstance(keep, Tensor) else keep))
+    return chunks
 
 
 def _fill_plain(request: Request) -> None:
@@ -150,7 +160,7 @@ def _fill_plain(request: Request) -> None:
 
 
 def _fill_chunk(
-    m: Window, shape: tuple[int, ...], keep: int | Tensor, magnitude: bool, within_mask: bool, masked: bool
+    m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
 ) -> None:
     """Select among the single elements of whole scopes.
 
@@ -165,7 +175,7 @@ def _fill_chunk(
         split += [size // tile, tile]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
     under, within = mask if masked else None, mask if within_mask else None
-    if narrow and under is None and within is None:  # no copy in between
+    if narrow and under is None and within is None:  # else the mask would be transposed too, which takes longer
         keys = np.ascontiguousarray(_keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=narrow))
     else:
         source = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)

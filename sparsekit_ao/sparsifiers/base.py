@@ -214,8 +214,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Choose the masks anew, unless `enable_mask_update` is False."""
         self.require_prepared("step")
         if self.enable_mask_update:
-            for group in self.groups:
-                self.live_mask(group)  # raises an error if the mask was removed or has no values
+            for group in self.groups:  # a mask that was removed raises an error here, before any other is written
+                self.live_mask(group)
             if not self._warned:
                 assert self.model is not None
                 adapted, replaced = _moved_layers(self.model, self.groups)

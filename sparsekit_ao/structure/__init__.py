@@ -12,6 +12,7 @@ from .scopes import (
     ScopeSpec,
     SparseScope,
     checked_level,
+    counts_after_dropping,
     scope_windows,
     sparsity_to_nnz,
     write_back,

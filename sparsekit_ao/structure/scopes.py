@@ -44,6 +44,15 @@ def sparsity_to_nnz(sparsity: float, blocks: int, where: str = "") -> int:
     return blocks - math.floor(checked_level(sparsity, where) * blocks + 1e-9)
 
 
+def counts_after_dropping(counts: Tensor, sparsity: float) -> Tensor:
+    """Return `sparsity_to_nnz` of each of several numbers of blocks: an int64 tensor, for an integer tensor.
+
+    >>> counts_after_dropping(torch.tensor([10, 5]), 0.3)
+    tensor([7, 4])
+    """
+    return counts - torch.floor(counts.double() * sparsity + 1e-9).long()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeMember:
     """One block grid of a `SparseScope`, tiled into scopes.
@@ -119,8 +128,7 @@ class SparseScope(Thresholded):
         of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
         if not self.is_partial:
             return of_full_scope
-        count = self.blocks_per_scope()
-        return count - torch.floor(count.double() * float(sparsity) + 1e-9).long()
+        return counts_after_dropping(self.blocks_per_scope(), float(sparsity))
 
     def level_of(self, nnz: Budget) -> float:
         """Return the fraction of all blocks that a budget drops."""

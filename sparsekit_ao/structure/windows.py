@@ -112,8 +112,8 @@ def real_slots(scopes: Sequence[ScopeWindows], device: torch.device | None = Non
     return torch.cat([to_scopes(torch.ones(s.grid, dtype=torch.bool, device=device), s, False) for s in scopes], dim=1)
 
 
-def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
-    """Return a score for each block of the aligned grid (of `ndim` dimensions): the norm of all members' blocks.
+def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
+    """Return a score for each block of the aligned grid (of `ndim` dimensions): the norm of the blocks of all windows.
 
     A block's sum is taken in one fixed order (a halving tree along each dimension), so it does not depend on chunks,
     threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|.
@@ -122,14 +122,14 @@ def block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
         norm: 1, 2 or inf; None: values are saliencies, and a score is their signed sum.
         as_mean: Score by the (power) mean over the elements of a block; by default where some block is partial.
     """
-    as_mean = any(m.is_partial for m in members) if as_mean is None else as_mean
-    first = members[0]
-    if len(members) == 1 and not as_mean and all(b == 1 for b in first.shape):
+    as_mean = any(m.is_partial for m in windows) if as_mean is None else as_mean
+    first = windows[0]
+    if len(windows) == 1 and not as_mean and all(b == 1 for b in first.shape):
         return to_aligned(_wide(scored(first) if norm is None else scored(first).abs()), first.order, ndim)
     join = torch.maximum if norm == math.inf else torch.add
     total: Tensor | None = None
     count: Tensor | int = 0
-    for m in members:
+    for m in windows:
         values = _wide(scored(m))
         if norm is not None:
             out = None if values is m.window else values  # a copy may be overwritten
@@ -157,14 +157,14 @@ def scored(m: Window) -> Tensor:
     return torch.where(m.under != 0, m.values, 0)
 
 
-def fill_mask(members: Sequence[Window], keep: Tensor | Sequence[Tensor], *, within_mask: bool = False) -> None:
+def fill_mask(windows: Sequence[Window], keep: Tensor | Sequence[Tensor], *, within_mask: bool = False) -> None:
     """Write the aligned keep grid (True = keep), or one for each window, to the windows' masks, in place.
 
     With `within_mask` blocks are only removed. All memory is allocated before a mask is written.
     """
-    wholes = [pad_to(m.mask, m.shape, False) for m in members]  # type: ignore[arg-type]
-    grids = [keep] * len(members) if isinstance(keep, Tensor) else keep
-    for m, whole, kept_blocks in zip(members, wholes, grids, strict=True):
+    wholes = [pad_to(m.mask, m.shape, False) for m in windows]  # type: ignore[arg-type]
+    grids = [keep] * len(windows) if isinstance(keep, Tensor) else keep
+    for m, whole, kept_blocks in zip(windows, wholes, grids, strict=True):
         assert m.mask is not None
         grid = from_aligned(kept_blocks, m.order, m.grid)
         interleaved = split(whole, m.shape)
@@ -183,15 +183,15 @@ def kept_flags(m: Window, *, every: bool = False) -> Tensor:
     return _fold(tiles, torch.logical_and if every else torch.logical_or)
 
 
-def kept_grid(members: Sequence[Window], ndim: int) -> Tensor:
+def kept_grid(windows: Sequence[Window], ndim: int) -> Tensor:
     """Return which blocks of the aligned grid the masks keep any element of, as bool."""
-    grids = [to_aligned(kept_flags(m), m.order, ndim) for m in members]
+    grids = [to_aligned(kept_flags(m), m.order, ndim) for m in windows]
     return grids[0] if len(grids) == 1 else torch.stack(grids).any(0)
 
 
-def elements_of(members: Sequence[Window], ndim: int, fill: float) -> Tensor:
-    """(*grid, elements of a block over all members) of an aligned grid of `ndim` dimensions; partial blocks padded."""
-    rows = [(tiles_of(pad_to(m.window, m.shape, fill), m.shape, merge=True), m.order) for m in members]
+def elements_of(windows: Sequence[Window], ndim: int, fill: float) -> Tensor:
+    """(*grid, elements of a block over all windows) of an aligned grid of `ndim` dimensions; partial blocks padded."""
+    rows = [(tiles_of(pad_to(m.window, m.shape, fill), m.shape, merge=True), m.order) for m in windows]
     return torch.cat([to_aligned(elements, order, ndim, trailing=1) for elements, order in rows], dim=-1)
 
 

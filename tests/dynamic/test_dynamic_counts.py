@@ -17,7 +17,7 @@ from torch import nn
 from sparsekit_ao import GMP, DynamicSparsifier, SparsityError, dynamic, schedules
 from sparsekit_ao.dynamic import criteria
 from sparsekit_ao.dynamic.budgets import exchange
-from sparsekit_ao.dynamic.update import count_after_pruning
+from sparsekit_ao.structure.scopes import counts_after_dropping
 from sparsekit_ao.torch_ao import LambdaSL
 
 # A thousand of every combination take some twenty minutes: SPARSEKIT_AO_EXHAUSTIVE=1 SPARSEKIT_UPDATES=1000
@@ -354,7 +354,7 @@ def test_exact_random_growth_is_drawn_by_name_and_step_alone():
 @examples(300)
 @given(st.integers(1, 1 << 40), st.floats(0, 0.999))
 def test_the_fraction_is_taken_exactly_of_any_count(count, fraction):
-    assert int(count_after_pruning(torch.tensor(count), fraction)) == count - math.floor(count * fraction + 1e-9)
+    assert int(counts_after_dropping(torch.tensor(count), fraction)) == count - math.floor(count * fraction + 1e-9)
 
 
 @pytest.mark.parametrize("purpose", ["prune", "grow", "redistribute"])

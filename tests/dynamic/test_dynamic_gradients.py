@@ -183,7 +183,10 @@ def test_momentum_growth_sees_momentum_of_dense_gradients_also_when_clipped():
     seen = {}
 
     def recording(slots):
-        seen[slots.step] = {slots.name: next(iter(slots.momenta.values())).clone(), **seen.get(slots.step, {})}
+        seen[slots.iteration] = {
+            slots.name: next(iter(slots.momenta.values())).clone(),
+            **seen.get(slots.iteration, {}),
+        }
         return slots.scores(slots.momenta)
 
     recording.needs = ("momentum",)

@@ -37,7 +37,7 @@ class Recorder:
 
     def __call__(self, slots):
         (gradient,) = slots.gradients.values()
-        self.seen.setdefault(slots.step, {})[slots.name] = gradient.clone()
+        self.seen.setdefault(slots.iteration, {})[slots.name] = gradient.clone()
         return slots.scores(slots.gradients)
 
     def compare(self, step, want, every=2):

@@ -119,7 +119,7 @@ ERRORS = [
     (([1.0], 1), {}, r"scores must be a tensor \[scopes, members\], got list"),
     ((torch.zeros(4), 1), {}, r"scores must be .* \[scopes, members\], got torch.float32 \(4,\)"),
     ((torch.zeros(2, 4, dtype=torch.int32), 1), {}, r"scores must be .* got torch.int32 \(2, 4\)"),
-    ((S, 5), {}, r"keep must be in 0 \.\. 4 \(the members of a scope\), got 5 \.\. 5"),
+    ((S, 5), {}, r"keep must be in 0 \.\. 4 \(the slots of a scope\), got 5 \.\. 5"),
     ((S, -1), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. -1"),
     ((S, torch.tensor([1, 5])), {}, r"keep must be in 0 \.\. 4 .*, got 1 \.\. 5"),
     ((S, torch.tensor([-1, 2])), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. 2"),
