@@ -107,15 +107,15 @@ def fail(before):
     request = Request(scope=scope, masks={scope.block: mask}, keep=2)
     real, sent = cpu._fill_chunk, threading.Event()
 
-    def broken(*_):
+    def broken(*_, **__):
         raise ZeroDivisionError
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **keys):
         if not sent.is_set():
             sent.set()
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
-        real(*arguments)
+        real(*arguments, **keys)
 
     for error, fault in ((ZeroDivisionError, broken), (KeyboardInterrupt, interrupted)):
         with mock.patch.object(cpu, "_fill_chunk", fault), pytest.raises(error):

@@ -209,7 +209,7 @@ def test_coupled_blocks(norm, mode):
 def test_two_threads_give_the_masks_of_one(dtype, monkeypatch):
     resize(monkeypatch, LONG=1 << 14, CHUNK=1 << 10)
     threads, real = set(), cpu._fill_chunk
-    monkeypatch.setattr(cpu, "_fill_chunk", lambda *a: threads.add(threading.get_ident()) or real(*a))
+    monkeypatch.setattr(cpu, "_fill_chunk", lambda *a, **k: threads.add(threading.get_ident()) or real(*a, **k))
     values, masks = scores_like("few values", 256, 256, dtype), []
     for count in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)

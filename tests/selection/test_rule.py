@@ -116,8 +116,8 @@ def test_a_budget_tensor_may_have_any_integer_dtype(dtype):
 
 S = torch.zeros(2, 4)
 ERRORS = [
-    (([1.0], 1), {}, r"scores must be a tensor \[scopes, members\], got list"),
-    ((torch.zeros(4), 1), {}, r"scores must be .* \[scopes, members\], got torch.float32 \(4,\)"),
+    (([1.0], 1), {}, r"scores must be a tensor \[scopes, slots\], got list"),
+    ((torch.zeros(4), 1), {}, r"scores must be .* \[scopes, slots\], got torch.float32 \(4,\)"),
     ((torch.zeros(2, 4, dtype=torch.int32), 1), {}, r"scores must be .* got torch.int32 \(2, 4\)"),
     ((S, 5), {}, r"keep must be in 0 \.\. 4 \(the slots of a scope\), got 5 \.\. 5"),
     ((S, -1), {}, r"keep must be in 0 \.\. 4 .*, got -1 \.\. -1"),
