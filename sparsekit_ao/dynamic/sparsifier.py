@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from ..distributed import copy_values, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError
-from ..masking import find_mask, placed_mask, select
+from ..masking import find_mask, select
 from ..sparsifiers.calibrated import Calibrated
+from ..sparsifiers.checkpoint import refuse_meta_masks
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
 from ..sparsifiers.optimizer_state import (
@@ -226,7 +227,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers, then finish what `prepare` left: weights on the meta device, and sharded ones."""
         for group in self.groups:
-            placed_mask(group["module"], group["tensor_name"], group["tensor_fqn"])  # shards it like the weight
+            self.live_mask(group)
         if optimizers:
             self.settings.check_optimizers(optimizers, self.groups)
         waiting = {g["tensor_fqn"]: g for g in self.groups if not mask_of(g).is_initialized}
@@ -251,8 +252,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             )
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
-        for group in self.groups:  # a mask that was removed raises an error here, before any other is written
-            self.live_mask(group)
+        refuse_meta_masks("step", self.groups, [mask_of(g).mask for g in self.groups])
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()

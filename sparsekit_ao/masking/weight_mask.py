@@ -1,10 +1,8 @@
 """`WeightMask`, the parametrization that masks a weight, and how it is registered, removed and saved.
 
 Masks are filled in place; only `.to()` and sharding replace the tensor. The gradient is computed with the mask that the
-forward pass used. On a CPU, autograd saves a mask that has the weight's dtype without a copy; a sparsifier that is
-about to write such a mask gets it from `placed_mask`, which first gives autograd a copy of the old values. Of a bool
-mask, autograd saves a copy in the weight's dtype. This copy is kept for later forward passes, because allocating its
-memory costs more than masking the weight.
+forward pass used, so autograd saves a copy of the mask, which a later `step` does not change. On a CPU the copy has the
+weight's dtype and is kept for later forward passes, because allocating that memory costs more than masking the weight.
 """
 
 import weakref
@@ -81,9 +79,10 @@ class _ConvertedMask(NamedTuple):
         """
         if self.converted.dtype != dtype or self.mask.dtype != mask.dtype:
             return False
-        if mask.dtype != torch.bool or not mask.is_contiguous() or mask.numel() % 8 or mask.storage_offset() % 8:
+        itemsize = mask.element_size()
+        if not mask.is_contiguous() or mask.numel() * itemsize % 8 or mask.storage_offset() * itemsize % 8:
             return torch.equal(mask, self.mask)
-        # Eight bools are compared at once, by NumPy, which takes half as long as torch.
+        # Eight bytes are compared at once, by NumPy, which takes half as long as torch for most layers.
         now, before = (each.view(-1).view(torch.int64).numpy() for each in (mask, self.mask))
         return np.array_equal(now, before)
 
@@ -121,7 +120,6 @@ class WeightMask(FakeSparsity):
 
     mask: Tensor
     _kept: _ConvertedMask | None = None  # of an earlier forward pass on a CPU
-    _saved: Tensor | None = None  # the alias of the mask that autograd may have saved in a forward pass
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weight with dropped elements exactly zero, in its own shape and dtype."""
@@ -139,50 +137,35 @@ class WeightMask(FakeSparsity):
         mask = placed_like(mask, x)
         if not _takes_floats(x):
             return mask
-        if mask.dtype == x.dtype and not torch.is_grad_enabled():
-            return mask
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # for example by vmap or grad
-        if type(mask) is not Tensor or mask.is_inference() or is_transformed:
+        if type(mask) is not Tensor or is_transformed or (mask.dtype == x.dtype and not torch.is_grad_enabled()):
             return _converted(mask, x.dtype)
-        if mask.dtype == x.dtype:
-            saved = self._saved
-            if saved is None or not saved.is_set_to(mask):
-                saved = self._saved = mask.data  # its version counter is not the mask's, so the mask may be written
-            return saved
         kept = self._kept  # read once, since several threads may run the module
         if kept is None or not kept.is_of(mask, x.dtype):
             # Autograd may save the conversion in a later pass, which it cannot do with a tensor of inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 copied = mask.clone(memory_format=torch.contiguous_format)
-                kept = self._kept = _ConvertedMask(copied, _converted(copied, x.dtype))
+                converted = copied if copied.dtype == x.dtype else _converted(copied, x.dtype)
+                kept = self._kept = _ConvertedMask(copied, converted)
         return kept.converted
 
-    def release_saved(self) -> None:
-        """Make the mask free to be written: graphs that have saved it without a copy get one of its present values."""
-        saved, self._saved = self._saved, None
-        if saved is not None and saved._use_count() > 1:  # type: ignore[attr-defined]
-            saved.data = saved.clone()
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle or copy, without what is kept for forward passes."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_kept", "_saved")}
+        """Return the attributes to pickle or copy, without the conversion that is kept for forward passes."""
+        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Do as any module in `.to()` and the like; a mask that leaves the meta device keeps everything.
 
         It had no values there.
         """
-        before, self._kept = self.mask, None
+        was_meta, self._kept = self.mask.is_meta, None
         super()._apply(*args, **kwargs)
-        if self.mask is not before:
-            self._saved = None
-        if before.is_meta and not self.mask.is_meta:
+        if was_meta and not self.mask.is_meta:
             self.mask.fill_(True)
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Load as any module does. A whole mask can also be loaded into a sharded one, and a sharded into a whole."""
-        self.release_saved()
         for name, own in self.named_buffers():
             saved = state_dict.get(f"{prefix}{name}")
             if isinstance(saved, Tensor) and saved.shape == own.shape:
@@ -307,7 +290,6 @@ def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightM
             f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load the "
             "weights without accelerate's offloading, or use prune(model, ..., inplace=True), without masks"
         )
-    weight_mask.release_saved()
     if is_sharded(weight) and not is_placed_like(weight_mask.mask, weight):
         if layers := below(module, tensor_name):
             raise SparsityError(

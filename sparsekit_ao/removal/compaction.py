@@ -391,7 +391,8 @@ def without_units(
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    With `single_use`, the copy serves one comparison: it has its dtype, and computes large tensors when they are read.
+    With `single_use`, the copy serves one comparison: it has the dtype of comparisons, and computes large tensors when
+    they are read.
 
     Raises:
         SparsityError: The units cannot be removed.

@@ -145,16 +145,16 @@ def unlisted_sizes(small: nn.Module, removals: Sequence[Removal], changes: Seque
     changed = {change.path for change in changes}
     texts: dict[str, str] = {}
     for removal in (removal for removal in removals if not removal.is_empty and removal.bound.members):
-        coupling = removal.bound
-        sizes = {removal.scope_units, coupling.units}
-        for pattern in (member.pattern for member in coupling.members):
-            dimension = pattern.dimensions[pattern.dimension_of(coupling.unit)]
+        bound = removal.bound
+        sizes = {removal.scope_units, bound.units}
+        for pattern in (member.pattern for member in bound.members):
+            dimension = pattern.dimensions[pattern.dimension_of(bound.unit)]
             sizes.add(math.prod(pattern.sizes.get(axis, 0) for axis in dimension))
-        names = [member.fqn for member in coupling.members]
+        names = [member.fqn for member in bound.members]
         for path, value, depth in _integers_around(small, names, names):
             # A config, or a module without tensors, holds many small numbers that are not sizes (a stride of 2).
             if value in sizes and depth <= 2 and (depth or value >= 4) and "[" not in path and path not in changed:
-                texts.setdefault(path, f"{path} = {value}, as {coupling.name!r} had")
+                texts.setdefault(path, f"{path} = {value}, as {bound.name!r} had")
     return list(texts.values())
 
 

@@ -107,8 +107,8 @@ def find_removable(
 ) -> Discovery:
     """Find couplings as `removable` does, on a short twin (a copy with fewer blocks; see `twin`) if there can be one.
 
-    The whole model is tried instead if the twin does not run, or if what can be removed from the twin cannot be removed
-    from the whole model.
+    If the twin does not run, or if the whole model is checked and cannot lose what the twin can lose, the whole model
+    is tried instead.
 
     Args:
         caller_verifies: Whether the caller checks on the whole model what can be removed, as `shrink` does. The check

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
-from .checkpoint import Checkpointed, check_saved
+from .checkpoint import Checkpointed, check_saved, refuse_meta_masks
 from .config import (
     ConfigContext,
     Exclusion,
@@ -214,8 +214,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Choose the masks anew, unless `enable_mask_update` is False."""
         self.require_prepared("step")
         if self.enable_mask_update:
-            for group in self.groups:  # a mask that was removed raises an error here, before any other is written
-                self.live_mask(group)
+            # Here a mask that was removed raises an error, before any other is written.
+            refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
             if not self._warned:
                 assert self.model is not None
                 adapted, replaced = _moved_layers(self.model, self.groups)
@@ -275,6 +275,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
         kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self.live_mask(g, model) for g in self.groups]
+        refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
             text = _stale(self.groups, masks, self._mask_levels) or ("" if model is not None else self._miscounted())
             if text:
@@ -322,6 +323,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Return a `report.Report` with a row for each mask that tells what it keeps now."""
         self.require_prepared("report")
         assert self.model is not None
+        refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
         return make_report(list(self._rows()), self._resolved, self.model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
@@ -387,13 +389,13 @@ def _kept_params(
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
     """Return a warning if masks were never chosen (`chosen_at` is None) or were chosen at other levels, else ""."""
     if chosen_at is None:
-        if all(bool(m.all()) for m in masks):
+        if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
             return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
         whole = [
             group["tensor_fqn"]
             for group, mask in zip(groups, masks, strict=True)
-            if group.get("sparsity_level", 0) > 0 and bool(mask.all())
+            if not mask.is_meta and group.get("sparsity_level", 0) > 0 and bool(mask.all())
         ]
         if whole:
             return (
@@ -411,6 +413,8 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:
     """Warn if the masks of a copy keep more elements than the sparsifier's own, as masks averaged by an EMA do."""
+    if any(mask.is_meta for mask in (*live, *of_copy)):
+        return
     kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
     if others > kept:
         warnings.warn(

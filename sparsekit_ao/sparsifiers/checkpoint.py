@@ -193,7 +193,7 @@ class Checkpointed(BaseSparsifier):
         """Return the mask of a group's tensor in the model or in a copy of it.
 
         Raises:
-            SparsityError: The mask was removed, or has no values, because its weight is on the meta device.
+            SparsityError: The mask was removed.
         """
         weight_mask = masking.placed_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:
@@ -203,8 +203,6 @@ class Checkpointed(BaseSparsifier):
                 f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
                 "again, call prepare on a model without masks."
             )
-        if weight_mask.mask.is_meta:
-            raise no_values(group)
         return weight_mask.mask
 
     def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
@@ -234,12 +232,14 @@ class Checkpointed(BaseSparsifier):
                 self._state[group["tensor_fqn"]]["mask"] = live.mask
 
 
-def no_values(group: TensorGroup) -> SparsityError:
-    """Return the error for a mask on the meta device."""
-    return SparsityError(
-        f"{group['tensor_fqn']} is on the meta device, so its mask has no values; load the weights first, or prune a "
-        "model that accelerate offloads by prune(model, ..., inplace=True), without masks"
-    )
+def refuse_meta_masks(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
+    """Raise if the mask of a group has no values, as its weight is on the meta device."""
+    for group, mask in zip(groups, masks, strict=True):
+        if mask.is_meta:
+            raise SparsityError(
+                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; load the weights "
+                "first, or prune a model that accelerate offloads by prune(model, ..., inplace=True), without masks"
+            )
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Make pruning groups (tensors that are pruned together in one stage) from config entries, and requests from these.
 
 A pruning group holds specs over placeholders on the meta device, that is, names and integers, but no weights and no
-masks. Tensors are looked up at every update, because `.to()` and sharding replace them. Budgets are read from the group
-dicts at every update, because schedulers write there.
+masks. Tensors are looked up at every update, because `.to()` and sharding replace them. Budgets, except for those of
+stages, are read from the group dicts at every update, because schedulers write there.
 """
 
 import math
@@ -56,7 +56,8 @@ class PruningGroup:
         least: The smallest number of blocks that each member of `scope` may keep (`max_sparsity`); () sets no limit.
         label: The name of the pruning group in errors.
         own_budgets: {tensor name: (key, number)} of the tensors that have a budget of their own in this stage.
-        fixed: The names of the tensors that have one in every stage, so that a scheduler cannot change them.
+        fixed: The names of the tensors that have a budget of their own in every stage, so that `sparsity_level` has no
+            effect on them. There may be tensors of other pruning groups among them.
     """
 
     scope: SparseScope
@@ -150,7 +151,7 @@ class PruningGroup:
         is_scheduled, asked = False, {}
         for name in self.specs:
             level = groups[name]["sparsity_level"]
-            if level != groups[name].get("level_of_nnz", level):
+            if not is_same(level, groups[name].get("level_of_nnz", level)):
                 checked_level(level, f"{name}: ")
                 is_scheduled = True
         for name in self.specs:
@@ -211,6 +212,8 @@ def is_same(value: Any, other: Any) -> bool:
     except (RuntimeError, ValueError):  # == of tensors or arrays inside has no single truth value
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             return value.keys() == other.keys() and all(is_same(v, other[k]) for k, v in value.items())
+        if not (hasattr(value, "__len__") and hasattr(other, "__len__")):  # an array and a number
+            return False
         return len(value) == len(other) and all(map(is_same, value, other))
 
 
@@ -440,6 +443,7 @@ def _block_spec(fqn: str, structure: Stage, tensor: Tensor) -> BlockSpec:
 
 def choose_masks(requests: Mapping[PruningGroup, Request]) -> None:
     """Choose the masks of pruning groups that do not depend on each other, and fill them in place."""
+    # Without a process group, nothing is sharded.
     fill = distributed.choose_sharded if distributed.has_process_group() else fill_masks
     fill(list(requests.values()))
     for pruning, request in requests.items():

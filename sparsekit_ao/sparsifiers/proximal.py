@@ -20,7 +20,7 @@ from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
 from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
-from .checkpoint import no_values, saved_count, saved_names
+from .checkpoint import saved_count, saved_names
 from .config import ConfigContext, TensorGroup, copied
 from .groups import PruningGroup, counts_in_scopes, groups_by_name
 from .optimizer_state import (
@@ -274,7 +274,7 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _sync_state(self) -> None:
         for group in self.groups:
-            if group.get("module") is not None and not self._parameter(group).is_meta:
+            if group.get("module") is not None:
                 self.live_mask(group)
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
@@ -283,8 +283,6 @@ class ProximalSparsifier(BudgetSparsifier):
         mask = state.get("mask")
         if mask is None or mask.is_meta:
             mask = torch.ones_like(weight, dtype=torch.bool, requires_grad=False)
-        if weight.is_meta:
-            raise no_values(group)
         state["mask"] = mask.to(weight.device)
         return state["mask"]
 

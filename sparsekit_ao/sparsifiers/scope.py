@@ -20,7 +20,7 @@ from ..selection import Request
 from ..structure import Budget, checked_level
 from .base import MaskSparsifier
 from .calibrated import Calibrated
-from .checkpoint import no_values, saved_count
+from .checkpoint import refuse_meta_masks, saved_count
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
 from .groups import (
     PruningGroup,
@@ -193,6 +193,7 @@ class BudgetSparsifier(MaskSparsifier):
             self.require_prepared("check")
         distributed.reshard(self.model if model is None else model)
         pruning_groups, masks = self.pruning_groups(self.groups, model), self._masks(model)
+        refuse_meta_masks("check", self.groups, [mask for mask, _ in masks.values()])
         try:
             return check_masks(pruning_groups, groups_by_name(self.groups), masks)
         except SparsityError:
@@ -351,8 +352,6 @@ class BudgetSparsifier(MaskSparsifier):
             module, name = self._module_in(model, group), group["tensor_name"]
             live = masking.placed_mask(module, name, group["tensor_fqn"])
             mask = getattr(module, name).detach() != 0 if live is None else live.mask
-            if mask.is_meta:
-                raise no_values(group)
             masks[group["tensor_fqn"]] = mask, live is not None
         return masks
 

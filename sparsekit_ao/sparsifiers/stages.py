@@ -24,7 +24,7 @@ ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The structure of one tensor in one stage: the structural keys of a config dict, checked."""
+    """The structure of one tensor in one stage: the structural keys of a config dict, checked, and its own budget."""
 
     block_shape: Shape = ()
     scope_shape: Shape = ()

@@ -522,7 +522,7 @@ def test_weights_and_masks_without_values():
     saved = moved.state_dict()
     moved.model.to("meta")
     for call in ("check", "report", "step", "squash_mask"):
-        with refuses("0.weight is on the meta device, so its mask has no values; load"):
+        with refuses(f"{call}: 0.weight is on the meta device, so its mask has no values; load"):
             getattr(moved, call)()
     saved["state"]["0.weight"]["mask"] = saved["state"]["0.weight"]["mask"].to("meta")
     with refuses("load_state_dict: 0.weight: the saved mask is on the meta device"):
@@ -547,3 +547,30 @@ def test_a_state_of_another_structure_is_refused(saved, text):
     with refuses(text):
         sparsifier.load_state_dict(state)
     assert str(sparsifier.state_dict()) == str(before)
+
+
+@pytest.mark.parametrize(
+    "level", [torch.tensor([0.5, 0.6]), torch.tensor(0.5), np.array([0.1, 0.2]), True, "0.5", None]
+)
+def test_levels_that_are_no_numbers_are_refused_by_the_next_step(level):
+    sparsifier = prepared()
+    sparsifier.step()
+    before = sparsifier.mask("0.weight").clone()
+    sparsifier.groups[0]["sparsity_level"] = level
+    with refuses("0.weight: sparsity level must lie in [0, 1], got"):
+        sparsifier.step()
+    assert torch.equal(sparsifier.mask("0.weight"), before)
+
+
+@pytest.mark.parametrize("make", [ScopeSparsifier, WeightNormSparsifier])
+def test_a_state_is_loaded_before_a_model_on_the_meta_device_gets_its_values(make):
+    model, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8, device="meta"))
+    sparsifier, restored = make(0.5), make(0.5)
+    sparsifier.prepare(model)
+    sparsifier.step()
+    restored.prepare(other)
+    restored.load_state_dict(sparsifier.state_dict())
+    other.to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(restored.mask("0.weight"), sparsifier.mask("0.weight"))

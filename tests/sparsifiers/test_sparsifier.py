@@ -203,6 +203,7 @@ def test_values_of_keys_that_hold_tensors_are_compared_with_other_keys_lengths_a
         (numpy.array([1, 4]), (1, 4), True),
         (numpy.array([1, 4]), (1, 2), False),
         (numpy.array([1, 4]), (1, 4, 1), False),
+        (numpy.array([0.1, 0.2]), 0.5, False),
     ):
         assert is_same(value, other) == equal
 
