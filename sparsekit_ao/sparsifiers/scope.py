@@ -92,10 +92,8 @@ class BudgetSparsifier(MaskSparsifier):
         if isinstance(sparsity_level, Pattern):
             raise SparsityError(f"sparsity_level must be a number, got {sparsity_level}; give a pattern as pattern=")
         if isinstance(sparsity_level, nn.Module):
-            name = type(sparsity_level).__name__
-            raise SparsityError(
-                f"sparsity_level must be a number, got a {name}; give the model to prepare(model, config)"
-            )
+            kind = type(sparsity_level).__name__
+            raise SparsityError(f"sparsity_level must be a number, got a {kind}; give the model to prepare(model)")
         pattern = structure["pattern"] = checked_pattern(structure.get("pattern"), "")
         refuse_two_budgets({"sparsity_level": sparsity_level, "nnz": nnz, "pattern": pattern}, "")
         if pattern is not None and pattern.budget_key is not None:
@@ -162,11 +160,10 @@ class BudgetSparsifier(MaskSparsifier):
                 stages_of_tensors.setdefault(name, []).append(pruning)
         for group in progress_bar(self.groups, "report", "tensors", elements=numel_of_groups(pruning_groups)):
             name = group["tensor_fqn"]
-            mask, stages = self.live_mask(group), stages_of_tensors[name]
-            last = stages[-1]
+            mask, last = self.live_mask(group), stages_of_tensors[name][-1]
             spec = last.specs[name]
             blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
-            pattern = " then ".join(pruning.pattern(name) for pruning in stages)
+            pattern = " then ".join(pruning.pattern(name) for pruning in stages_of_tensors[name])
             key, asked = last.own_budgets.get(name) or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))  # reported as a level
             yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
@@ -302,9 +299,8 @@ class BudgetSparsifier(MaskSparsifier):
         stages: dict[int, dict[PruningGroup, Request]] = {}
         dense: dict[str, Tensor] = {}
         for pruning in pruning_groups:
-            for name in pruning.specs:
-                if name not in dense:  # a stage before has not read it
-                    dense[name] = self._dense(groups[name])
+            for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
+                dense[name] = self._dense(groups[name])
             values = pruning.values(dense.__getitem__, self._statistics_of)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request

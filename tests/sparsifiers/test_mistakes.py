@@ -206,7 +206,7 @@ MISTAKES = {
     ),
     "pattern must be one of `sparsekit_ao.patterns`, or a text such as": lambda: ScopeSparsifier(pattern="2-4"),
     "got patterns.n_m(2, 4); give a pattern as pattern=": lambda: ScopeSparsifier(patterns.n_m(2, 4)),
-    "got a Linear; give the model to prepare(model, config)": lambda: ScopeSparsifier(nn.Linear(2, 2)),
+    "got a Linear; give the model to prepare(model)": lambda: ScopeSparsifier(nn.Linear(2, 2)),
     "patterns.n_m('2', 4) needs whole numbers, got '2'": lambda: patterns.n_m("2", 4),
     "n_m keeps n of m, so 0 <= n <= m and m >= 1; got n=0, m=0": lambda: patterns.n_m(0, 0),
     "patterns.heads(2.0) needs whole numbers, got 2.0": lambda: patterns.heads(2.0),
