@@ -362,9 +362,7 @@ def _structure_text(group: TensorGroup) -> str:
     return " then ".join(text or "single elements over the tensor" for text in texts)
 
 
-def _largest_groups(
-    pruning_groups: Sequence[PruningGroup],
-) -> dict[str, PruningGroup]:
+def _largest_groups(pruning_groups: Sequence[PruningGroup]) -> dict[str, PruningGroup]:
     """Return {tensor: the largest of its pruning groups}; `_begin` uses this group to convert `nnz` to a level.
 
     A count may amount to a different level in each stage. Stages that have a budget of their own do not matter.

@@ -71,7 +71,7 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
             key = sorted(unknown)[0]
             raise SparsityError(f"{of_stage}unknown key {key!r}.{hint_of_key(key, (*keys, *BUDGETS))}")
         refuse_two_budgets(stage, of_stage)
-        budget = next(((key, stage[key]) for key in BUDGETS if key in stage), None)
+        budget = next(((key, stage[key]) for key in BUDGETS if stage.get(key) is not None), None)
         checked.append(replace(_stage(joined(shared, stage, of_stage), of_stage), budget=budget))
     return tuple(checked)
 

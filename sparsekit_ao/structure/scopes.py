@@ -318,8 +318,7 @@ def scope_windows(
 
 def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
     """Copy filled windows of `scope_windows` to masks whose strides differ from the parameter's: these are copies."""
-    unaligned = [spec for spec, mask in masks.items() if not spec.view.is_aligned(mask)]
-    if not unaligned:
+    if all(spec.view.is_aligned(mask) for spec, mask in masks.items()):
         return
     for spec, window in zip(scope.blocks(), (m for w in windows for m in w.windows), strict=True):
         spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]

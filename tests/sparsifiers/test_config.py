@@ -446,3 +446,11 @@ def test_numbers_may_be_tensors_of_one_element_and_shapes_arrays():
         assert sparsifier.check() == 16 and sparsifier.groups[0]["scope_shape"] == [1, 4]
         assert type(sparsifier.groups[0]["nnz"]) is int
     assert prepared(linear_model(8, 8), None, ScopeSparsifier(torch.tensor(0.75))).report().sparsity == 0.75
+
+
+@pytest.mark.parametrize("stage", [{"nnz": 2, "sparsity_level": None}, {"nnz": None, "sparsity_level": 0.5}])
+def test_none_in_a_stage_is_no_budget(stage):
+    model, sparsifier = nn.Sequential(nn.Linear(8, 4)), ScopeSparsifier()
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "stages": [{"scope_shape": (1, 4), **stage}]}])
+    sparsifier.step()
+    assert (sparsifier.mask("0.weight").view(-1, 4).sum(1) == 2).all() and sparsifier.check() == 8
