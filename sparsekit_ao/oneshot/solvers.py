@@ -73,6 +73,7 @@ def least_squares(
 
     Runs conjugate gradients on all rows at once, preconditioned by diag(G); each step is one product with G. They start
     at the masked weights (or `start`), so that a singular G needs no damping: what the data does not determine stays.
+    Where all rows keep the same columns, as after the removal of units, one factorization takes the place of the steps.
 
     >>> w, g = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])  # two equal inputs
     >>> least_squares(w, g, torch.tensor([[[True, False]]]))
@@ -82,6 +83,13 @@ def least_squares(
     scale = scale.clamp(min=1e-12 * float(scale.mean()) or 1.0)
     solution = (weight if start is None else start) * mask
     rest = ((weight - solution) @ gram).mul_(mask)
+    if isinstance(gram, Tensor) and bool((mask == mask[:, :1]).all()):
+        root, columns = scale.sqrt(), mask[:, :1]
+        kept = torch.where(columns & columns.mT, gram, 0.0).div_(root).div_(root.mT)
+        kept.diagonal(dim1=1, dim2=2).masked_fill_(~columns[:, 0], 1.0)
+        factor, failed = torch.linalg.cholesky_ex(kept)
+        if not bool(failed.any()):  # otherwise G is singular
+            return solution.add_(torch.cholesky_solve((rest / root).mT, factor).mT / root)
     direction = rest / scale
     size = (rest * direction).sum(2, keepdim=True)
     first = size.clone()

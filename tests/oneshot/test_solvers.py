@@ -61,6 +61,18 @@ def test_fewer_tokens_than_inputs_give_the_same_by_their_rows(solver):
     assert relative_error(weight, by_rows, solution) == pytest.approx(relative_error(weight, by_gram, solution))
 
 
+@pytest.mark.parametrize("is_singular", [False, True])
+def test_whole_columns_are_dropped_with_the_best_weights_for_the_others(is_singular):
+    weight, x, _ = problem(5, 8)
+    x = torch.cat([x[:, :4], x[:, :4]], 1) if is_singular else x
+    gram, kept = (x.T @ x)[None], torch.tensor([0, 2, 3, 5, 6])
+    mask = torch.zeros_like(weight, dtype=torch.bool).index_fill_(2, kept, True)
+    solution = least_squares(weight, gram, mask)
+    best = torch.linalg.lstsq(x[:, kept], x @ weight[0].T, driver="gelsd").solution
+    torch.testing.assert_close(x @ solution[0].T, x[:, kept] @ best)
+    assert not solution[~mask].any()
+
+
 def test_admm_is_never_worse_than_where_it_starts():
     torch.manual_seed(0)
     weight, x = torch.randn(1, 64, 64), torch.randn(4000, 64)  # independent inputs: magnitudes are the best masks
