@@ -143,8 +143,8 @@ class Coupling:
         """Return what the units are, judged by names and axes.
 
         It is "heads", "key heads", "query heads", "head size", "mlp", "experts" (whole ones), "expert units" (inside
-        each expert) or "width", which means the hidden size that many layers write. Other units are named by their
-        module, such as "conv2 channels" or "gate units".
+        each expert) or "width", which means the hidden size that many layers read or write. Other units are named by
+        their module, such as "conv2 channels" or "gate units".
 
         >>> Coupling({"blocks.*.attn.qkv.weight": "(g u d) i", "blocks.*.attn.proj.weight": "o (u d)"}).kind
         'heads'
@@ -161,8 +161,12 @@ class Coupling:
             # "(u g d)" beside "(u d)".
             all_heads = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
             return "head size" if not inside[0] else "query heads" if self.scope else all_heads
-        # If members differ only in the numbers of their layers, the units are shared by many layers.
-        without_numbers = {re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member) for member in self.members}
+        # If members have the same axes and differ only in the numbers of their layers, many layers share the units.
+        # In a plain chain of layers, one writes the units (first axis) and the next one reads them (second axis).
+        without_numbers = {
+            (re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member), *(self.unit in d for d in shape))
+            for member, shape in zip(self.members, shapes, strict=True)
+        }
         if len(without_numbers) < len(self.members) or any("**" in member for member in self.members):
             return "width"
         if "experts" in path:

@@ -281,6 +281,8 @@ KINDS = [
     ({"l.*.conv2.weight": "u i h w", "l.*.bn2.weight": "u", "l.*.conv3.weight": "o (u + 4) 1 1"}, "conv2 channels"),
     ({"embed.weight": "o u", "l.**.attn.q.weight": "o u"}, "width"),
     ({"embed.weight": "o u", "l.0.attn.q.weight": "o u", "l.1.attn.q.weight": "o u"}, "width"),
+    ({"features.0.0.weight": "u i h w", "features.1.0.weight": "o u h w"}, "features channels"),  # a chain of layers
+    ({"blocks.0.fc.weight": "u i", "blocks.1.fc.weight": "u i", "blocks.1.norm.weight": "u"}, "width"),  # a sum
     ({"l.*.mlp.experts.gate_up_proj": "o (d u) h", "l.*.mlp.experts.down_proj": "o i u"}, "expert units"),
     ({"l.*.mlp.experts.gate_up_proj": "u a b", "l.*.mlp.gate.weight": "u i"}, "experts"),
     ({"experts.*.conv.weight": "u i h w", "experts.*.out.weight": "o u h w"}, "expert units"),
