@@ -183,8 +183,6 @@ def counts_within(
     scores: Rows,
     cost: Cost | None,
     ratio: float,
-    *,
-    power: int,
     quotas: Mapping[str, Quota],
 ) -> dict[str, int]:
     """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it costs now.
@@ -193,8 +191,7 @@ def counts_within(
     step is the one that adds least to the lost importance of its coupling, relative to the kept importance, per square
     root of the cost that it saves. The root keeps costly couplings from being cut to their limit
     (examples/benchmarks/compare_accuracy.py). The last step, such as a whole head, may save more than is needed. It
-    stays, and earlier steps are taken back until the cost is close to the allowed one. Importances are scores to a
-    power, which makes them add up.
+    stays, and earlier steps are taken back until the cost is close to the allowed one.
     """
     full = {coupling.name: quotas[coupling.name].units for coupling in couplings}
     cost_at = partial(_units_with, model, couplings) if cost is None else partial(_cost_with, model, couplings, cost)
@@ -207,7 +204,7 @@ def counts_within(
             continue  # one integer cannot count different numbers unless equal fractions are dropped
         half = max(least, rounded(units // 2, units - multiple, multiple))
         saved = (dense - cost_at(dict.fromkeys(names, half))) / (units - half)
-        kept_share = _kept_shares([rows**power for name in names for rows in scores[name]])
+        kept_share = _kept_shares([rows for name in names for rows in scores[name]])
         numbers, key = [units, *range((units - 1) // multiple * multiple, least, -multiple), least], 0.0
         for before, kept in itertools.pairwise(numbers):
             lost = (1 / kept_share[kept - 1] - 1 / kept_share[before - 1]) / (before - kept)

@@ -45,6 +45,7 @@ from .sizes import fitting_engines, has_config
 from .trials import NOT_TRIED, Trials, find_removable, in_config
 from .verify import Reference
 
+NORM = "norm"  # the score that reads no data
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
 _LIMIT = 0.9  # the default of `max_sparsity`: the largest fraction of its units that a coupling may lose
 # A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
@@ -105,9 +106,10 @@ def shrink(
             that is saved. {name: fraction} drops nothing from couplings that it does not name. A name is a kind
             ("mlp"), a coupling, or a tensor or module whose outputs are the units of a layer ("layer1.0.conv1"), and
             "*" stands for all that is not named.
-        score: The name of one of `scores`, or a score object; None (default) takes the norm of a unit. The statistics
-            that a score needs are recorded on the batches. If they are statistics of inputs, units are scored by the
-            weights that read these units.
+        score: The name of one of `scores`, or a score object. The statistics that it needs are recorded on the batches.
+            If they are statistics of inputs, units are scored by the weights that read these units. None (default)
+            takes `obd`, and the norm for units whose readers record no inputs. `"norm"` takes the norm of every unit,
+            which reads no data; trained language models do not survive that.
         exclude: As for `removable`.
         batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
             None (default) records what scores need on the example inputs. All other runs of the model, to find and to
@@ -157,7 +159,7 @@ def shrink(
     """
     check_comparable("shrink: ", model, tolerance)
     example_inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
-    needs = needs_of(parse_score(score, "shrink: "))
+    needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
     _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
     cost_of = None if cost == "units" else cost_function(cost, example_inputs)
     if scope not in ("coupling", "global"):
@@ -201,13 +203,13 @@ def shrink(
     # Make the units of the lowest scores zero, and remove them. Scores read the dense model alone, so that they stay
     # the same when couplings are left out.
     next(phase)
-    scores, errors = _scored(plain, chosen, data=data, score=score, token_mask=token_mask)
+    scores, errors = _scored(plain, chosen, score, data=data, token_mask=token_mask)
 
     def with_zeros(some: Sequence[Coupling]) -> Trials:
         if not is_shared:
             counts = {coupling.name: quotas[coupling.name].kept for coupling in some}
-        else:  # importances are added, so norms (the default score) are squared; saliencies are taken as they are
-            counts = counts_within(plain, some, scores, cost_of, asked, power=2 if score is None else 1, quotas=quotas)
+        else:
+            counts = counts_within(plain, some, scores, cost_of, asked, quotas)
         return Trials(plain, _without_lowest(plain, some, scores, counts, quotas), reference_of)
 
     removals, small, report, failing = _removed(chosen, scores, errors, with_zeros, is_uniform)
@@ -494,39 +496,46 @@ def _why_kept(
 
 
 def _scored(
-    model: nn.Module, couplings: Sequence[Coupling], **how: Any
+    model: nn.Module, couplings: Sequence[Coupling], score: Score | str | None, **how: Any
 ) -> tuple[dict[str, list[Tensor]], dict[str, SparsityError]]:
     """Return the scores of `_all_scored`, and {name: error} of couplings that the score does not fit.
 
-    If scoring all at once fails, the couplings are scored by halves, down to those that fail by themselves.
+    If scoring all at once fails, the couplings are scored by halves, down to those that fail by themselves. Without a
+    score, what `obd` does not fit, or rates 0, is scored by norms.
     """
+    if score is None:
+        scores, _ = _scored(model, couplings, "obd", **how)
+        by_norm = [c for c in couplings if not any(bool(rows.any()) for rows in scores.get(c.name, ()))]
+        return scores | _all_scored(model, by_norm, NORM, **how), {}
     try:
-        return _all_scored(model, couplings, **how), {}
+        return _all_scored(model, couplings, score, **how), {}
     except SparsityError as e:  # there is at least one coupling, since an empty list raises none
         if len(couplings) == 1:
             return {}, {couplings[0].name: e}
     half = len(couplings) // 2
-    (scores, errors), (others, more) = (_scored(model, part, **how) for part in (couplings[:half], couplings[half:]))
+    parts = couplings[:half], couplings[half:]
+    (scores, errors), (others, more) = (_scored(model, part, score, **how) for part in parts)
     return scores | others, errors | more
 
 
 def _all_scored(
     model: nn.Module,
     couplings: Sequence[Coupling],
+    score: Score | str,
     data: CalibrationData,
-    score: Score | str | None,
     token_mask: TokenMask,
 ) -> dict[str, list[Tensor]]:
-    """Return {coupling: for each of its layers, the scores of its units [scopes, units]}."""
+    """Return {coupling: for each of its layers, the scores of its units [scopes, units]}, which add up."""
     if not couplings:
         return {}
-    needs = needs_of(parse_score(score, "shrink: "))
+    of_elements = None if score == NORM else parse_score(score, "shrink: ")
+    needs = needs_of(of_elements)
     if any(need.startswith("input") for need in needs):
         couplings = [replace(coupling, member_scores="consumers") for coupling in couplings]
-    # A built-in score that needs no statistics only reads weights, so the copy may share them with the model.
-    is_read_only = not needs and not callable(score)
+    # A built-in score only reads weights, so the copy may share them with the model.
+    is_read_only = not callable(score)
     shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_read_only}
-    copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=score)  # type: ignore[arg-type]
+    copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=of_elements)
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
         sparsifier.calibrate(data.batches, data.forward, token_mask=token_mask)
@@ -545,16 +554,17 @@ def _all_scored(
         return scores[ids(names), bound.grid[-1]].pop(0)
 
     rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
-    for coupling in couplings if score is None else ():
+    for coupling in couplings if score == NORM else ():
         pairs = zip(coupling.bind(model), rated[coupling.name], strict=True)
-        rated[coupling.name] = [_with_columns(bound, rows, model) for bound, rows in pairs]
+        rated[coupling.name] = [_squares(bound, rows.double(), model) for bound, rows in pairs]
     for module in copied.modules():
         module._buffers.clear()  # frees the masks now; their modules refer to each other and are freed much later
     return rated
 
 
-def _with_columns(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
-    """Add the entries that units have along a second dimension of a weight, as in recurrent ones, to their norms."""
+def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
+    """Square the norms of units, and add the entries along a second dimension of a weight, as recurrent ones have."""
+    rows = rows.square()
     numbers = torch.arange(bound.units, device="cpu").reshape(bound.grid)
     for member in bound.members:
         first = next(other for other in bound.members if other.fqn == member.fqn)
@@ -568,7 +578,7 @@ def _with_columns(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tenso
         is_counted = (owners[0] == owners[1]).to(weight.device)  # by the first dimension
         others = weight.float().masked_fill(is_counted, 0)
         squares = member.pattern(others).square().unsqueeze(-1).flatten(numbers.ndim).sum(-1)
-        rows = (rows.square() + squares.reshape(rows.shape).to(rows)).sqrt()
+        rows += squares.reshape(rows.shape).to(rows)
     return rows
 
 

@@ -284,7 +284,7 @@ def test_units_in_both_dimensions_of_a_weight_are_rated_as_a_whole(axes, rows):
         columns[k, k % 6] = 0  # is in the row of the unit already
     norms = torch.cat([*parts, columns.T], 1).norm(dim=1)
     kept = norms.argsort(descending=True)[:3].sort().values
-    small, _ = shrink(model, torch.randn(3, 4), 0.5, couplings=[coupling])
+    small, _ = shrink(model, torch.randn(3, 4), 0.5, "norm", couplings=[coupling])
     assert torch.equal(small.a.weight, model.a.weight[kept])
 
 
@@ -505,7 +505,7 @@ def test_weights_of_weight_norm_lose_units_and_are_normalized_anew(norm):
 def test_a_weight_of_zeros_keeps_a_direction():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 2))
     model[0].parametrizations.weight.original0[:3] = 0.0
-    small, report = shrink(model, torch.randn(5, 4), 0.5, multiple_of=2)
+    small, report = shrink(model, torch.randn(5, 4), 0.5, "norm", multiple_of=2)
     assert [row.kept for row in report.couplings] == [2] and report.difference <= 1e-5
     assert sorted((small[0].weight != 0).any(1).tolist()) == [False, True]
 

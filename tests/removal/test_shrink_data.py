@@ -194,7 +194,7 @@ def test_units_of_all_layers_compete_for_one_budget_with_caps():
             model[at if at == 2 else 4].weight[8:] *= 1e-3 if at == 2 else 1
         model[2].bias[8:] *= 1e-3
         model[4].weight[:, 8:] *= 1e-3
-    small, _ = shrink(model, x, 0.25, scope="global", max_sparsity=0.75)
+    small, _ = shrink(model, x, 0.25, "norm", scope="global", max_sparsity=0.75)
     kept = [small[k].out_features for k in (0, 2, 4)]
     assert sum(kept) == 72 and kept[1] == 8
     small, _ = shrink(model, x, 0.25, scope="global", max_sparsity={"2": 0.5})
@@ -268,3 +268,33 @@ def test_scores_are_computed_once_whatever_is_left_out():
     _, report = shrink(model, torch.randn(5, 4), 0.75, score, scope="global", couplings=couplings)
     assert [row.kept for row in report.couplings] == [2] and "together with others" in report.left_out[0]
     assert sorted(names) == ["a.bias", "a.weight", "b.bias", "b.weight", "c.weight", "d.weight"]
+
+
+@pytest.mark.parametrize("score", [None, "norm"])
+def test_the_default_score_reads_what_units_give_on_the_data(score):
+    model, x = mlp(4, 12, 3), torch.randn(200, 4)
+    with torch.no_grad():
+        model[0].weight[::2] *= 100  # by norm, these units matter most
+        model[0].bias[::2] = -1e6  # but none of them is ever active
+    small, _ = shrink(model, x, 0.5, score)
+    is_active = (torch.arange(12) % 2 == (1 if score is None else 0)).nonzero()[:, 0]
+    assert torch.equal(small[0].weight, model[0].weight[is_active])
+
+
+@pytest.mark.parametrize("why", ["no reader records its inputs", "the reader is zero"])
+def test_units_that_data_cannot_score_are_scored_by_norms(why):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 6), nn.Parameter(torch.randn(6)), nn.Linear(6, 3)
+
+        def forward(self, x):
+            h = self.a(x) * self.b
+            return h.sum(1, keepdim=True) if why.startswith("no") else x[:, :3] + self.c(h)
+
+    model, x = Last(), torch.randn(50, 4)
+    with torch.no_grad():
+        model.c.weight.zero_()
+        model.a.weight[::2] *= 100
+    small, report = shrink(model, x, 0.5, exclude=["c.bias"])
+    assert torch.equal(small.a.weight, model.a.weight[::2]), report
