@@ -197,7 +197,7 @@ def test_units_of_all_layers_compete_for_one_budget_with_caps():
     small, _ = shrink(model, x, 0.25, "norm", scope="global", max_sparsity=0.75)
     kept = [small[k].out_features for k in (0, 2, 4)]
     assert sum(kept) == 72 and kept[1] == 8
-    small, _ = shrink(model, x, 0.25, scope="global", max_sparsity={"2": 0.5})
+    small, _ = shrink(model, x, 0.25, "norm", scope="global", max_sparsity={"2": 0.5})
     kept = [small[k].out_features for k in (0, 2, 4)]
     assert sum(kept) == 72 and kept[1] == 16
     with pytest.raises(SparsityError, match="a ratio of 0.9 allows a cost of 9.6, but without all units that may be"):
