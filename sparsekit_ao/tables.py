@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -10,8 +11,21 @@ from typing import Any, Generic, TypeVar
 
 from .errors import is_number
 
+FAR = 0.7  # from this relative error on, half of the variation of the dense model's outputs is lost
 Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
+
+
+def lines_of_error(error: float) -> list[str]:
+    """Return what a report says of the error of a model's outputs to those of the dense model; nothing if it is NaN.
+
+    >>> lines_of_error(0.9)[1]
+    'they have little in common: remove less, give batches (more of them), or recover'
+    """
+    if math.isnan(error):
+        return []
+    far = ["they have little in common: remove less, give batches (more of them), or recover"] if error > FAR else []
+    return [f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
 
 
 def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -31,7 +45,7 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
 class Table(Sequence[Row], Generic[Row]):
     """Base class of reports: a sequence of rows, in which a name gives a row too: `report["0.weight"]`.
 
-    It prints as a table with lines below, and a notebook shows both as HTML. Subclasses define the metrics.
+    It prints as a table with lines above and below, and a notebook shows them as HTML. Subclasses define the metrics.
 
     Attributes:
         rows: Dataclass objects of one class, whose first field is the name of the row.
@@ -44,6 +58,10 @@ class Table(Sequence[Row], Generic[Row]):
         """Return the names of the rows' fields, and the rows as text; `folds` allows one line for many rows."""
         names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
         return [tuple(names), *(tuple(_text(getattr(row, name), name) for name in names) for row in self.rows)]
+
+    def above(self) -> list[str]:
+        """Return the lines above the table."""
+        return []
 
     def below(self) -> list[str]:
         """Return the lines below the table."""
@@ -73,7 +91,7 @@ class Table(Sequence[Row], Generic[Row]):
         return "\n".join(line.rstrip() for line in aligned(cells, numbers))
 
     def __str__(self) -> str:
-        return "\n".join([self.table(folds=True), *self.below()])
+        return "\n".join([*self.above(), self.table(folds=True), *self.below()])
 
     def _repr_html_(self) -> str:
         """The same as an HTML table, for notebooks."""
@@ -81,8 +99,9 @@ class Table(Sequence[Row], Generic[Row]):
 
         head, *lines = self.cells(folds=True)
         body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines)
-        notes = "<br>".join(escape(line.strip()) for line in self.below())
-        return f"<table><tr>{''.join(f'<th>{escape(c)}</th>' for c in head)}</tr>{body}</table><p>{notes}</p>"
+        first, notes = ("<br>".join(escape(line.strip()) for line in lines) for lines in (self.above(), self.below()))
+        heads = "".join(f"<th>{escape(c)}</th>" for c in head)
+        return f"<p>{first}</p><table><tr>{heads}</tr>{body}</table><p>{notes}</p>"
 
     def plot(self, path: str | Path) -> None:
         """Save a picture of one or two fields, row by row; needs matplotlib."""

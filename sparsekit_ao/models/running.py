@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -199,6 +200,31 @@ def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def first_tensor(value: Any) -> Tensor | None:
     """Return the first tensor of nested arguments or outputs, or None where there is none."""
     return next((tensor for _, tensor in tensors_in("", value)), None)
+
+
+def output_error(dense: Any, output: Any, token_mask: Tensor | None = None) -> float:
+    """Return the relative error of the first tensor Y of a model's outputs, ||Y - Y_dense|| / ||Y_dense - its mean||.
+
+    The mean is over all rows, so outputs that are the same for every input have an error of 1; a single row is compared
+    with 0. NaN if the tensors are not floats of one shape. Rows that a mask [batch, tokens] leaves out do not count.
+
+    >>> output_error(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[2.0, 5.0], [2.0, 5.0]]))
+    1.0
+    """
+    wanted, got = first_tensor(dense), first_tensor(output)
+    if wanted is None or got is None or wanted.shape != got.shape or not wanted.is_floating_point() or not wanted.ndim:
+        return math.nan
+    if token_mask is not None and token_mask.shape == wanted.shape[: token_mask.ndim] and wanted.ndim > token_mask.ndim:
+        wanted, got = (t[token_mask.to(t.device).bool()] for t in (wanted, got))
+    features = 1 if wanted.ndim > 3 else wanted.ndim - 1  # channels of images, else the last dimension
+    rows = [d for d in range(wanted.ndim) if d != features] or [0]
+    is_single = math.prod(wanted.shape[d] for d in rows) == 1
+    mean = 0.0 if is_single else wanted.mean(rows, keepdim=True, dtype=torch.float32)
+    lost = spread = 0.0
+    for k in range(len(wanted)):  # one by one, since logits are large
+        lost += float((got[k : k + 1].float() - wanted[k : k + 1].float()).square().sum(dtype=torch.float64))
+        spread += float((wanted[k : k + 1].float() - mean).square().sum(dtype=torch.float64))
+    return math.sqrt(lost / spread) if spread else math.nan
 
 
 def opaque_in(place: str, value: Any) -> list[str]:

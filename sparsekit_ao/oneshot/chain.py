@@ -29,7 +29,17 @@ from ..calibration import Target
 from ..distributed import abandon_forward
 from ..errors import SparsityError
 from ..models.loading import Device, fingerprint
-from ..models.running import Forward, TokenMask, call, check_batches, checked_list, token_mask_of
+from ..models.running import (
+    Forward,
+    TokenMask,
+    call,
+    check_batches,
+    checked_list,
+    eval_mode,
+    output_error,
+    seeded,
+    token_mask_of,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -88,6 +98,16 @@ class CalibrationData:
     def output(self, index: int) -> Any:
         """Run the model on a copy of one batch, as it may change its inputs in place."""
         return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
+
+    @torch.no_grad()
+    def first_output(self) -> Any:
+        """Return the output of the first batch in eval mode."""
+        with eval_mode(self.model), seeded(self.model.parameters()):
+            return self.output(0)
+
+    def error_to(self, dense_output: Any) -> float:
+        """Return the relative error of the first batch's output to that of the dense model; NaN if it has none."""
+        return output_error(dense_output, self.first_output(), self.token_masks[0])
 
     def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""

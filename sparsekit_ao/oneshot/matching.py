@@ -22,7 +22,7 @@ from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, fingerprint, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import named_tensors, owner_of
 from ..models.running import TokenMask, eval_mode, first_tensor, keyed_generator
-from ..tables import Table
+from ..tables import Table, lines_of_error
 from .chain import CalibrationData, Stream
 from .walk import Checkpoint, Walk, agreed, call_of, check_options, without_autocast_cache
 
@@ -70,6 +70,9 @@ class RecoveryReport(Table[BlockRow]):
     Attributes:
         rows: A `BlockRow` for each block, in order.
         tokens: How many tokens counted, as text; "" if all did.
+        error_to_dense: The relative error of the model's outputs Y (the first tensor that the model or `forward`
+            returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over all rows||. Outputs that are
+            the same for every input have an error of about 1. NaN if it is not known.
 
     >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
     block     before   after  passes  seconds
@@ -78,7 +81,12 @@ class RecoveryReport(Table[BlockRow]):
 
     rows: tuple[BlockRow, ...]
     tokens: str = ""
+    error_to_dense: float = math.nan
     bars = ("before", "after")
+
+    def above(self) -> list[str]:
+        """Return how far the outputs are from those of the dense model."""
+        return lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
         """Return the number of tokens that counted, if not all did."""
@@ -179,7 +187,8 @@ def recover(
     saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call}\n{data.fingerprint()}", "recover")
     layers = _changed_layers(model, dense)
     walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
-    return teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
+    report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
+    return replace(report, error_to_dense=data.error_to(replace(data, model=dense).first_output()))
 
 
 def _check_models(model: nn.Module, dense: nn.Module | None) -> None:

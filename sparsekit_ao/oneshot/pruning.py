@@ -16,13 +16,13 @@ from ..errors import SparsityError, by_reason, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
 from ..models.loading import Device, fingerprint, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
-from ..models.running import TokenMask
+from ..models.running import TokenMask, first_tensor
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config
 from ..sparsifiers.scope import ScopeSparsifier
 from ..sparsifiers.stages import checked_pattern
-from ..tables import Table
+from ..tables import Table, lines_of_error
 from .chain import CalibrationData
 from .matching import RecoveryReport, Teacher, check_ranks
 from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
@@ -45,6 +45,8 @@ class OneShotReport(Table[LayerRow]):
         weights: {tensor: number of elements} of all weights that layers multiply by, except embeddings. The report says
             what share of them was pruned, and which are dense.
         tokens: How many tokens counted, as text; "" if all did.
+        error_to_dense: The relative error of the pruned model's outputs on the first batch to those of the dense model;
+            see `RecoveryReport`.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -60,6 +62,7 @@ class OneShotReport(Table[LayerRow]):
     left_out: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
+    error_to_dense: float = math.nan
     bars = ("before", "after")
 
     @property
@@ -79,8 +82,13 @@ class OneShotReport(Table[LayerRow]):
         """Return {"output_error/<tensor>": ..., "seconds": ...} for any logger."""
         return {
             **{f"output_error/{r.tensor}": r.after for r in self.rows if r.after == r.after},
+            **({} if math.isnan(self.error_to_dense) else {"error_to_dense": self.error_to_dense}),
             "seconds": self.seconds,
         }
+
+    def above(self) -> list[str]:
+        """Return how far the outputs are from those of the dense model."""
+        return lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""
@@ -282,7 +290,7 @@ def prune(
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
     data = replace(data, model=pruned)
-    more = [] if batches is None else _other_entries(data, checked_pattern(pattern, ""))
+    more, dense_output = ([], None) if batches is None else _other_entries(data, checked_pattern(pattern, ""))
     resolved = sparsifier.resolved(pruned, exclude, more)
     refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
@@ -296,8 +304,9 @@ def prune(
     teacher = Teacher(None, data) if recover else None
     options = {"device": device, "stream_memory": stream_memory}
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
+    error = math.nan if batches is None else data.error_to(dense_output)
     redo_weight_norms(pruned, normed)
-    report = replace(report, left_out=resolved.skipped)
+    report = replace(report, left_out=resolved.skipped, error_to_dense=error)
     _warn_of_dense(report)
     return pruned, report
 
@@ -346,14 +355,17 @@ def _pruned(
     )
 
 
-def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[TensorGroup]:
-    """Return config entries for weights that products of the first batch read, but no module class reveals."""
+def _other_entries(data: CalibrationData, pattern: Pattern | None) -> tuple[list[TensorGroup], Any]:
+    """Return config entries for weights that no module class reveals, and the output of the first batch.
+
+    The weights are those that products of this batch read.
+    """
     known = {entry["tensor_fqn"] for entry in make_config(data.model)}
-    entries = list[TensorGroup]()
-    for name, is_transposed in other_matrices(data.model, known, lambda: data.output(0)).items():
+    entries, outputs = list[TensorGroup](), list[Any]()
+    for name, is_transposed in other_matrices(data.model, known, lambda: outputs.append(data.first_output())).items():
         own = {} if pattern is None else {"pattern": replace(pattern, is_transposed=is_transposed)}
         entries.append({"tensor_fqn": name, **own})
-    return entries
+    return entries, first_tensor(outputs or data.first_output())  # the model has not run if no other weight exists
 
 
 def _warn_of_dense(report: OneShotReport) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import traceback
 import warnings
@@ -18,7 +19,7 @@ from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
-from ..tables import Table
+from ..tables import Table, lines_of_error
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
@@ -101,6 +102,8 @@ class Compaction(Table[KeptUnits]):
         values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
         compensation: Output errors of layers that read removed units, before and after; set by `shrink` with batches.
         recovery: What `recover` did; set by `shrink(recover=True)`.
+        error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
+            batch or the example inputs; set by `shrink`. See `RecoveryReport`.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -129,6 +132,7 @@ class Compaction(Table[KeptUnits]):
     values: tuple[str, ...] = ()
     compensation: tuple[LayerRow, ...] = ()
     recovery: RecoveryReport | None = None
+    error_to_dense: float = math.nan
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -149,6 +153,10 @@ class Compaction(Table[KeptUnits]):
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Return the head and the rows as text."""
         return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
+
+    def above(self) -> list[str]:
+        """Return how far the outputs are from those of the dense model."""
+        return lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""
@@ -180,7 +188,8 @@ class Compaction(Table[KeptUnits]):
             )
             count = f"{len(rows)} layers that read removed units"
             lines.append(f"mean output error of the {count}: {before:.4f}, and {after:.4f} after they made up for them")
-        return [*lines, *([] if self.recovery is None else [str(self.recovery)])]
+        recovered = [] if self.recovery is None else [self.recovery.table(folds=True), *self.recovery.below()]
+        return [*lines, *recovered]
 
 
 def compact(

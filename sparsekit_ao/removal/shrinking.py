@@ -17,7 +17,7 @@ from ..errors import SparsityError, with_hints
 from ..masking.normalized import plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
-from ..models.running import TokenMask, check_example
+from ..models.running import TokenMask, check_example, token_mask_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import recover as recover_blocks
 from ..oneshot.walk import Walk
@@ -220,8 +220,9 @@ def shrink(
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
     if recover:
         recovery = recover_blocks(small, model, data.batches, forward, token_mask=token_mask)
-        report = replace(report, recovery=recovery)
-    return small, report
+        return small, replace(report, recovery=recovery, error_to_dense=recovery.error_to_dense)
+    error = replace(data, model=small).error_to(replace(data, model=plain).first_output())
+    return small, replace(report, error_to_dense=error)
 
 
 def _checked_data(
@@ -233,7 +234,8 @@ def _checked_data(
 ) -> tuple[Any, CalibrationData]:
     """Return the example inputs, or the first batch in their place, and the data that scores and compensation read."""
     if batches is None:
-        data = CalibrationData(model=model, batches=[example_inputs], forward=forward, token_masks=[None])
+        mask = token_mask_of(example_inputs, None, "shrink")
+        data = CalibrationData(model=model, batches=[example_inputs], forward=forward, token_masks=[mask])
     else:
         data = CalibrationData.checked(model, batches, forward, token_mask, "shrink")
     example_inputs = data.batches[0] if example_inputs is None else example_inputs

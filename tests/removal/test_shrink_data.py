@@ -10,7 +10,7 @@ from networks import NETWORKS, Net
 from stock import linear_model as mlp
 from torch import nn
 
-from sparsekit_ao import Coupling, SparsityError
+from sparsekit_ao import Coupling, SparsityError, prune, recover
 from sparsekit_ao.removal import shrink
 
 
@@ -298,3 +298,43 @@ def test_units_that_data_cannot_score_are_scored_by_norms(why):
         model.a.weight[::2] *= 100
     small, report = shrink(model, x, 0.5, exclude=["c.bias"])
     assert torch.equal(small.a.weight, model.a.weight[::2]), report
+
+
+def test_reports_begin_with_how_far_the_outputs_are_from_those_of_the_dense_model():
+    dense, batches = mlp(6, 24, 5), [torch.randn(50, 6) for _ in range(4)]
+    pruned, of_prune = prune(dense, 0.5, batches=batches)
+    small, of_shrink = shrink(dense, batches[0], 0.5)
+    again, of_both = shrink(dense, ratio=0.5, batches=batches, recover=True)
+    of_recover = recover(small, dense, batches)
+    for model, report in ((pruned, of_prune), (small, of_recover), (again, of_both)):
+        with torch.no_grad():
+            wanted, got = dense(batches[0]), model(batches[0])
+        expected = float((got - wanted).norm() / (wanted - wanted.mean(0)).norm())
+        assert report.error_to_dense == pytest.approx(expected, rel=1e-5)
+        first = f"relative error of the outputs to those of the dense model: {expected:.3f}"
+        assert str(report).splitlines()[0] == first and str(report).count(first) == 1
+        assert report._repr_html_().startswith(f"<p>{first}")
+    assert of_recover.error_to_dense < of_shrink.error_to_dense
+    _, report = shrink(dense, batches[0], 0.9)
+    assert report.error_to_dense > 0.7 and "they have little in common" in str(report).splitlines()[1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_padding_does_not_count_in_the_error_of_outputs(scale):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+        def forward(self, x, attention_mask):
+            return self.b(self.a(x).relu())
+
+    dense, x, mask = Tokens(), torch.randn(8, 6, 4), torch.ones(8, 6)
+    mask[:, 4:] = 0
+    x[:, 4:] *= scale
+    small, report = shrink(dense, {"x": x, "attention_mask": mask}, 0.5)
+    with torch.no_grad():
+        wanted, got = (one(x, mask)[:, :4].flatten(0, 1) for one in (dense, small))
+    assert report.error_to_dense == pytest.approx(
+        float((got - wanted).norm() / (wanted - wanted.mean(0)).norm()), rel=1e-5
+    )
