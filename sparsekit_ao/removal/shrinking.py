@@ -78,7 +78,8 @@ def shrink(
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a cost requires.
 
-    Couplings from which `compact` cannot remove units are left out (see `removable`). The units of several
+    Couplings from which `compact` cannot remove units are left out (see `removable`), and so is what passes from block
+    to block, such as the hidden size of a transformer (the kind "width"), unless it is named. The units of several
     couplings, such as key heads, the query heads of each key head, and the elements of a head, may lie along the same
     dimension of a tensor. At most one of these couplings is pruned. Whole heads are chosen if possible, and otherwise
     the couplings that together remove most parameters. The report lists what is left out, and why.
@@ -105,7 +106,7 @@ def shrink(
         ratio: The fraction of the units of every coupling that is dropped in each scope, or the fraction of the cost
             that is saved. {name: fraction} drops nothing from couplings that it does not name. A name is a kind
             ("mlp"), a coupling, or a tensor or module whose outputs are the units of a layer ("layer1.0.conv1"), and
-            "*" stands for all that is not named.
+            "*" stands for all that is not named, except for the kind "width".
         score: The name of one of `scores`, or a score object. The statistics that it needs are recorded on the batches.
             If they are statistics of inputs, units are scored by the weights that read these units. None (default)
             takes `obd`, and the norm for units whose readers record no inputs. `"norm"` takes the norm of every unit,
@@ -132,8 +133,8 @@ def shrink(
             `ratio`, and what it does not name keeps any number. By default, dimensions of 16-bit weights, and of packed
             experts (experts, out, in) in any dtype, stay multiples of 16 bytes.
         uniform: Whether to leave out what the config cannot hold. None (default) does so for a transformers model whose
-            config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names says what is
-            dropped.
+            config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*" says
+            what is dropped.
         tensor_parallel: The number of devices over which an engine divides each layer. Numbers of kept units stay
             multiples of this number times `multiple_of`.
 
@@ -176,6 +177,8 @@ def shrink(
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     excluded = names_in_place_of_modules(model, exclude)
     how: dict[str, Any] = {"exclude": excluded, "multiple_of": multiple_of, "tolerance": tolerance}
+    if couplings is None:
+        how["named"] = {*(kinds or ())}.union(*(by for by in (ratio, max_sparsity) if isinstance(by, Mapping)))
     discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, caller_verifies=True)
     if recover:
         discovery = _inside_blocks(plain, discovery, data)
@@ -185,7 +188,7 @@ def shrink(
     next(phase)
     # With uniform=True, only what the config can hold is removed, even if that is nothing. With None, the same is done
     # if the call leaves open what is dropped, and the config can hold some of it.
-    is_open = couplings is None and not isinstance(ratio, Mapping) and has_config(plain)
+    is_open = couplings is None and has_config(plain) and (not isinstance(ratio, Mapping) or "*" in ratio)
     is_uniform = is_open if uniform is None else uniform
     if is_uniform:
         # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
@@ -322,7 +325,7 @@ def _check_named(
     """Raise an error if an argument names what is not a coupling, a kind or a layer whose outputs can be removed."""
     couplings = discovery.couplings
     known = {name for c in couplings for name in (c.name, c.layer_of, c.kind, "*")} - {""}  # most have no `layer_of`
-    known |= {name for name, _ in discovery.left_out}
+    known |= {"*", "width", *(name for name, _ in discovery.left_out)}
     check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
     given = [(what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by]
     bounds = (bound for c in couplings for bound in c.bind(model)) if given else ()

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from ..models.progress import progress_bar
 from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_modules
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
-from .levels import multiple_for, numbers_by_coupling, with_own_names
+from .levels import multiple_for, names_of_outputs, numbers_by_coupling, with_own_names
 from .remove import Removal, check_multiple, masked_copy, rounded
 from .sizes import candidate_attrs, fit_config, width_attrs
 from .twin import Twin, discover_in_twin, make_twin
@@ -33,6 +33,10 @@ from .verify import Reference
 
 _NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
 _ENOUGH = 3  # after this many failures in a family (see `_family`), no other coupling of the family is tried
+PASSES_ON = (
+    "it passes from block to block, and trained models seldom survive its removal; to remove it all the same, name its "
+    "kind: ratio={'width': 0.5}, or with one budget max_sparsity={'width': 0.9}"
+)
 NOT_TRIED = f"not tried, since {_ENOUGH} like it cannot be removed: "
 
 _Failures = defaultdict[str, list[str]]  # {family: for each of its couplings that cannot be removed, the reason}
@@ -103,6 +107,7 @@ def find_removable(
     exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
     tolerance: float,
+    named: Collection[str] | None = None,
     caller_verifies: bool = False,
 ) -> Discovery:
     """Find couplings as `removable` does, on a short twin (a copy with fewer blocks; see `twin`) if there can be one.
@@ -111,6 +116,7 @@ def find_removable(
     is tried instead.
 
     Args:
+        named: What the user names; couplings of the kind "width" are left out unless they are named. None tries all.
         caller_verifies: Whether the caller checks on the whole model what can be removed, as `shrink` does. The check
             is then left to the caller, except if `couplings` is None: couplings are then discovered in a short model
             first, and are checked on the whole model here. If this check fails, they are discovered in the whole model.
@@ -118,7 +124,7 @@ def find_removable(
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # otherwise trials would fail, and every coupling be left out for this reason
-    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of}
+    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "named": named}
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
     if couplings is not None:
         search_by_trials = partial(removable, model, example_inputs, tolerance=tolerance)
@@ -144,6 +150,7 @@ def _removable_part(
     ratio: float,
     exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
+    named: Collection[str] | None,
     verify_whole: bool,
     may_try_whole: bool = True,
 ) -> Discovery:
@@ -151,7 +158,7 @@ def _removable_part(
 
     Args:
         reference_of: A function that returns the reference with which the outputs of a model are compared.
-        ratio, exclude, multiple_of: As for `find_removable`.
+        ratio, exclude, multiple_of, named: As for `find_removable`.
         verify_whole: Whether to check on the whole model what can be removed from the twin.
         may_try_whole: Whether the whole model is tried if the twin is of no use.
 
@@ -159,7 +166,7 @@ def _removable_part(
         _TwinError: With `may_try_whole=False`, if there is no twin, or what was found in it cannot be used.
     """
     excluded = excluded_names(model, exclude, dict(named_tensors(model)))
-    tried, left_out = _tried(model, discovery, excluded, ratio)
+    tried, left_out = _tried(model, discovery, excluded, ratio, named)
     # If `multiple_of` gives the layers of one coupling different numbers, the trials take that of the first layer.
     numbers = numbers_by_coupling(model, tried, multiple_of, 1, "multiple_of")
     multiples = {c.name: multiple_for(model, c) if numbers[c.name] is None else numbers[c.name] for c in tried}
@@ -196,7 +203,11 @@ def _removable_part(
 
 
 def _tried(
-    model: nn.Module, discovery: Discovery, excluded: Mapping[str, str], ratio: float
+    model: nn.Module,
+    discovery: Discovery,
+    excluded: Mapping[str, str],
+    ratio: float,
+    named: Collection[str] | None,
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """Return the couplings that are tried, with names that differ, and (name, reason) of those that are left out."""
     tried, left_out = list[Coupling](), list(discovery.left_out)
@@ -206,6 +217,10 @@ def _tried(
         why = reasons[0] if all(reasons) else ""
         if not why and coupling.lists:
             why = "its units are modules of a list; prune them by its `entries`, and call compact with a tolerance"
+        if not why and named is not None and coupling.kind == "width":
+            names = {coupling.name, coupling.layer_of, "width"}
+            names = names.union(*(names_of_outputs(model, bound) for bound in bindings))
+            why = "" if names & {*named} else PASSES_ON
         if not why and all(_count_kept(bound, ratio) == bound.grid[-1] for bound in bindings):
             why = f"a ratio of {ratio} drops none of its units: {bindings[0].grid[-1]} in each scope"
         if why:

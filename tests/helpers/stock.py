@@ -15,7 +15,20 @@ try:
 except ImportError:  # in `without_torch_ao_child.py`
     StockWeightNorm = None
 
-__all__ = ["Holder", "StockWeightNorm", "linear_model", "mask_by", "prepared", "refuses", "reloaded", "same", "stepped"]
+__all__ = [
+    "EVERYTHING",
+    "Holder",
+    "StockWeightNorm",
+    "linear_model",
+    "mask_by",
+    "prepared",
+    "refuses",
+    "reloaded",
+    "same",
+    "stepped",
+]
+
+EVERYTHING = {"*": 0.5, "width": 0.5}  # a ratio for `shrink`, which keeps what passes between blocks unless it is named
 
 
 def refuses(text, kind=SparsityError):

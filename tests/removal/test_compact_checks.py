@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compact_models import NET, PAIR, dropping, pair, pruned, refusal, x
 from networks import Net
+from stock import EVERYTHING
 from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
@@ -272,12 +273,12 @@ ONE, SEVERAL = torch.ones(2, 1, dtype=torch.long), torch.tensor([[1, 2, 4]])
 def test_one_token_is_refused_where_the_model_combines_tokens_and_a_batch_of_one_is_not(model, inputs, place):
     q, k = Coupling({"**q.weight": "u i", "**q.bias": "u"}), Coupling({"**k.weight": "u i", "**k.bias": "u"})
     if place:
-        for call in (lambda: shrink(model, inputs), lambda: compact(pruned(model, [q]), [q, k], inputs)):
+        for call in (lambda: shrink(model, inputs, EVERYTHING), lambda: compact(pruned(model, [q]), [q, k], inputs)):
             with pytest.raises(SparsityError, match=f"{place}.*Pass at least 2 entries there"):
                 call()
         longer = {"ids": torch.tensor([[1, 2], [3, 1]]), "mask": torch.ones(2, 2), "labels": ONE[:, 0]}
         inputs = longer if "ids" in place else torch.randn(2, 2, 8)
-    assert shrink(model, inputs)[1].left_out
+    assert shrink(model, inputs, EVERYTHING)[1].left_out
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 6, 6), (2, 1, 6, 6)])

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from compact_models import rebuilt
+from stock import EVERYTHING
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -141,7 +142,7 @@ def test_units_leave_and_outputs_are_those_of_the_masked_model(name):
     make, inputs, shapes = REMOVED[name]
     torch.manual_seed(0)
     model = make().eval()
-    small, report = shrink(model, inputs)
+    small, report = shrink(model, inputs, EVERYTHING)
     assert {key: tuple(small.state_dict()[key].shape) for key in shapes} == shapes
     assert report.difference <= 1e-5 and not report.left_out
     assert 2 * report.after.parameters < 1.3 * report.before.parameters
@@ -173,7 +174,7 @@ STAYS = {  # (model, inputs, the reason)
 def test_the_reason_for_what_stays_is_in_the_report(name):
     make, inputs, reason = STAYS[name]
     torch.manual_seed(0)
-    _, report = shrink(make().eval(), inputs)
+    _, report = shrink(make().eval(), inputs, EVERYTHING)
     assert len([text for text in (*report.left_out, *report.frozen) if re.search(reason, text)]) == 1
 
 

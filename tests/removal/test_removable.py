@@ -9,7 +9,7 @@ import torch
 from compact_models import close, rebuilt
 from discovered import fill, pruned_jointly
 from networks import NETWORKS, Heads, Net
-from stock import refuses
+from stock import EVERYTHING, refuses
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,7 +62,7 @@ def test_lists_and_tuples_keep_their_kind_and_are_rebuilt():
         return model
 
     x = torch.randn(2, 5, 8)
-    small, report = shrink(make(), x)
+    small, report = shrink(make(), x, EVERYTHING)
     assert small[0].shapes == [3, 2, 2] and small[0].inner == 4
     assert report.changed == ("*.inner: 8 -> 4", "*.shapes[1]: 4 -> 2")
     assert torch.equal(rebuilt(make(), small, report)(x), small(x))
@@ -74,7 +74,7 @@ def test_what_cannot_be_removed_is_listed_with_the_reason():
     ((name, why),) = found.left_out
     assert not found.couplings and name == "hidden.weight" and why.startswith("does not run: unflatten: Provided")
     assert "\n# Left out, they cannot be removed:\n#   hidden.weight: does not run: " in str(found)
-    small, report = shrink(model, inputs)
+    small, report = shrink(model, inputs, EVERYTHING)
     assert report.left_out == (f"{name}: {why}",) and report.after == report.before and not report.couplings
     assert torch.equal(small(inputs), model(inputs)) and small is not model
 
@@ -112,7 +112,7 @@ def test_couplings_are_excluded_by_tensor_module_class_or_because_nothing_of_the
 def test_shrink_drops_a_fraction_of_every_dimension_once():
     model, inputs = hf_models.make("Llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    small, report = shrink(model, inputs, uniform=False)
+    small, report = shrink(model, inputs, EVERYTHING, uniform=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     q = small.model.layers[0].self_attn.q_proj
     assert (q.out_features, q.in_features) == (16, 16)

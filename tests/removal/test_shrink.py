@@ -11,7 +11,7 @@ import torch
 from compact_models import close, rebuilt
 from discovered import fill
 from networks import NETWORKS, Net
-from stock import linear_model
+from stock import EVERYTHING, linear_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -317,7 +317,7 @@ MLP = {
 
 def test_what_the_config_cannot_hold_is_rebuilt_by_one_line(tmp_path):
     model, inputs = hf_models.make("GPT-2")
-    small, report = shrink(model, inputs, uniform=False)
+    small, report = shrink(model, inputs, EVERYTHING, uniform=False)
     found = save_pretrained(small, report, tmp_path)
     assert "c_attn" in report.not_in_config and "from_pretrained cannot load it" in str(report)
     assert found.notes[0].endswith(f"export.load_pretrained({str(tmp_path)!r}, GPT2LMHeadModel) does")
@@ -336,7 +336,7 @@ UNIFORM = {  # {model: the fields of its config that change}
 @pytest.mark.parametrize("name", UNIFORM)
 def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_loads_the_result(name, tmp_path):
     model, inputs = hf_models.make(name)
-    small, report = shrink(model, inputs, exclude=[] if name == "GPT-2" else ["model.embed_tokens"])
+    small, report = shrink(model, inputs, EVERYTHING, exclude=[] if name == "GPT-2" else ["model.embed_tokens"])
     changed = {text.split(":")[0].removeprefix("config.") for text in report.changed if text.startswith("config.")}
     assert changed == UNIFORM[name] and report.not_in_config == ""
     assert any("the config cannot hold it (" in text and "uniform=False" in text for text in report.left_out)
@@ -355,7 +355,9 @@ def test_with_a_cost_only_widths_that_the_config_can_hold_are_chosen(heads, key_
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=key_heads)
     model = fill(transformers.LlamaForCausalLM(config)).eval()
-    small, report = shrink(model, {"input_ids": torch.arange(14).view(2, 7)}, 0.4, cost=cost, uniform=uniform)
+    small, report = shrink(
+        model, {"input_ids": torch.arange(14).view(2, 7)}, 0.4, cost=cost, uniform=uniform, max_sparsity={"width": 0.9}
+    )
     assert report.not_in_config == "" and small.config.hidden_size % small.config.num_attention_heads == 0
     assert small.config.hidden_size < 48 and getattr(report.after, cost) <= 0.6 * getattr(report.before, cost)
 
@@ -375,9 +377,9 @@ def test_uniform_numbers_divide_over_ranks_and_the_report_says_where_they_do_not
 def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it_is_asked_for():
     model, inputs = hf_models.make("SegFormer")
     exclude = ["*.attention.*", "*patch_embeddings*"]
-    small, report = shrink(model, inputs, exclude=exclude)
+    small, report = shrink(model, inputs, EVERYTHING, exclude=exclude)
     assert report.not_in_config and parameters(small) < parameters(model) and not report.fits
-    small, report = shrink(model, inputs, exclude=exclude, uniform=True)
+    small, report = shrink(model, inputs, EVERYTHING, exclude=exclude, uniform=True)
     assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
     assert report.fits == (
         "transformers",
@@ -528,7 +530,7 @@ def test_what_is_computed_or_read_from_values_is_reported_and_the_rest_is_remove
 def test_packed_experts_keep_multiples_of_16_bytes_in_any_dtype():
     model, inputs = hf_models.make("Mixtral")
     model.set_experts_implementation("grouped_mm")
-    small, report = shrink(model, inputs, 0.3)
+    small, report = shrink(model, inputs, {"*": 0.3, "width": 0.3})
     assert not any("does not run" in text for text in report.left_out) and report.difference <= 1e-5
     assert small.model.layers[0].mlp.experts.down_proj.shape == (4, 24, 36)  # of 32 and 48; 23 and 34 would not run
 
@@ -659,7 +661,9 @@ def test_with_a_cost_small_scopes_and_large_multiples_do_what_they_can():
 def test_16_bit_norms_are_folded_where_a_mask_is_all_ones():
     model, inputs = hf_models.make("Llama")
     ids = inputs["input_ids"]
-    small, report = shrink(model.to(torch.bfloat16), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 0.5)
+    small, report = shrink(
+        model.to(torch.bfloat16), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, EVERYTHING
+    )
     assert small.config.hidden_size == model.config.hidden_size // 2 and report.not_in_config == ""
 
 
@@ -683,7 +687,7 @@ def test_operators_without_a_formula_are_named_in_the_report():
 
 def test_rows_of_the_report_have_kinds_beside_names():
     model, inputs = hf_models.make("Llama")
-    _, report = shrink(model, inputs, 0.5, uniform=False)
+    _, report = shrink(model, inputs, EVERYTHING, uniform=False)
     kinds = {row.name.rpartition(".layers.")[2]: row.kind for row in report.couplings}
     assert {"width", "mlp", "key heads"} <= {*kinds.values()} and kinds["0.mlp.gate_proj.weight"] == "mlp"
     assert report.to_csv().startswith("name,kind,kept,of") and " width " in str(report)
@@ -698,10 +702,10 @@ def test_weights_that_are_computed_when_they_are_read_give_the_same_smaller_mode
         model, inputs = hf_models.make(name)
         model = model.to(torch.bfloat16) if name == "Llama" else model
     model.requires_grad_(False)
-    (copied, _), report = shrink(model, inputs, 0.5), shrink(model, inputs, 0.5)[1]
+    (copied, _), report = shrink(model, inputs, EVERYTHING), shrink(model, inputs, EVERYTHING)[1]
     monkeypatch.setattr(verify, "LARGE", 1)
     monkeypatch.setattr(verify, "_PART", 64)  # so that products read few rows at a time
-    computed, again = shrink(model, inputs, 0.5)
+    computed, again = shrink(model, inputs, EVERYTHING)
     pairs = zip(copied.named_parameters(), computed.named_parameters(), strict=True)
     assert all(a == b and torch.equal(p, q) and p.stride() == q.stride() for (a, p), (b, q) in pairs)
     assert all(type(p) is nn.Parameter and not p.requires_grad for p in computed.parameters())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from discovered import fill
 from networks import NETWORKS, Net
+from stock import EVERYTHING
 from stock import linear_model as mlp
 from torch import nn
 
@@ -94,8 +95,8 @@ def stream():
 
 def test_weights_that_read_and_write_one_stream_make_up_for_it():
     model, batches = stream()
-    small, report = shrink(model, ratio=0.5, batches=batches)
-    plain, _ = shrink(model, ratio=0.5, batches=batches, compensate=None)
+    small, report = shrink(model, ratio=EVERYTHING, batches=batches)
+    plain, _ = shrink(model, ratio=EVERYTHING, batches=batches, compensate=None)
     assert {row.tensor for row in report.compensation} == {"blocks.0.weight", "blocks.1.weight", "last.weight"}
     assert small.blocks[0].weight.shape == (8, 8)
     assert error(small, model, batches) < 0.8 * error(plain, model, batches)
@@ -104,7 +105,7 @@ def test_weights_that_read_and_write_one_stream_make_up_for_it():
 def test_weights_that_modules_share_stay_as_they_are():
     model, batches = stream()
     model.blocks[1].weight = model.blocks[0].weight
-    small, report = shrink(model, ratio=0.5, batches=batches)
+    small, report = shrink(model, ratio=EVERYTHING, batches=batches)
     assert [row.tensor for row in report.compensation] == ["last.weight"]
     assert small.blocks[0].weight is small.blocks[1].weight
 
@@ -338,3 +339,30 @@ def test_padding_does_not_count_in_the_error_of_outputs(scale):
     assert report.error_to_dense == pytest.approx(
         float((got - wanted).norm() / (wanted - wanted.mean(0)).norm()), rel=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({}, 16),
+        ({"ratio": {"*": 0.5}}, 16),
+        ({"ratio": 0.2, "cost": "parameters"}, 16),
+        ({"ratio": {"width": 0.25}}, 12),
+        ({"ratio": {"*": 0.5, "width": 0.25}}, 12),
+        ({"ratio": {"first": 0.25}}, 12),
+        ({"kinds": ["width"]}, 8),
+        ({"ratio": 0.7, "scope": "global", "max_sparsity": {"width": 0.25, "*": 0.9}}, 12),
+    ],
+)
+def test_what_passes_between_blocks_stays_unless_it_is_named(keys, width):
+    def run(m, x):
+        x = m.first(x)
+        for block in m.blocks:
+            x = x + block(x)
+        return m.last(x)
+
+    blocks = nn.ModuleList(mlp(16, 32, 16) for _ in range(2))
+    model = Net(run, first=nn.Linear(4, 16), blocks=blocks, last=nn.Linear(16, 3)).eval()
+    small, report = shrink(model, torch.randn(9, 4), **keys)
+    assert small.first.out_features == width and report.difference <= 1e-5
+    assert any("ratio={'width': 0.5}" in text for text in report.left_out) == (width == 16)

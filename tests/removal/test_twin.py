@@ -4,6 +4,7 @@ import hf_models
 import pytest
 import torch
 import transformers
+from stock import EVERYTHING
 from torch import nn
 from torch.nn import functional as F
 
@@ -120,7 +121,7 @@ def shrunk(model, inputs, monkeypatch, *, whole, **keys):
         patch.setattr(trials, "make_twin", make)
         if whole:
             patch.setattr(trials, "discover_in_twin", lambda *_: None)
-        return *shrink(model, inputs, 0.5, **keys), made
+        return *shrink(model, inputs, **{"ratio": EVERYTHING, **keys}), made
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,11 @@ ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.
 @pytest.mark.parametrize(
     "how",
     [
-        *({"uniform": False}, {"cost": "flops"}, {"exclude": ["*.v_proj.weight"]}),
+        *(
+            {"uniform": False},
+            {"ratio": 0.5, "cost": "flops", "max_sparsity": {"width": 0.9}},
+            {"exclude": ["*.v_proj.weight"]},
+        ),
         {"couplings": ONE_BLOCK, "uniform": False},
     ],
 )

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from stock import EVERYTHING
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -103,7 +104,7 @@ def test_what_lost_heads_is_shrunk_again_scored_recovered_and_trained():
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_compiled_as_one_graph_and_exported(kind):
     x = torch.randn(2, 7, 8)
-    small, _ = shrink(make(kind), x)
+    small, _ = shrink(make(kind), x, EVERYTHING)
     torch.testing.assert_close(torch.compile(small, fullgraph=True, backend="aot_eager")(x), small(x))
     torch.testing.assert_close(torch.export.export(small, (x,), strict=True).module()(x), small(x))
 
@@ -114,7 +115,7 @@ def test_onnxruntime_runs_it(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     x = torch.randn(2, 7, 8)
-    small, _ = shrink(make(Packed), x)
+    small, _ = shrink(make(Packed), x, EVERYTHING)
     torch.onnx.export(small, (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "small.onnx")
     (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -128,7 +129,7 @@ def test_a_width_that_is_not_read_stays_away():
             q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, 8).permute(2, 0, 3, 1, 4)
             return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    small, report = shrink(make(Fixed), torch.randn(2, 7, 8))
+    small, report = shrink(make(Fixed), torch.randn(2, 7, 8), EVERYTHING)
     assert small[2].num_heads == 2 and not any("width" in text for text in report.changed)
     assert not small[2]._forward_pre_hooks
 
@@ -160,7 +161,7 @@ def test_heads_leave_models_of_transformers(name, heads, kept, tmp_path):
     from sparsekit_ao import export
 
     model, inputs = transformers_model(name)
-    small, report = shrink(model, inputs, uniform=False)
+    small, report = shrink(model, inputs, EVERYTHING, uniform=False)
     path, _, attribute = heads.rpartition(".")
     assert getattr(small.get_submodule(path), attribute) == kept and report.difference <= 1e-5
     export.save_pretrained(small, report, tmp_path)

@@ -7,7 +7,7 @@ import hf_models
 import pytest
 import torch
 from discovered import assert_exact, fill
-from stock import refuses, stepped
+from stock import EVERYTHING, refuses, stepped
 from test_config import Language, prepared
 from torch import nn
 from torch.nn import functional as F
@@ -212,7 +212,7 @@ def test_a_tied_model_of_transformers_is_shrunk_saved_and_read_back(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     found = removable(model, inputs)
     assert "model.embed_tokens.weight" in found.couplings[0].members
-    small, report = shrink(model, inputs, exclude=["*.self_attn"])
+    small, report = shrink(model, inputs, EVERYTHING, exclude=["*.self_attn"])
     assert small.lm_head.weight is small.model.embed_tokens.weight and report.difference <= 1e-5
     masked = copy.deepcopy(model)
     sparsifier = stepped(masked, found.couplings[0].entries(masked), sparsity_level=0.5)
