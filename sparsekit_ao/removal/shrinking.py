@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..calibration import GRADIENTS
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
+from ..masking import dense_weight
 from ..masking.normalized import plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
@@ -551,8 +552,15 @@ def _all_scored(
     # Couplings may divide the same tensors, as heads and their elements do. The number of units tells them apart or, if
     # it is the same, the order, which is that of `couplings`.
     scores: dict[tuple[frozenset[int], int], list[Tensor]] = {}
-    for names, rows in sparsifier.block_scores():
-        scores.setdefault((ids(names), rows.shape[-1]), []).append(rows)
+    recorder = sparsifier.recorder
+    for pruning in sparsifier.pruning_groups():
+        weights = {name: dense_weight(*recorder.tensors[name]) for name in pruning.specs}
+        # No batch reaches a layer that only training runs: the others rate its units, if there are any.
+        unread = [name for name in weights if needs and name not in recorder.collected]
+        known = {name: torch.zeros_like(weights[name]) for name in unread if len(unread) < len(weights)}
+        values = pruning.values(weights.__getitem__, recorder.of, known)
+        rows = pruning.scope.block_norms(values, norm=pruning.norm_of(values.values()))
+        scores.setdefault((ids(pruning.specs), rows.shape[-1]), []).append(rows)
 
     def rows_of(bound: BoundCoupling) -> Tensor:
         names = [member.fqn for member in bound.members if member.is_parameter]

@@ -111,8 +111,9 @@ def _convolution(op: Operation) -> Label:
 
 
 def _batch_norm(op: Operation) -> list[Label]:
-    """BatchNorm in eval mode: each channel by itself; zero where its weight and bias are."""
+    """BatchNorm: each channel by itself; zero where its weight and bias are."""
     x, affine = op.label("input"), op.labels("weight", "bias")
+    op.freeze(*((x[0], *x[2:]) if op["training"] else ()), what="its mean and variance are those of the batch")
     operands = [x[1], *(axis for (axis,) in (*affine, *op.labels("running_mean", "running_var")))]
     is_zero = lambda zeros: bool(affine) and all(zeros[1 : 1 + len(affine)])  # noqa: E731
     return [(x[0], united(op, operands, is_zero), *x[2:])]

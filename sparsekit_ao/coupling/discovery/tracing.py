@@ -14,12 +14,15 @@ import linecache
 import logging
 import math
 import os
+import random
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
@@ -41,6 +44,7 @@ from .operation import AxisRule, Label, Operation
 NOT_UNDERSTOOD = "not understood"
 COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
 UNUSED = "not used in this forward"
+NOT_RUN = "give example inputs for which it runs, or remove it from the model"
 
 
 class Trace(TorchDispatchMode):
@@ -71,6 +75,7 @@ class Trace(TorchDispatchMode):
         self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
         self._normed: dict[str, str] = {}  # {parameter of the former weight_norm: the tensor that it computes}
         self._modules: list[tuple[str, nn.Module]] = []
+        self._passed: list[tuple[str, Any]] = []  # (module, arguments or results that its forward has)
         self._steps: list[tuple[AxisRule | None, Operation]] = []
 
     def fix(self, value: Any, why: str) -> None:
@@ -85,8 +90,16 @@ class Trace(TorchDispatchMode):
             norms = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
             dotted = f"{name}.".lstrip(".")
             self._normed |= {f"{dotted}{tensor}_{part}": dotted + tensor for tensor in norms for part in "gv"}
-            module.register_forward_pre_hook(lambda module, _, name=name: self._modules.append((name, module)))
-            module.register_forward_hook(lambda *_: self._modules.pop() and None)  # the output stays as it is
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, name: str, module: nn.Module, *inputs: Any) -> None:
+        self._modules.append((name, module))
+        self._passed.append((self.where, inputs))
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._modules.pop()
+        self._passed.append((self.where, output))
 
     @property
     def where(self) -> str:
@@ -132,27 +145,60 @@ class Trace(TorchDispatchMode):
         value = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)
         values += [value] if value not in values else []
 
-    def follow(self, inputs: Any, output: Any) -> None:
-        """Apply the rules of all operations in their order; the output decides which results are used.
+    def train(self, model: nn.Module, run: Callable[[], Any]) -> Any:
+        """Run the model in training mode too if parameters were not read; return its output, or None if that fails."""
+        read = {id(tensor) for _, op in self._steps for tensor in op.tensors}
+        if all(id(tensor) in read for tensor in self.names if isinstance(tensor, nn.Parameter)):
+            return None
+        steps, passed, states = len(self._steps), len(self._passed), (random.getstate(), np.random.get_state())
+        try:
+            model.train()
+            return run()
+        except Exception:  # it needs labels, for example
+            del self._steps[steps:], self._passed[passed:], self._modules[:]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def follow(self, inputs: Any, outputs: dict[str, Any]) -> None:
+        """Apply the rules of all operations in their order; the outputs decide which results are used.
 
         Again where a parameter has an axis twice: its values along the second one are not zero then.
         """
-        used = self._used_steps(output)
+        used = self._used_steps(outputs)
         self._reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}
-        self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", output)}
+        self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", outputs)}
         while True:
             self._start(inputs)
             for at, ((rule, op), is_used) in enumerate(zip(self._steps, used, strict=True)):
                 self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable), at)
-            self.fix(output, "output")
+            for place, output in outputs.items():
+                self.fix(output, place)
             repeated = set(self._repeated())
             if repeated <= self.further:
                 break
             self.further |= repeated
-        self._steps = []
+        self._keep_readable()
+        self._steps, self._passed = [], []
         for name, label in self.named.items():
             for axis in label if name not in self.used else ():
                 freeze(axis, UNUSED)
+
+    def _keep_readable(self) -> None:
+        """Freeze axes that layers which did not run could read: of tensors around them, with the sizes of a weight."""
+        around = defaultdict[str, list[Tensor]](list)  # {module: the tensors of its forward}
+        for module, value in [*self._passed, *((op.module, [op.tensors, op.outs]) for _, op in self._steps)]:
+            around[module] += [tensor for _, tensor in tensors_in("", value)]
+        for parameter, name in self.names.items():
+            if name in self.used or not isinstance(parameter, nn.Parameter):
+                continue
+            path, sizes = name.rpartition(".")[0], {*parameter.shape[: None if parameter.ndim < 4 else 2]} - {1}
+            caller = max((m for m in around if f"{path}.".startswith(f"{m}.")), key=len, default="the model")
+            for tensor in around[caller]:
+                for start, stop in itertools.combinations(range(tensor.dim() + 1), 2):
+                    if math.prod(tensor.shape[start:stop]) in sizes:
+                        for axis in self._labels.get(tensor, ())[start:stop]:
+                            freeze(axis, f"{path or name}, which did not run, may read it; {NOT_RUN}")
 
     def _start(self, inputs: Any) -> None:
         """Give parameters and buffers new axes that are not frozen, and inputs frozen ones."""
@@ -299,16 +345,21 @@ def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) 
             running.set_experts_implementation("batched_mm")
         recorded.watch(running)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _copied(t, mode), arguments(example_inputs))
-        try:
+
+        def run() -> Any:
             with mode or contextlib.nullcontext(), recorded:
-                output = running(*args, **kwargs)
+                return running(*args, **kwargs)
+
+        try:
+            output = run()
         except Exception as e:
             remedy = "; if it reads values, move it from the meta device to one that has them" if mode else ""
             raise _ForwardError(
                 f"discover: the forward failed in {recorded.where}: {type(e).__name__}: {e}. Check that "
                 f"model(*example_inputs), or model(**example_inputs) for a dict, runs{remedy}."
             ) from e
-        recorded.follow(args or kwargs, output)  # one of both is empty
+        outputs = {"output": output, "output in training": recorded.train(running, run)}
+        recorded.follow(args or kwargs, outputs)  # one of both is empty
         recorded.opaque = opaque_in("output", output)
     return recorded
 
