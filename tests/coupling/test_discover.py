@@ -591,3 +591,32 @@ def test_a_model_that_cannot_be_copied_is_refused():
     model.lock = threading.Lock()
     with pytest.raises(SparsityError, match="^discover: the model cannot be copied: TypeError: .*Remove what"):
         discover(model, ROWS)
+
+
+ONE = torch.tensor(0)
+SINGLE = {  # functions of a number, or of a vector of numbers, that torch gives no dimension
+    "quantile": lambda s: s.expand(3).quantile(0.5),
+    "nanquantile": lambda s: s.nanquantile(0.5),
+    "quantile of rows": lambda s: s.expand(2, 3).quantile(0.5, dim=1, keepdim=True).sum(),
+    "gather": lambda s: s.gather(0, ONE) + s.expand(3).gather(0, ONE),
+    "index_select": lambda s: s.index_select(0, ONE[None]) + s.expand(3).index_select(0, ONE),
+    "index_add": lambda s: torch.zeros(()).index_add(0, ONE[None], s),
+    "index_copy": lambda s: torch.zeros(()).index_copy(0, ONE, s) + torch.zeros(3).index_copy(0, ONE, s).sum(),
+    "index_put": lambda s: torch.zeros(3, 2).index_put((ONE,), s).sum(),
+    "take": lambda s: s.take(ONE),
+    "median": lambda s: s.median(0)[0],
+    "topk": lambda s: s.topk(1)[0],
+    "softmax": lambda s: s.softmax(0),
+    "unfold": lambda s: s.unfold(0, 1, 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_operations_on_single_numbers_are_followed(name):
+    model = Net(lambda m, x: m.b(m.a(x)) * SINGLE[name](m.s), **PAIR, s=nn.Parameter(torch.tensor(2.0)))
+    assert [written(c) for c in discover(model, ROWS).couplings] == ["a.weight: u i, a.bias: u, b.weight: o u"]
+
+
+def test_a_bound_that_is_a_quantile_of_the_outputs_keeps_no_hidden_unit():
+    model = Net(lambda m, x: (lambda y: y.clamp(max=torch.quantile(y, 0.9, dim=1, keepdim=True)))(m.b(m.a(x))), **PAIR)
+    assert_exact(fill(model), *discover(model, ROWS).couplings, torch.randn(2, 4))

@@ -387,8 +387,9 @@ def _index_select(op: Operation) -> Label:
     """Entries of one dimension by index; of `gather` every entry, so nothing may be removed from any dimension."""
     label, shape = op.label("self"), op.outs[0].shape
     dims = [op.dim("dim", len(label))] if op.name == "index_select" else range(len(label))
-    op.freeze(*(label[d] for d in dims), what="read by index")
-    return tuple(op.fixed(shape[d])[0] if d in dims else axis for d, axis in enumerate(label))
+    op.freeze(*(axis for d, axis in enumerate(label) if d in dims), what="read by index")
+    rows = enumerate(zip(label, shape, strict=False))  # one number of a vector has no dimension
+    return tuple(op.fixed(n)[0] if d in dims else axis for d, (axis, n) in rows)
 
 
 def _index(op: Operation) -> Label:
@@ -430,9 +431,10 @@ def _index_add(op: Operation) -> Label:
     """Slices of `source` added to, or copied into, some indices of a dimension."""
     label, source = op.label("self"), op.label("source")
     dim = op.dim("dim", len(label))
-    op.freeze(label[dim], source[dim], what="written by index")
+    at = slice(dim, dim + 1)  # single numbers have no such dimension
+    op.freeze(*label[at], *source[at], what="written by index")
     others = combined(op, [(*axes[:dim], (), *axes[dim + 1 :]) for axes in (label, source)])
-    return (*others[:dim], label[dim], *others[dim + 1 :])
+    return (*others[:dim], *label[at], *others[dim + 1 :])
 
 
 def _embedding_bag(op: Operation) -> list[Label]:
