@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from ..calibration.adapters import adapter_of
 from ..coupling import BoundCoupling, Coupling
@@ -54,7 +54,7 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
     multiple = 1
     for member in (member for bound in coupling.bind(model) for member in bound.members):
         tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
-        is_packed = tensor.ndim == 3 and len(tensor) > 1 and not isinstance(owner_of(model, member.fqn)[0], _ConvNd)
+        is_packed = tensor.ndim == 3 and re.search("expert|moe", type(owner_of(model, member.fqn)[0]).__name__.lower())
         is_aligned = is_packed and pattern.dimension_of(coupling.unit) > 0
         if tensor.ndim > 1 and tensor.is_floating_point() and (is_aligned or tensor.element_size() == 2):
             lengths = pattern.lengths(tuple(tensor.shape))

@@ -300,6 +300,8 @@ def sizes_of(module: nn.Module, name: str, tensor: Tensor, kept_of: _KeptOf) -> 
         return {"groups": groups, **dict(zip(("in_channels", "out_channels"), ends, strict=True))}
     if isinstance(module, nn.Linear):
         return {"out_features": shape[0], "in_features": shape[1]}
+    if isinstance(module, nn.Bilinear):
+        return dict(zip(("out_features", "in1_features", "in2_features"), shape, strict=True))
     if isinstance(module, nn.PReLU):
         return {"num_parameters": shape[0]}
     if type(module).__name__ == "Conv1D" and {"nx", "nf"} <= vars(module).keys():

@@ -223,6 +223,51 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
             for name, part in (("a", "(u + 6)"), ("b", "(8 + u)"))
         ],
     ),
+    "concatenations of concatenations of equal length": (
+        Net(
+            lambda m, x: m.e(torch.cat([torch.cat([m.a(x), m.b(x)], 1), torch.cat([m.c(x), m.d(x)], 1)], 1)),
+            **{name: nn.Linear(4, n) for name, n in (("a", 4), ("b", 8), ("c", 6), ("d", 6))},
+            e=nn.Linear(24, 2),
+        ),
+        [
+            "a.weight: u i, a.bias: u, e.weight: o (u + 20)",
+            "b.weight: u i, b.bias: u, e.weight: o (4 + u + 12)",
+            "c.weight: u i, c.bias: u, d.weight: u i, d.bias: u, e.weight: o (12 + d u)",
+        ],
+    ),
+    "blocks that are concatenated to all before them": (
+        Net(
+            lambda m, x: m.d(torch.cat([y := torch.cat([m.a(x), m.b(x)], 1), torch.relu(m.c(y))], 1)),
+            a=nn.Linear(4, 4),
+            b=nn.Linear(4, 8),
+            c=nn.Linear(12, 12),
+            d=nn.Linear(24, 2),
+        ),
+        [
+            "a.weight: u i, a.bias: u, c.weight: o (u + 8), d.weight: o (u + 20)",
+            "b.weight: u i, b.bias: u, c.weight: o (4 + u), d.weight: o (4 + u + 12)",
+            "c.weight: u i, c.bias: u, d.weight: o (12 + u)",
+        ],
+    ),
+    "Bilinear": (
+        Net(
+            lambda m, x: m.c(F.relu(m.a(x)), torch.sigmoid(m.b(x))),
+            a=nn.Linear(4, 8),
+            b=nn.Linear(4, 6),
+            c=nn.Bilinear(8, 6, 2),
+        ),
+        ["a.weight: u i, a.bias: u, c.weight: o u h", "b.weight: u i, b.bias: u, c.weight: o i u"],
+    ),
+    "Bilinear of one tensor, and its outputs": (
+        Net(
+            lambda m, x: m.c((lambda y: F.relu(m.b(y, y)))(torch.tanh(m.a(x)))),
+            a=nn.Linear(4, 8),
+            b=nn.Bilinear(8, 8, 6),
+            c=nn.Linear(6, 2),
+        ),
+        torch.zeros(2, 3, 4),
+        ["a.weight: u i, a.bias: u, b.weight: o u u", "b.weight: u i h, b.bias: u, c.weight: o u"],
+    ),
     "written by index": (
         Net(
             written_by_index, **{"a": nn.Linear(4, 8), "b": nn.Linear(4, 8), "c": nn.Linear(8, 6), "d": nn.Linear(6, 2)}

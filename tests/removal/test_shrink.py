@@ -535,6 +535,20 @@ def test_packed_experts_keep_multiples_of_16_bytes_in_any_dtype():
     assert small.model.layers[0].mlp.experts.down_proj.shape == (4, 24, 36)  # of 32 and 48; 23 and 34 would not run
 
 
+class Splines(nn.Module):
+    def __init__(self, i, o):
+        super().__init__()
+        self.weight, self.grid = nn.Parameter(torch.randn(o, i, 5)), nn.Buffer(torch.linspace(-1, 1, 5))
+
+    def forward(self, x):
+        return torch.einsum("big,oig->bo", (self.grid - x[..., None]).sin() - self.grid.sin(), self.weight)
+
+
+def test_three_dimensions_that_are_no_experts_keep_any_number():
+    small, report = shrink(nn.Sequential(Splines(6, 10), Splines(10, 3)), torch.randn(5, 6), 0.5)
+    assert small[0].weight.shape[0] == small[1].weight.shape[1] == 5 and report.difference <= 1e-5
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()

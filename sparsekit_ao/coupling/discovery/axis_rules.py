@@ -97,6 +97,17 @@ def _matmul(op: Operation) -> Label:
     return product if name in _PRODUCTS else combined(op, [product, op.label("self")])
 
 
+def _trilinear(op: Operation) -> Label:
+    """The product of three tensors, with further dimensions of size 1, summed over some dimensions: `nn.Bilinear`."""
+    labels, summed = list[Label](), op["sumdim"]
+    for k in (1, 2, 3):
+        axes, further = iter(op.label(f"i{k}")), op[f"expand{k}"]
+        labels.append(tuple(() if d in further else next(axes) for d in range(op[f"i{k}"].dim() + len(further))))
+    product = combined(op, labels, any)
+    _require_zeros(op, [part for d in summed for part in product[d]])
+    return tuple(axis for d, axis in enumerate(product) if d not in summed)
+
+
 def _convolution(op: Operation) -> Label:
     """Convolution, transposed or not, grouped or not; its window is frozen."""
     x, w, groups = op.label("input"), op.label("weight"), op["groups"]
@@ -341,7 +352,8 @@ def _concatenate(op: Operation) -> Label:
         return labels[0] if labels else op.fixed(*op.outs[0].shape)
     sizes = [t.shape[dim] for t in tensors]
     axes, inner = [label[dim] for label in labels], min(sizes)
-    if len(set(sizes)) > 1 and not (all(n % inner == 0 for n in sizes) and _end_alike(axes, inner)):
+    nested = any(part.factor.is_concatenation for axis in axes for part in leaves(axis))
+    if (nested or len(set(sizes)) > 1) and not (all(n % inner == 0 for n in sizes) and _end_alike(axes, inner)):
         rest = combined(op, [(*label[:dim], (), *label[dim + 1 :]) for label in labels])
         return (*rest[:dim], concatenated(axes), *rest[dim + 1 :])
     halves = [split_axis(label[dim], n // inner, op.why) for label, n in zip(labels, sizes, strict=True)]
@@ -456,6 +468,7 @@ def _fake_quantize(op: Operation) -> list[Label]:
 
 _OPERATORS: dict[AxisRule, str] = {
     _matmul: "mm bmm mv dot addmm baddbmm addmv",
+    _trilinear: "_trilinear",
     _convolution: "convolution",
     _batch_norm: "native_batch_norm _native_batch_norm_legit_no_training cudnn_batch_norm",
     _layer_norm: "native_layer_norm",

@@ -100,8 +100,8 @@ def discover(model: nn.Module, example_inputs: Any) -> Discovery:
     forward that reads values runs with the real values; the result lists what was read.
 
     Args:
-        model: The model, which is not changed, moved or run: a copy without values runs in eval mode, with its hooks, and
-            in training mode too if that leaves parameters out.
+        model: The model, which is not changed, moved or run: a copy without values runs in eval mode, with its hooks,
+            and in training mode too if parameters were not read.
         example_inputs: A tensor, a tuple of positional arguments or a dict of keyword arguments; only shapes matter,
             unless the forward reads values.
 
