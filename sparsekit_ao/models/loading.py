@@ -5,7 +5,6 @@ Weights lie in the model, or accelerate has offloaded them to the CPU or to disk
 parameters are plain tensors in all these cases.
 """
 
-import hashlib
 import itertools
 import os
 import tempfile
@@ -19,10 +18,8 @@ from torch import Tensor, nn
 
 from ..distributed import gathered, is_sharded
 from ..errors import SparsityError
-from .running import keyed_generator
 
 Device = torch.device | str | int | None
-SAMPLED = 256  # values of each tensor that its fingerprint reads
 
 
 class _Offloaded(NamedTuple):
@@ -213,17 +210,3 @@ def replace_offloaded(model: nn.Module, changes: Mapping[int, Callable[[Tensor],
     for each in offloaded:
         if id(each.placeholder) in changes:
             _write(each, changes[id(each.placeholder)](each.values[each.key]).contiguous())
-
-
-def fingerprint(tensors: Mapping[str, Tensor], *, whole: bool = False) -> str:
-    """A hash of names, shapes and dtypes, and of all values of tensors or of some, where these are at hand."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors.items():
-        digest.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}".encode())
-        if not tensor.is_meta and not is_sharded(tensor) and not tensor.is_nested and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            if not whole:  # scattered places, since a constant step may meet one column alone
-                some = torch.randint(len(flat), (SAMPLED,), generator=keyed_generator(name, len(flat)))
-                flat = flat[some.to(flat.device)]
-            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

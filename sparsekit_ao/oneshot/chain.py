@@ -28,7 +28,7 @@ from torch.utils import _pytree
 from ..calibration import Target
 from ..distributed import abandon_forward
 from ..errors import SparsityError
-from ..models.loading import Device, fingerprint
+from ..models.loading import Device
 from ..models.running import (
     Forward,
     TokenMask,
@@ -79,21 +79,6 @@ class CalibrationData:
         masks = [mask for mask in self.token_masks if mask is not None]
         kept, total = sum(int(mask.bool().sum()) for mask in masks), sum(mask.numel() for mask in masks)
         return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
-
-    def fingerprint(self) -> str:
-        """Return a hash of the batches, of the tokens that count, and of how the model runs."""
-        leaves = _pytree.tree_leaves(
-            [[dict(b) if isinstance(b, Mapping) else b for b in self.batches], self.token_masks]
-        )
-        tensors = {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        tensors |= {str(at): torch.from_numpy(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
-        others = [leaf for leaf in leaves if isinstance(leaf, (str, bool, int, float))]
-        code, closure = getattr(self.forward, "__code__", None), getattr(self.forward, "__closure__", None) or ()
-        names = [getattr(self.forward, name, "") for name in ("__module__", "__qualname__")]
-        values = [cell.cell_contents for cell in closure]
-        tensors |= {f"closure {at}": value for at, value in enumerate(values) if isinstance(value, Tensor)}
-        how = names, code and code.co_code, [v for v in values if isinstance(v, (str, bool, int, float))]
-        return f"{fingerprint(tensors, whole=True)} {others} {how}"
 
     def output(self, index: int) -> Any:
         """Run the model on a copy of one batch, as it may change its inputs in place."""

@@ -19,12 +19,12 @@ from .. import masking
 from ..calibration import token_rows
 from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number, with_hints
-from ..models.loading import Device, fingerprint, is_elsewhere, loaded, refuse_unloadable
+from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import named_tensors, owner_of
 from ..models.running import TokenMask, eval_mode, first_tensor, keyed_generator
 from ..tables import Table, lines_of_error
 from .chain import CalibrationData, Stream
-from .walk import Checkpoint, Walk, agreed, call_of, check_options, without_autocast_cache
+from .walk import Walk, check_options, checkpoint_of, without_autocast_cache
 
 PASSES = 4  # passes over all batches for each block
 RATE = 0.02  # the highest learning rate, as a fraction of the root mean square of a block's kept weights
@@ -183,8 +183,7 @@ def recover(
     check_options("recover", device, stream_memory, checkpoint)
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
     teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
-    call = agreed(call_of(model, "recover", teacher.described(), blocks, device), "recover")
-    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call}\n{data.fingerprint()}", "recover")
+    saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), blocks, device)
     layers = _changed_layers(model, dense)
     walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
     report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
@@ -311,13 +310,8 @@ class Teacher:
         self._next = 0  # the dense block whose inputs the stream has
 
     def described(self) -> tuple[object, ...]:
-        """Return values that identify this teacher, and whose text is the same in every process."""
-        dense = (
-            ""
-            if self.dense is None
-            else fingerprint({**dict(self.dense.named_parameters()), **dict(self.dense.named_buffers())})
-        )
-        return dense, self.passes, self.rate, self.seed, self.outputs
+        """Return values that identify this teacher."""
+        return self.dense, self.passes, self.rate, self.seed, self.outputs
 
     def start(self, walk: Walk) -> None:
         """Begin the dense stream before anything changes.

@@ -14,7 +14,7 @@ from torch import nn
 from ..calibration import GRADIENTS, Recorder, other_matrices
 from ..errors import SparsityError, by_reason, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
-from ..models.loading import Device, fingerprint, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
+from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
 from ..models.running import TokenMask, first_tensor
 from ..patterns import Pattern
@@ -26,7 +26,7 @@ from ..tables import Table, lines_of_error
 from .chain import CalibrationData
 from .matching import RecoveryReport, Teacher, check_ranks
 from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
-from .walk import Checkpoint, Walk, agreed, call_of, check_options
+from .walk import Walk, check_options, checkpoint_of
 
 SHOWN = 6  # names of dense weights in a report
 
@@ -323,15 +323,10 @@ def _pruned(
 ) -> OneShotReport:
     """Prune layers in one walk with these `options`; the report counts seconds from `start`."""
     place = {name: value for name, value in options.items() if name != "stream_memory"}  # it changes no result
-    gradients = {
-        f"{name} {need}": layers.recorder.of(name).sums[need]
-        for name, needs in layers.gradients().items()
-        for need in needs
-    }
-    about = (*layers.described(), None if teacher is None else teacher.described(), place, fingerprint(gradients))
+    gradients = [layers.recorder.of(name).sums[need] for name, needs in layers.gradients().items() for need in needs]
+    about = (*layers.described(), None if teacher is None else teacher.described(), place, gradients)
     caller = layers.caller
-    call = agreed(call_of(data.model, caller, *about), caller)
-    saved = None if checkpoint is None else Checkpoint(checkpoint, f"{call}\n{data.fingerprint()}", caller)
+    saved = checkpoint_of(data, checkpoint, caller, *about)
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
     warn_of_unreached(walk.unreached)

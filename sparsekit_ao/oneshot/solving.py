@@ -15,7 +15,6 @@ from .. import masking
 from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target, damped_gram
 from ..distributed import copy_values, has_process_group, is_sharded, rank
 from ..errors import SparsityError
-from ..models.loading import fingerprint
 from ..models.names import connected
 from ..scores import needs_of
 from ..sparsifiers.config import TensorGroup
@@ -170,11 +169,10 @@ class Layers:
         return needs
 
     def described(self) -> Iterator[object]:
-        """Yield what identifies this choice of masks, with the same text in every process."""
+        """Yield what identifies this choice of masks."""
         yield self.method
         for pruning in self.pruning_groups:
-            keep = pruning.budget(self.groups)
-            yield fingerprint({"": keep}) if isinstance(keep, Tensor) else keep
+            yield pruning.budget(self.groups)
             yield pruning.label, pruning.stage, pruning.norm, pruning.score, pruning.member_scores, pruning.least
             yield [(name, pruning.pattern(name)) for name in pruning.specs]
 
@@ -210,7 +208,7 @@ class Layers:
         solved: dict[str, tuple[Tensor, Tensor, LayerRow]] = {}
         targets = {name: self.target(name) for name in names}
         owners = _shared_out({name: self._cost(target) for name, target in targets.items()})
-        with _alike():
+        with alike():
             for name, target in targets.items():
                 recorded = statistics.pop(name, None)  # popped to free its memory
                 if owners[name] == rank():
@@ -335,7 +333,7 @@ def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
 
 
 @contextmanager
-def _alike() -> Iterator[None]:
+def alike() -> Iterator[None]:
     """Return a context that raises an error of one rank on all ranks, because the others would wait for it."""
     error: Exception | None = None
     try:

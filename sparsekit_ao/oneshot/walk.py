@@ -39,10 +39,12 @@ from torch import Tensor, nn
 from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, rank
 from ..errors import SparsityError, is_number
-from ..models.loading import Device, fingerprint, is_elsewhere, loaded
+from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
+from .identity import digest_of
+from .solving import alike
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
@@ -293,7 +295,7 @@ class Walk:
         for at, module in enumerate(modules):
             named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
         saved = None if checkpoint is None else checkpoint.read(number, step, named)
-        was = "" if checkpoint is None else fingerprint(named)
+        was = "" if checkpoint is None else digest_of(named, step.name)
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
         is_undone = self._is_in_place and solving is not None
         before = {name: p.clone() for name, p in named.items()} if is_undone else {}
@@ -461,14 +463,14 @@ class Checkpoint:
 
     Args:
         folder: The folder, which is created if it does not exist.
-        call: Text that identifies this call: the two lines of `call_of`, and one for the calibration data.
+        call: Digests that identify this call, one for each of `_DIFFERENCES`.
         caller: The name of the user's call, for errors.
 
     Attributes:
         count: The number of steps that an earlier call finished.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], call: str, caller: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], call: Sequence[str], caller: str) -> None:
         self._folder, self._caller = Path(folder), caller
         self._writes = rank() == 0
         status: list[Any] = [[], 0]  # [what differs, number of finished steps], or [an error, 0]
@@ -477,15 +479,17 @@ class Checkpoint:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if call_file.exists():
-                    saved, given = call_file.read_text().split("\n"), call.split("\n")
-                    differing = [what for what, was, now in zip(_DIFFERENCES, saved, given, strict=False) if was != now]
-                    is_known = len(saved) == len(given) == len(_DIFFERENCES)
-                    status = [differing if is_known else ["another version"], 0]
+                    saved = call_file.read_text("ascii", "replace").split("\n")
+                    is_known = len(saved) == len(call) and all(map(re.compile("[0-9a-f]{128}").fullmatch, saved))
+                    differing = [
+                        what for what, *pair in zip(_DIFFERENCES, saved, call, strict=False) if len({*pair}) > 1
+                    ]
+                    status = [differing if is_known else ["another version, or its call.txt is damaged"], 0]
                     while self._path(status[1]).exists():
                         status[1] += 1
                 else:
-                    _write_whole(call_file, lambda path: path.write_text(call))
-            except OSError as error:
+                    _write_whole(call_file, lambda path: path.write_text("\n".join(call)))
+            except (OSError, ValueError) as error:
                 status = [str(error), 0]
         if has_process_group():
             torch.distributed.broadcast_object_list(status, src=0)
@@ -514,48 +518,85 @@ class Checkpoint:
         if not self.has(number):
             return None
         path = self._path(number)
-        try:
-            saved: dict[str, Any] = torch.load(path, map_location="cpu")
-        except Exception as error:  # damaged files raise errors of many classes
-            reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-            raise SparsityError(
-                f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({reason}). If it is "
-                "damaged, delete it, load the model as it was before, and make the call again"
-            ) from error
-        if saved["was"] != fingerprint(tensors):
-            raise SparsityError(
-                f"{self._caller}: {step.name} has other weights than when the interrupted call began; load the model "
-                "as it was before that call"
-            )
+        with alike():
+            try:
+                saved: dict[str, Any] = torch.load(path, map_location="cpu")
+                if saved.pop("digest") != digest_of(saved, "the file"):
+                    raise SparsityError("its content is not what was saved")
+            except Exception as error:  # damaged files raise errors of many classes
+                reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+                raise SparsityError(
+                    f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({reason}). If it is "
+                    "damaged, delete it, load the model as it was before, and make the call again"
+                ) from error
+            if saved["was"] != digest_of(tensors, step.name):
+                raise SparsityError(
+                    f"{self._caller}: {step.name} has other weights than when the interrupted call began; load the "
+                    "model as it was before that call"
+                )
         return saved
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
         """Save a finished step."""
-        if self._writes:
-            _write_whole(self._path(number), lambda path: torch.save(dict(state), path))
+        with alike():
+            try:
+                if self._writes:
+                    whole = {**state, "digest": digest_of(state, "the file")}
+                    _write_whole(self._path(number), lambda path: torch.save(whole, path))
+            except (OSError, RuntimeError) as error:  # PyTorch raises a RuntimeError if the disk is full
+                raise SparsityError(
+                    f"{self._caller}: a finished step cannot be saved as {str(self._path(number))!r}: {error}; see "
+                    "whether the disk is full"
+                ) from error
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:05}.pt"
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name and then rename it, so that a file called `path` is always complete."""
-    unfinished = path.with_suffix(".unfinished")
-    write(unfinished)
-    unfinished.replace(path)
+    """Write a file under a name of its own and then rename it, so that a file called `path` is always complete."""
+    unfinished = path.with_suffix(f".{os.urandom(4).hex()}.unfinished")
+    try:
+        write(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def call_of(model: nn.Module, *arguments: object) -> str:
-    """Return a text that identifies a call: a line for the model's tensors, and a line for the other arguments."""
-    text = re.sub(r" at 0x[0-9a-f]+|[\r\n]", "", repr(arguments))  # without addresses of objects in memory
-    return f"{fingerprint({**dict(model.named_parameters()), **dict(model.named_buffers())})}\n{text}"
+def checkpoint_of(
+    data: CalibrationData, folder: str | os.PathLike[str] | None, caller: str, *arguments: object
+) -> Checkpoint | None:
+    """Return the checkpoint of a call, or None without a folder; raise an error unless all ranks make the same call."""
+    if folder is None and not has_process_group():
+        return None
+    refuses = folder is not None
+    with alike():
+        call = [
+            digest_of(data.model, caller),
+            digest_of(arguments, f"{caller}: an argument, such as the score,", refuses),
+            digest_of(data.forward, f"{caller}: forward", refuses),
+        ]
+    if has_process_group():
+        calls: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(calls, (*call, folder is None))
+        if len({is_none for *_, is_none in calls}) > 1:
+            raise SparsityError(f"{caller}: some ranks have a checkpoint= and others have none; give it on every rank")
+        if len(set(calls)) > 1:
+            raise SparsityError(
+                f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
+                "give the same arguments except for the batches"
+            )
+    if folder is None:
+        return None
+    call[2] += digest_of((data.batches, data.token_masks), f"{caller}: a batch", True)
+    return Checkpoint(folder, [*call[:2], digest_of(call[2], "")], caller)
 
 
 def check_options(caller: str, device: object, stream_memory: object, checkpoint: object) -> None:
     """Raise an error if an argument that `prune`, `one_shot` and `recover` pass on to the walk is invalid."""
     if stream_memory is not None and (not is_number(stream_memory) or not float(stream_memory) >= 0):
         raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
-    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+    if checkpoint is not None and (not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint)):
         raise SparsityError(f"{caller}: checkpoint must be a folder, or None, got {checkpoint!r}")
     if device is None:
         return
@@ -580,16 +621,3 @@ def without_autocast_cache() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(is_enabled)
         torch.clear_autocast_cache()
-
-
-def agreed(call: str, caller: str) -> str:
-    """Return the text of a call; raise an error unless all ranks make the same call."""
-    if has_process_group():
-        calls: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(calls, call)
-        if len(set(calls)) > 1:
-            raise SparsityError(
-                f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
-                "give the same arguments except for the batches"
-            )
-    return call

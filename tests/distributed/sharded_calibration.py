@@ -1,6 +1,10 @@
 """Cases for `test_sharded`: statistics of layers are summed over two ranks, and `one_shot` prunes alike on both."""
 
 import copy
+import functools
+import os
+import pathlib
+import shutil
 import unittest.mock
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from pruned_models import Model
 from stock import linear_model
 from torch import distributed, nn
+from torch.nn import functional as F
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
 from sparsekit_ao.oneshot import solving
@@ -114,6 +119,42 @@ def one_walk_over_ranks():
         prune(Model(width=16 + rank), pattern="2:4", batches=own)
 
 
+def another_call_on_a_rank(folder):
+    """Ranks whose models, functions or checkpoints differ raise an error on all of them, and do not wait."""
+    rank, eps = distributed.get_rank(), 1e-5 * (1 + distributed.get_rank())
+
+    def call(first=F.relu, second=nn.ReLU, forward=None, **keys):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), second(), nn.LayerNorm(8, eps=keys.pop("eps", 1e-5)))
+        model[0].weight.data[3, 5] += keys.pop("more", 0)
+        forward = forward or (lambda m, b: m(first(b)))
+        return prune(model, 0.5, batches=[rows(8 + rank)], forward=forward, compensate=None, **keys)[0].state_dict()
+
+    place = torch.device("cpu") if rank else torch.device("cpu", 0)
+    expected = call(checkpoint=folder, score=lambda w, n: w.to(place).abs())
+    shutil.rmtree(folder) if rank == 0 else None
+    distributed.barrier()
+    for keys in (
+        {"first": (F.relu, F.gelu)[rank]},
+        {"second": (nn.ReLU, nn.GELU)[rank]},
+        {"eps": eps},
+        {"more": 1e-3 * rank},
+        {"forward": (lambda m, b: m(b * 2), lambda m, b: m(b * 3))[rank]},
+        {"score": lambda w, n: w.abs() + eps},
+    ):
+        with pytest.raises(SparsityError, match="the ranks have different models or arguments; load the same weights"):
+            call(**keys)
+    with pytest.raises(SparsityError, match="some ranks have a checkpoint= and others have none; give it on every"):
+        call(checkpoint=folder if rank else None)
+    call(checkpoint=folder, score=lambda w, n: w.to(place).abs())
+    if rank == 0:
+        pathlib.Path(folder, "00000.pt").write_bytes(b"")
+    distributed.barrier()
+    with pytest.raises(SparsityError, match=r"00000.pt' of the checkpoint cannot be read"):
+        call(checkpoint=folder, score=lambda w, n: w.to(place).abs())
+    assert all(map(torch.equal, expected.values(), call(score=lambda w, n: w.to(place).abs()).values()))
+
+
 def prepared_for_two_of_four(model):
     sparsifier = ScopeSparsifier(nnz=2, scope_shape=(1, 4))
     sparsifier.prepare(model)
@@ -124,3 +165,5 @@ def prepared_for_two_of_four(model):
 def cases():
     for case in (sums, unreached, of_fsdp, one_walk_over_ranks):
         yield f"statistics: {case.__name__}", case
+    folder = f"{os.environ['SPARSEKIT_TEST_FOLDER']}/another_call"
+    yield "another call on a rank", functools.partial(another_call_on_a_rank, folder)

@@ -1,0 +1,286 @@
+"""Which calls a checkpoint continues, and files that are damaged or of something else."""
+
+import dataclasses
+import functools
+import re
+import threading
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from networks import Net
+from stock import same
+from torch import nn
+from torch.nn import functional as F
+
+from sparsekit_ao import SparsityError, prune, scores
+from sparsekit_ao.oneshot import walk
+
+FACTOR = 1.0
+DATA = "other batches, forward or token_mask"
+
+
+class Power:
+    """A score of one's own."""
+
+    def __init__(self, power):
+        self.power = power
+
+    def __call__(self, weight, name):
+        return weight.abs().pow(self.power)
+
+
+class NegativePower(Power):
+    def __call__(self, weight, name):
+        return -super().__call__(weight, name)
+
+
+@dataclasses.dataclass
+class Rows:
+    """A batch of one's own, which no rule of pytree knows."""
+
+    x: torch.Tensor
+    scale: float = 1.0
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+def with_factor(factor):
+    return lambda weight, name: weight.abs() * factor
+
+
+def through_a_global(factor):
+    """A function whose global variable FACTOR has this value, as in another version of a script."""
+    return types.FunctionType((lambda w, n: w.abs() * FACTOR).__code__, {**globals(), "FACTOR": factor})
+
+
+def through_a_helper(sign):
+    space = {"helper": types.FunctionType((lambda w: w).__code__ if sign else (lambda w: -w).__code__, {})}
+    return types.FunctionType((lambda w, n: helper(w.abs())).__code__, space)  # noqa: F821
+
+
+def with_default(factor):
+    return lambda weight, name, factor=factor: weight.abs() * factor
+
+
+def weighted(tensor, power):
+    return tensor.abs().pow(power)
+
+
+def net(activation=F.relu, eps=1e-5, scale=1.0):
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(8, 16), "norm": nn.LayerNorm(16, eps=eps), "b": nn.Linear(16, 4), "activation": activation}
+    return Net(lambda m, x: m.b(m.activation(m.norm(m.a(x)))) * scale, **parts)
+
+
+def changed(model):
+    with torch.no_grad():
+        model.a.weight[5, 3] += 1e-3
+    return model
+
+
+def rows(seed=0):
+    return torch.randn(64, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def called(folder, model=net, **keys):
+    options = {"batches": [rows()], "compensate": None, "progress": False, "checkpoint": folder, **keys}
+    return prune(model(), 0.5, **options)[0].state_dict()
+
+
+def by_power(power):
+    return functools.partial(lambda weight, name, power: weight.abs().pow(power), power=power)
+
+
+SCORES = {
+    "code": (lambda: lambda w, n: w.abs(), lambda: lambda w, n: -w.abs()),
+    "constant": (lambda: lambda w, n: (w - 0.1).abs(), lambda: lambda w, n: (w - 0.2).abs()),
+    "method": (lambda: lambda w, n: w.abs().sqrt(), lambda: lambda w, n: w.abs().neg()),
+    "nested": (lambda: lambda w, n: sum(v.abs() for v in (w,)), lambda: lambda w, n: sum(-v.abs() for v in (w,))),
+    "closure": (lambda: with_factor(1.0), lambda: with_factor(-1.0)),
+    "default": (lambda: with_default(1.0), lambda: with_default(-1.0)),
+    "tensor": (lambda: with_factor(torch.ones(())), lambda: with_factor(-torch.ones(()))),
+    "array": (lambda: with_factor(np.float32(1)), lambda: with_factor(np.float32(-1))),
+    "global": (lambda: through_a_global(1.0), lambda: through_a_global(-1.0)),
+    "helper": (lambda: through_a_helper(True), lambda: through_a_helper(False)),
+    "attribute": (lambda: Power(1.0), lambda: Power(-1.0)),
+    "class": (lambda: Power(1.0), lambda: NegativePower(1.0)),
+    "partial": (lambda: by_power(1.0), lambda: by_power(-1.0)),
+    "bound": (lambda: Power(1.0).__call__, lambda: Power(-1.0).__call__),
+    "built in": (lambda: scores.random(seed=0), lambda: scores.random(seed=1)),
+    "decorated": (lambda: torch.no_grad()(with_factor(1.0)), lambda: torch.no_grad()(with_factor(-1.0))),
+}
+
+
+@pytest.mark.parametrize("how", SCORES)
+def test_another_score_is_another_call_and_an_equal_one_is_the_same(how, tmp_path):
+    first, other = SCORES[how]
+    expected = called(tmp_path, score=first())
+    assert same(called(tmp_path, score=first()), expected)
+    with pytest.raises(SparsityError, match="was written by a call with other arguments; to continue"):
+        called(tmp_path, score=other())
+
+
+FORWARDS = {
+    "constant": (lambda: lambda m, b: m(b * 2.0), lambda: lambda m, b: m(b * 3.0)),
+    "activation": (lambda: lambda m, b: m(b.relu()), lambda: lambda m, b: m(b.tanh())),
+    "closure": (lambda f=F.relu: lambda m, b: m(f(b)), lambda f=F.gelu: lambda m, b: m(f(b))),
+    "epsilon": (lambda: lambda m, b: m(F.normalize(b, eps=1e-5)), lambda: lambda m, b: m(F.normalize(b, eps=1.0))),
+    "partial": (
+        lambda: functools.partial(lambda m, b, k: m(b * k), k=1),
+        lambda: functools.partial(lambda m, b, k: m(b * k), k=2),
+    ),
+    "in its class": (lambda: lambda m, b: m(Rows(b).x), lambda: lambda m, b: m(Slots(b).x)),
+}
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+def test_another_forward_is_another_call(how, tmp_path):
+    first, other = FORWARDS[how]
+    expected = called(tmp_path, forward=first())
+    assert same(called(tmp_path, forward=first()), expected)
+    with pytest.raises(SparsityError, match=f"was written by a call with {DATA}; to continue"):
+        called(tmp_path, forward=other())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: net(activation=F.gelu),
+        lambda: net(activation=functools.partial(F.leaky_relu, negative_slope=0.3)),
+        lambda: net(activation=nn.Tanh()),
+        lambda: net(eps=1e-3),
+        lambda: net(scale=2.0),
+        lambda: changed(net()),
+    ],
+)
+def test_another_model_of_the_same_shapes_is_another_call(other, tmp_path):
+    called(tmp_path)
+    with pytest.raises(SparsityError, match="was written by a call with another model; to continue"):
+        called(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Rows,
+        Slots,
+        lambda x: Rows(x, float(x[0, 0])),
+        lambda x: types.SimpleNamespace(x=x.numpy()),
+        lambda x: Rows({"x": x}["x"].to_sparse().to_dense()),
+        lambda x: Slots(x.to_sparse()),
+    ],
+)
+def test_batches_of_a_class_of_ones_own(make, tmp_path):
+    def forward(m, b):
+        x = torch.as_tensor(b.x)
+        return m(x.to_dense() if x.is_sparse else x)
+
+    expected = called(tmp_path, batches=[make(rows())], forward=forward)
+    assert same(called(tmp_path, batches=[make(rows())], forward=forward), expected)
+    with pytest.raises(SparsityError, match=f"was written by a call with {DATA}; to continue"):
+        called(tmp_path, batches=[make(rows(1))], forward=forward)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *((where, value) for where in ("score", "forward") for value in (threading.Lock(), (x for x in "ab"))),
+        ("batches", weakref.ref(Power)),
+    ],
+)
+def test_what_cannot_be_told_from_others_is_refused(where, value, tmp_path):
+    keys = {
+        "score": {"score": lambda w, n: w.abs() if value else w},
+        "forward": {"forward": lambda m, b: m(b) if value else None},
+        "batches": {"batches": [Rows(rows(), value)], "forward": lambda m, b: m(b.x)},
+    }[where]
+    called(None, **keys)
+    model = net()
+    with pytest.raises(SparsityError, match=rf"uses a {type(value).__name__}, whose values cannot be read \(.*leave"):
+        called(tmp_path, lambda: model, inplace=True, **keys)
+    assert same(model.state_dict(), net().state_dict()) and not any(tmp_path.iterdir())
+    model.unreadable = value  # of a model, it counts by its class
+    called(tmp_path, lambda: model, inplace=True)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    expected = called(tmp_path)
+    path = tmp_path / "00000.pt"
+    whole, count = path.read_bytes(), 0
+    for at in range(11, len(whole), len(whole) // 60):
+        path.write_bytes(bytes([*whole[:at], whole[at] ^ 64, *whole[at + 1 :]]))
+        try:
+            assert same(called(tmp_path), expected)  # the bit is in a part that is not read
+        except SparsityError as error:
+            count += "00000.pt' of the checkpoint cannot be read" in str(error)
+    assert count > 30
+    path.write_bytes(whole)
+    assert same(called(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, [1], 3, torch.ones(2), {"was": "x", "weights": {}, "masks": {}, "solved": [], "matched": None}, "other"],
+)
+def test_a_file_of_something_else_is_named(content, tmp_path):
+    called(tmp_path)
+    path = tmp_path / "00001.pt"
+    if content == "other":  # weights that the call did not save
+        content = torch.load(path)
+        next(iter(content["weights"].values())).data.view(-1)[0] += 1
+    torch.save(content, path)
+    with pytest.raises(SparsityError, match=r"00001.pt' of the checkpoint cannot be read .* delete it"):
+        called(tmp_path)
+    path.unlink()
+    called(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"a\nb\nc", b"\n\n", "é\n\n".encode("latin1")])
+def test_a_file_of_the_call_that_is_no_such_file(content, tmp_path):
+    (tmp_path / "call.txt").write_bytes(content)
+    with pytest.raises(SparsityError, match=r"written by a call with another version, or its call.txt is damaged"):
+        called(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["", "a\0b", "\udfff", "x" * 5000])
+def test_names_that_are_no_folders(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SparsityError, match="must be a folder, or None, got ''|is not a folder that can be written"):
+        called(folder)
+    assert not any(tmp_path.iterdir())
+
+
+def test_two_processes_may_share_a_folder(tmp_path, monkeypatch):
+    """What the other one does between writing a file and giving it its name does not matter."""
+    expected, save, running = called(tmp_path / "alone"), torch.save, []
+
+    def interrupting(state, path):
+        save(state, path)
+        if not running:
+            running.append(None)
+            assert same(called(tmp_path / "both"), expected)
+
+    monkeypatch.setattr(walk.torch, "save", interrupting)
+    assert same(called(tmp_path / "both"), expected) and running
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"call.txt", "00000.pt", "00001.pt"}
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    called(tmp_path / "before")
+    monkeypatch.setattr(walk.torch, "save", full)
+    text = re.escape(str(tmp_path / "new" / "00000.pt"))
+    with pytest.raises(SparsityError, match=rf"a finished step cannot be saved as '{text}'.*whether the disk is full"):
+        called(tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["call.txt"]
