@@ -3,10 +3,13 @@
 3BASiL (arXiv 2603.01376) and "A Free Lunch in LLM Compression" (arXiv 2510.14444) do this with language models.
 """
 
+import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,10 +331,31 @@ class Teacher:
         with eval_mode(dense):
             if walk.blocks:
                 self._dense_blocks, self._last = _paired(walk.data.model, dense, walk.names)
+                self._check_blocks(walk, data)
                 self.stream = walk.new_stream(data, self._dense_blocks[0])
-            elif self.dense is None:
+            if self.outputs is not None or not walk.blocks:
+                refuse_unfit(walk.data.output(0), data.output(0), "the model")
+            if self.dense is None and not walk.blocks:
                 for k in range(len(data.batches)):
                     walk.kept.put(("outputs", k), _output_tensor(data.output(k)))
+
+    def _check_blocks(self, walk: Walk, dense: CalibrationData) -> None:
+        """Raise an error unless the blocks of a smaller model have outputs of the dense blocks' shapes."""
+        pairs = [(block, self._dense_blocks[at]) for block, at in zip(walk.blocks, self._last, strict=True)]
+        sizes = [[Counter(p.shape for p in block.parameters()) for block in each] for each in zip(*pairs, strict=True)]
+        if sizes[0] == sizes[1]:
+            return
+        outputs: dict[nn.Module, Any] = {}
+        with ExitStack() as hooks:
+            for block in itertools.chain(*pairs):
+                hooks.enter_context(
+                    block.register_forward_hook(lambda block, _, output: outputs.update({block: output}))
+                )
+            for data in (walk.data, dense):
+                data.output(0)
+        for (block, dense_block), name in zip(pairs, walk.names, strict=True):
+            if _has_weights(block):
+                refuse_unfit(outputs[block], outputs[dense_block], name)
 
     def advance(self, at: int, block: nn.Module) -> None:
         """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
@@ -350,7 +374,7 @@ class Teacher:
 
         Return its row, or None if the block has no floating-point parameters.
         """
-        if not any(p.is_floating_point() for p in block.parameters()):
+        if not _has_weights(block):
             return None
         dense = self.stream
         assert dense is not None
@@ -399,7 +423,7 @@ class Teacher:
             actual = student.output(k)
             with torch.no_grad():
                 expected = target(k)
-            _refuse_unfit(actual, expected, name or "the model")
+            refuse_unfit(actual, expected, name or "the model")
             actual, expected = token_rows(actual, masks[k]), token_rows(expected, masks[k])
             if k in compared and holds_out:
                 order = torch.randperm(len(actual), generator=keyed_generator(self.seed, k)).to(actual.device)
@@ -551,6 +575,11 @@ class _Student(nn.Module):
             self.originals[name].detach().copy_(weight)
 
 
+def _has_weights(block: nn.Module) -> bool:
+    """Return whether a block has parameters that can be trained."""
+    return any(p.is_floating_point() for p in block.parameters())
+
+
 def _output_tensor(output: Any) -> Tensor:
     """Return the first tensor of nested outputs."""
     if (tensor := first_tensor(output)) is None:
@@ -558,8 +587,9 @@ def _output_tensor(output: Any) -> Tensor:
     return tensor
 
 
-def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
+def refuse_unfit(output: Any, dense_output: Any, name: str) -> None:
     """Raise an error unless an output can be matched to the dense model's output."""
+    actual, expected = _output_tensor(output), _output_tensor(dense_output)
     if not actual.is_floating_point() or actual.ndim == 0:
         raise SparsityError(
             f"recover: the first output of {name} is {actual.dtype} of shape {tuple(actual.shape)}, which has no rows "
@@ -568,8 +598,8 @@ def _refuse_unfit(actual: Tensor, expected: Tensor, name: str) -> None:
     if actual.shape != expected.shape:
         raise SparsityError(
             f"recover: {name} returns {tuple(actual.shape)}, but the dense model returns {tuple(expected.shape)}; "
-            "only outputs of the same shape can be matched. Call shrink with exclude=[the layer that computes them], "
-            "so that blocks keep their width"
+            "only outputs of the same shape can be matched. Call shrink with recover=True, or with "
+            "exclude=['width'], which both keep what passes between blocks"
         )
 
 

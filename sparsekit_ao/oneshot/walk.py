@@ -403,13 +403,18 @@ class Walk:
     def _may_skip_blocks(self, layers: Sequence[nn.Module]) -> bool:
         """Return whether layers after the blocks get the same inputs from the first batch if the blocks do not run.
 
-        The inputs differ if a layer also reads what another block than the last one gave.
+        The inputs differ if a layer also reads what another block than the last one gave. The model may also not run.
         """
         inputs: list[list[Any]] = []
         for skips in (False, True):
             inputs.append([])
             with calls_of(layers, inputs[-1]), self._skipping_blocks(0) if skips else nullcontext():
-                self.data.run(0)
+                try:
+                    self.data.run(0)
+                except Exception:
+                    if not skips:
+                        raise
+                    return False
         return are_same(*inputs)
 
 

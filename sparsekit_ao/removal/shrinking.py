@@ -4,6 +4,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,10 +19,10 @@ from ..masking import dense_weight
 from ..masking.normalized import plain_copy, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
-from ..models.running import TokenMask, check_example, token_mask_of
+from ..models.running import TokenMask, check_example, eval_mode, token_mask_of
 from ..oneshot.chain import CalibrationData
-from ..oneshot.matching import recover as recover_blocks
-from ..oneshot.walk import Walk
+from ..oneshot.matching import Teacher, refuse_unfit
+from ..oneshot.walk import Walk, agreed, call_of
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
@@ -43,7 +44,7 @@ from .levels import (
 )
 from .remove import Removal, masked_copy, plain_tensors
 from .sizes import fitting_engines, has_config
-from .trials import NOT_TRIED, Trials, find_removable, in_config
+from .trials import NOT_TRIED, Trials, find_removable, in_config, with_couplings, without_layers
 from .verify import Reference
 
 NORM = "norm"  # the score that reads no data
@@ -112,7 +113,7 @@ def shrink(
             If they are statistics of inputs, units are scored by the weights that read these units. None (default)
             takes `obd`, and the norm for units whose readers record no inputs. `"norm"` takes the norm of every unit,
             which reads no data; trained language models do not survive that.
-        exclude: As for `removable`.
+        exclude: As for `removable`. "width" also keeps what else passes between repeated blocks, as `recover` needs.
         batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
             None (default) records what scores need on the example inputs. All other runs of the model, to find and to
             verify what can be removed, use the example inputs.
@@ -181,11 +182,15 @@ def shrink(
     if couplings is None:
         how["named"] = {*(kinds or ())}.union(*(by for by in (ratio, max_sparsity) if isinstance(by, Mapping)))
     discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, caller_verifies=True)
-    if recover:
-        discovery = _inside_blocks(plain, discovery, data)
     limits = _LIMIT if max_sparsity is None else max_sparsity
     numbers = {"ratio": ratio, "max_sparsity": limits, "multiple_of": multiple_of}
-    discovery, multiples = _divided_by_numbers(plain, discovery, numbers, kinds, tensor_parallel)
+    _check_named(plain, discovery, numbers, kinds)
+    discovery, multiples = _divided_by_numbers(plain, discovery, numbers, tensor_parallel)
+    if recover or "width" in excluded:
+        quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
+        layers = _layers_of(plain, (c for c in discovery.couplings if c.name in quotas and quotas[c.name].level))
+        discovery = _inside_blocks(_walk(plain, data, layers), discovery, must_match=recover)
+        discovery, multiples = _divided_by_numbers(plain, discovery, numbers, tensor_parallel)
     next(phase)
     # With uniform=True, only what the config can hold is removed, even if that is nothing. With None, the same is done
     # if the call leaves open what is dropped, and the config can hold some of it.
@@ -223,8 +228,10 @@ def shrink(
     left_out += [*failing, *_why_kept(removals, quotas, is_shared)]
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
     if recover:
-        recovery = recover_blocks(small, model, data.batches, forward, token_mask=token_mask)
-        return small, replace(report, recovery=recovery, error_to_dense=recovery.error_to_dense)
+        agreed(call_of(small, "recover"), "recover")
+        teacher = Teacher(model, replace(data, model=small))
+        _, rows = _walk(small, data, layers).run("recover", None, teacher)
+        report = replace(report, recovery=teacher.finish(rows))
     error = replace(data, model=small).error_to(replace(data, model=plain).first_output())
     return small, replace(report, error_to_dense=error)
 
@@ -264,48 +271,71 @@ def _check_compensation(
     if recover and has_gradients:
         raise SparsityError(
             "shrink: the score needs a forward that returns the loss, but recover needs one that returns "
-            "outputs; call shrink, and then recover(small, model, batches)"
+            "outputs; call shrink with exclude=['width'], and then recover(small, model, batches)"
         )
 
 
-def _inside_blocks(model: nn.Module, discovery: Discovery, data: CalibrationData) -> Discovery:
-    """Leave out couplings of the hidden states that pass between repeated blocks, because recovery matches them."""
-    layers = [owner_of(model, name)[0] for name, p in named_tensors(model) if p.ndim > 1]
-    blocks = Walk(replace(data, model=model), (), layers=layers).names
+def _layers_of(model: nn.Module, couplings: Iterable[Coupling]) -> list[str]:
+    """Return the names of the modules whose matrices have units of these couplings, or all that have matrices."""
+    members = {member.fqn for coupling in couplings for bound in coupling.bind(model) for member in bound.members}
+    matrices = [name for name, p in named_tensors(model) if p.ndim > 1]
+    names = [name for name in matrices if name in members] or matrices
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
-    def is_stream(coupling: Coupling) -> bool:  # its units are in several blocks
-        members = ([m.fqn for m in bound.members] for bound in coupling.bind(model))
-        return any(len({b for b in blocks for fqn in fqns if fqn.startswith(f"{b}.")}) > 1 for fqns in members)
 
-    streams = {coupling for coupling in discovery.couplings if is_stream(coupling)}
-    pairs = [pair for pair in zip(discovery.couplings, discovery.counts, strict=True) if pair[0] not in streams]
-    why = "recover=True matches the outputs of blocks, so what passes between them stays; recover=False removes it"
-    return replace(
-        discovery,
-        couplings=tuple(coupling for coupling, _ in pairs),
-        counts=tuple(count for _, count in pairs),
-        left_out=(*discovery.left_out, *((c.name, why) for c in discovery.couplings if c in streams)),
-    )
+def _walk(model: nn.Module, data: CalibrationData, layers: Iterable[str]) -> Walk:
+    """Return the walk in which a model is recovered: over the list of blocks that has most of these layers."""
+    return Walk(replace(data, model=model), (), layers=[model.get_submodule(name) for name in layers])
+
+
+def _inside_blocks(walk: Walk, discovery: Discovery, must_match: bool) -> Discovery:
+    """Leave out layers of couplings whose units pass between repeated blocks, or leave the last one.
+
+    The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
+    modules of several places, the outputs of the blocks between them have its units.
+    """
+    model, finished, places = walk.data.model, 0, defaultdict[nn.Module, set[int]](set)
+
+    def record(module: nn.Module, *_: Any) -> None:  # called before and after the module, which may contain blocks
+        places[module].add(finished)
+
+    def finish(*_: Any) -> None:
+        nonlocal finished
+        finished += 1
+
+    with ExitStack() as stack, eval_mode(model), torch.no_grad():
+        for module in model.modules():
+            stack.enter_context(module.register_forward_pre_hook(record))
+            stack.enter_context(module.register_forward_hook(record))
+        for block in walk.blocks:
+            stack.enter_context(block.register_forward_hook(finish))
+        output = walk.data.output(0)
+    if must_match and not walk.blocks:
+        refuse_unfit(output, output, "the model")
+    why = "it passes between blocks, whose outputs recover=True matches" if must_match else "left out by 'width'"
+
+    def places_of(path: str) -> set[int]:  # those of the innermost module that is called and contains this one
+        return places.get(model.get_submodule(path)) or (places_of(path.rpartition(".")[0]) if path else {0, finished})
+
+    def why_not(bound: BoundCoupling) -> str:
+        return why if len({at for m in bound.members for at in places_of(m.fqn.rpartition(".")[0])}) > 1 else ""
+
+    couplings, left_out = without_layers(model, discovery.couplings, why_not)
+    return with_couplings(model, discovery, couplings, left_out)
 
 
 def _divided_by_numbers(
-    model: nn.Module,
-    discovery: Discovery,
-    numbers: Mapping[str, Any],
-    kinds: Sequence[str] | None,
-    tensor_parallel: int,
+    model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any], tensor_parallel: int
 ) -> tuple[Discovery, dict[str, int]]:
     """Divide each coupling whose layers are given different numbers by the arguments.
 
     Returns the discovery with all couplings, and {coupling: number}. The number of units that a coupling keeps is a
     multiple of its number.
     """
-    _check_named(model, discovery, numbers, kinds)
     parts = divided(model, discovery.couplings, numbers)
-    counts = tuple((len(bound), bound[0].grid[-1]) for bound in (part.bind(model) for part in parts))
     given = numbers_by_coupling(model, parts, numbers["multiple_of"], 1, "multiple_of")
     multiples = {c.name: tensor_parallel * (given[c.name] or multiple_for(model, c)) for c in parts}
-    return replace(discovery, couplings=tuple(parts), counts=counts), multiples
+    return with_couplings(model, discovery, parts), multiples
 
 
 def _with_compensation(

@@ -70,7 +70,8 @@ def removable(
             the same tensors.
         ratio: The fraction of the units of every coupling that a trial removes.
         exclude: Names, globs and regular expressions of tensors or modules, modules, and module classes. A layer of a
-            coupling is left out if it has such a tensor. The remaining layers are then couplings of their own.
+            coupling is left out if it has such a tensor. The remaining layers are then couplings of their own. A kind
+            of couplings ("heads", "width") leaves out all of this kind.
         multiple_of: As for `shrink`.
 
     Returns:
@@ -165,7 +166,8 @@ def _removable_part(
     Raises:
         _TwinError: With `may_try_whole=False`, if there is no twin, or what was found in it cannot be used.
     """
-    excluded = excluded_names(model, exclude, dict(named_tensors(model)))
+    kinds = {"width", *(coupling.kind for coupling in discovery.couplings)}
+    excluded = excluded_names(model, exclude, dict(named_tensors(model)), kinds)
     tried, left_out = _tried(model, discovery, excluded, ratio, named)
     # If `multiple_of` gives the layers of one coupling different numbers, the trials take that of the first layer.
     numbers = numbers_by_coupling(model, tried, multiple_of, 1, "multiple_of")
@@ -193,13 +195,17 @@ def _removable_part(
         good, failing = found or _divided(model, tried, partial(make_trials, model))
     names = [coupling.name for coupling in tried]  # single layers have other names, and come last
     good.sort(key=lambda coupling: names.index(coupling.name) if coupling.name in names else len(names))
-    good, of_layers = _without_layers(model, good, excluded)
-    return replace(
-        discovery,
-        couplings=tuple(good),
-        counts=tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in good)),
-        left_out=(*left_out, *of_layers, *((coupling.name, why) for coupling, why in failing.items())),
-    )
+    good, of_layers = without_layers(model, good, partial(_why_excluded, excluded=excluded))
+    left_out += [*of_layers, *((coupling.name, why) for coupling, why in failing.items())]
+    return with_couplings(model, replace(discovery, left_out=()), good, left_out)
+
+
+def with_couplings(
+    model: nn.Module, discovery: Discovery, couplings: Sequence[Coupling], left_out: Iterable[tuple[str, str]] = ()
+) -> Discovery:
+    """Return a discovery with these couplings in place of its own, and with more that are left out."""
+    counts = tuple((len(bound), bound[0].grid[-1]) for bound in (coupling.bind(model) for coupling in couplings))
+    return replace(discovery, couplings=tuple(couplings), counts=counts, left_out=(*discovery.left_out, *left_out))
 
 
 def _tried(
@@ -230,14 +236,14 @@ def _tried(
     return tried, left_out
 
 
-def _without_layers(
-    model: nn.Module, couplings: Sequence[Coupling], excluded: Mapping[str, str]
+def without_layers(
+    model: nn.Module, couplings: Sequence[Coupling], why_not: Callable[[BoundCoupling], str]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
-    """Divide couplings that have excluded layers; return what is not excluded, and (name, reason) of what is."""
+    """Divide couplings that have layers to leave out; return the others, and (name, reason) of those layers."""
     kept, left_out = list[Coupling](), list[tuple[str, str]]()
     for coupling in couplings:
-        reasons = [_why_excluded(bound, excluded) for bound in coupling.bind(model)]
-        layers = coupling.of_layers(model) if any(reasons) else [coupling]
+        reasons = [why_not(bound) for bound in coupling.bind(model)]
+        layers = coupling.of_layers(model) if any(reasons) and not all(reasons) else [coupling]
         for layer, why in zip(layers, reasons, strict=False):  # there are more reasons, all "", if it is not divided
             if why:
                 left_out.append((layer.name, why))
@@ -247,8 +253,8 @@ def _without_layers(
 
 
 def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:
-    """Return the reason for which the first excluded member is excluded, or "" if none is."""
-    return next((excluded[member.fqn] for member in bound.members if member.fqn in excluded), "")
+    """Return the reason for which the kind or the first excluded member is excluded, or "" if none is."""
+    return next((excluded[name] for name in (bound.kind, *(m.fqn for m in bound.members)) if name in excluded), "")
 
 
 def _refitted(

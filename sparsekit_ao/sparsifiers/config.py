@@ -312,8 +312,10 @@ def names_in_place_of_modules(model: nn.Module, exclude: Sequence[Exclusion]) ->
     return tuple(names.get(entry) or entry if isinstance(entry, nn.Module) else entry for entry in exclude)
 
 
-def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str]) -> dict[str, str]:
-    """Return {tensor_fqn: reason} for excluded tensors. A module is excluded with everything inside it."""
+def excluded_names(
+    model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str], kinds: Collection[str] = ()
+) -> dict[str, str]:
+    """Return {tensor_fqn or kind: reason} of what is excluded. A module is excluded with everything inside it."""
     exclude = names_in_place_of_modules(model, exclude)
     reasons: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
@@ -331,7 +333,7 @@ def excluded_names(model: nn.Module, exclude: Sequence[Exclusion], names: Collec
             left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
         elif isinstance(excluded, str) and excluded:
             is_match = matcher(excluded, f"{where} ")
-            left_out = [n for n in names if any(map(is_match, around[n]))]
+            left_out = [n for n in names if any(map(is_match, around[n]))] + [n for n in kinds if n == excluded]
             if not left_out:
                 raise SparsityError(f"{where} {excluded!r} matches no parameter or module of the model")
         else:
