@@ -161,13 +161,15 @@ class Coupling:
             # "(u g d)" beside "(u d)".
             all_heads = "key heads" if 0 < min(inside) < inside[0] == inside[-1] else "heads"
             return "head size" if not inside[0] else "query heads" if self.scope else all_heads
-        # If members have the same axes and differ only in the numbers of their layers, many layers share the units.
-        # In a plain chain of layers, one writes the units (first axis) and the next one reads them (second axis).
-        without_numbers = {
-            (re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member), *(self.unit in d for d in shape))
+        # Units are shared by many layers if matrices with the same axes differ only in the numbers of their layers. In
+        # a plain chain of layers, one matrix writes the units (first axis) and the next one reads them (second axis).
+        # Depthwise convolutions and norms do neither.
+        matrices = [
+            (re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member), *(self.unit in d for d in shape[:2]))
             for member, shape in zip(self.members, shapes, strict=True)
-        }
-        if len(without_numbers) < len(self.members) or any("**" in member for member in self.members):
+            if len(shape) > 1 and not all(axis.isdigit() for axis in shape[1])
+        ]
+        if len({*matrices}) < len(matrices) or any("**" in member for member in self.members):
             return "width"
         if "experts" in path:
             is_packed = first.split(".")[-2:-1] == ["experts"] and len(shapes[0]) > 2

@@ -22,7 +22,7 @@ from ..models.progress import phases
 from ..models.running import TokenMask, check_example, eval_mode, token_mask_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import Teacher, refuse_unfit
-from ..oneshot.walk import Walk, agreed, call_of
+from ..oneshot.walk import Walk, checkpoint_of
 from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
@@ -228,7 +228,7 @@ def shrink(
     left_out += [*failing, *_why_kept(removals, quotas, is_shared)]
     report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
     if recover:
-        agreed(call_of(small, "recover"), "recover")
+        checkpoint_of(replace(data, model=small), None, "recover")  # checks that ranks have the same model
         teacher = Teacher(model, replace(data, model=small))
         _, rows = _walk(small, data, layers).run("recover", None, teacher)
         report = replace(report, recovery=teacher.finish(rows))

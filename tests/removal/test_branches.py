@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from networks import Net
+from stock import EVERYTHING
 from torch import nn
 from torch.nn import functional as F
 
@@ -254,7 +255,7 @@ def test_what_a_layer_that_did_not_run_could_read_stays_and_the_report_says_so(n
 
 def test_experts_that_did_not_run_lose_what_experts_like_them_lose():
     inputs = torch.randn(16, 8)
-    small = shrink(rarely_chosen(16, 16, 16).eval(), inputs, 0.5)[0]
+    small = shrink(rarely_chosen(16, 16, 16).eval(), inputs, EVERYTHING)[0]
     assert small.a.out_features == small.experts[2][0].in_features == 16 and choose(small, inputs) is not None
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from discovered import fill
 from networks import NETWORKS, Net, conv, head, images, skip
+from stock import EVERYTHING
 from torch import nn
 
 from sparsekit_ao import SparsityError, prune, recover, shrink
@@ -58,7 +59,7 @@ def case(name):
 @pytest.mark.parametrize("name", CASES)
 def test_units_inside_of_blocks_leave_and_blocks_are_recovered(name):
     model, batches = case(name)
-    small, report = shrink(model, ratio=0.5, score="obs", batches=batches, recover=True)
+    small, report = shrink(model, ratio=EVERYTHING, score="obs", batches=batches, recover=True)
     assert report.after.parameters < report.before.parameters
     assert report.recovery and all(row.after <= row.before for row in report.recovery)
     assert any("it passes between blocks" in text for text in report.left_out)
@@ -68,12 +69,12 @@ def test_units_inside_of_blocks_leave_and_blocks_are_recovered(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_error_of_recover_comes_first_and_its_advice_helps(name):
     model, batches = case(name)
-    small, _ = shrink(model, ratio=0.5, batches=batches, compensate=None)
+    small, _ = shrink(model, ratio=EVERYTHING, batches=batches, compensate=None)
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(SparsityError, match=r"only outputs of the same shape .* exclude=\['width'\]"):
         recover(small, model, batches)
     assert all(torch.equal(value, before[key]) for key, value in small.state_dict().items())
-    small, report = shrink(model, ratio=0.5, batches=batches, exclude=["width"])
+    small, report = shrink(model, ratio=EVERYTHING, batches=batches, exclude=["width"])
     assert report.after.parameters <= report.before.parameters and recover(small, model, batches)
 
 
@@ -87,9 +88,9 @@ def test_what_the_first_block_reads_and_what_follows_the_last_one_is_still_remov
 
 def test_a_kind_is_excluded_by_its_name():
     model, batches = case("decoder with RMSNorm")
-    kinds = {row.kind for row in shrink(model, batches[0])[1]}
+    kinds = {row.kind for row in shrink(model, batches[0], EVERYTHING)[1]}
     for kind in kinds:
-        assert {row.kind for row in shrink(model, batches[0], exclude=[kind])[1]} == kinds - {kind}
+        assert {row.kind for row in shrink(model, batches[0], EVERYTHING, exclude=[kind])[1]} == kinds - {kind}
     with pytest.raises(SparsityError, match=r"exclude\[0\] 'widths' matches no parameter or module"):
         shrink(model, batches[0], exclude=["widths"])
 
