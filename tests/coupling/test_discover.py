@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import functools
 import logging
 import threading
 
@@ -403,6 +404,78 @@ def test_what_a_value_depends_on_is_not_removed():
 
     found = discover(Net(run, **PAIR_OF_C), torch.randn(3, 4))
     assert not found.couplings and "8 in a.weight[0] and 2 more: mean in the model" in str(found)
+
+
+def asserted(m, h):
+    assert torch.isfinite(h).all()
+
+
+def refused(m, h):
+    if not torch.isfinite(h).all():
+        raise ValueError("not finite")
+
+
+def limited(m, h):
+    mean = h.mean()
+    if mean.item() > 1e6:
+        raise ValueError(
+            "large",
+        )
+
+
+def averaged(m, h):
+    m.mean = 0.9 * getattr(m, "mean", 0.0) + 0.1 * h.abs().mean().item()
+
+
+LOGGED = {
+    "mean": lambda h: h.mean().item(),
+    "max and min": lambda h: float(h.max()) - float(h.min()),
+    "std and var": lambda h: (h.std().item(), h.var(1).mean().item()),
+    "argmax": lambda h: h.argmax(1).float().mean().item(),
+    "amax": lambda h: bool(h.amax() > 5),
+    "histc": lambda h: torch.histc(h, 5).tolist(),
+    "dead units": lambda h: (h == 0).all(0).sum().item(),
+    "entropy": lambda h: -(h.softmax(-1) * h.log_softmax(-1)).sum().item(),
+    "sort": lambda h: h.sort(-1)[0].mean().item(),
+    "rank": lambda h: torch.linalg.svdvals(h)[0].item(),
+}
+UNUSED = {**LOGGED, "assert": asserted, "raise": refused, "a limit": limited, "an average": averaged}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_numbers_that_are_only_checked_or_logged_freeze_nothing(name):
+    def run(m, x):
+        h = m.a(x)
+        UNUSED[name](h) if name in LOGGED else UNUSED[name](m, h)
+        return m.b(h)
+
+    found = discover(Net(run, **PAIR), torch.randn(3, 4))
+    assert [written(c) for c in found.couplings] == ["a.weight: u i, a.bias: u, b.weight: o u"] and not found.values
+
+
+def test_a_hook_that_logs_freezes_nothing():
+    model, seen = copy.deepcopy(nn.Sequential(PAIR["a"], PAIR["b"])), []
+    model[0].register_forward_hook(lambda m, x, y: seen.append(y.std().item()))
+    assert len(discover(model, torch.randn(3, 4)).couplings) == 1
+
+
+MATTER = {
+    "a factor": lambda m, h: m.b(h) * h.std().item(),
+    "a factor in a tensor": lambda m, h: m.b(h) * torch.tensor(h.std().item()),
+    "a threshold": lambda m, h: m.b(h) * (2 if h.mean().item() > 0.3 else 1),
+    "another tensor": lambda m, h: F.linear(h, m.b.weight if h.mean().item() > 0.3 else m.c.weight),
+    "another output": lambda m, h: (lambda y, z: y if h.mean().item() > 0.3 else z)(m.b(h), m.c(h)),
+    "a branch": lambda m, h: m.b(h.clamp(max=6e4) if torch.isinf(h).any() else h),
+    "a count": lambda m, h: m.b(functools.reduce(lambda y, _: y * 2, range(int(h.abs().max().item())), h)),
+    "a check and a factor in one line": lambda m, h: m.b(h) * (limited(m, h) or (2 if h.sum().item() > 0 else 1)),
+}
+
+
+@pytest.mark.parametrize("name", MATTER)
+def test_numbers_that_come_back_into_the_forward_freeze_what_they_depend_on(name):
+    model = Net(lambda m, x: MATTER[name](m, torch.sigmoid(m.a(x))), **PAIR, c=nn.Linear(8, 2))
+    found = discover(model, torch.randn(3, 4))
+    assert not any("a.weight" in coupling.members for coupling in found.couplings) and found.values
 
 
 def test_modules_that_were_never_called_are_named():

@@ -177,7 +177,8 @@ def _along(op: Operation) -> list[Label]:
         dims = [len(label) - 2, len(label) - 1]
     else:
         dims = op.dims("dims" if op.name in ("flip", "roll") else "dim", len(label))
-    op.freeze(*(label[d] for d in dims))
+    freeze_along = op.freeze if op.name == "topk" else op.freeze_value  # a number of entries must exist
+    freeze_along(*(label[d] for d in dims))
     whole = op["self"].shape
     return [
         tuple(axis if n == size else op.fixed(n)[0] for axis, n, size in zip(label, out.shape, whole, strict=True))

@@ -77,6 +77,7 @@ class Trace(TorchDispatchMode):
         self._modules: list[tuple[str, nn.Module]] = []
         self._passed: list[tuple[str, Any]] = []  # (module, arguments or results that its forward has)
         self._steps: list[tuple[AxisRule | None, Operation]] = []
+        self._lines: dict[int, str] = {}  # {number of a step that reads values: the line of code}
 
     def fix(self, value: Any, why: str) -> None:
         """Freeze every dimension of the tensors in an input or output."""
@@ -130,20 +131,15 @@ class Trace(TorchDispatchMode):
             rule = attention_scale if out is not NotImplemented else None
         out = func(*args, **kwargs) if out is NotImplemented else out
         if _reads_values(func, args):
-            self._record_values(out)
+            line, first = _reading_line(), next(iter(out), None) if isinstance(out, tuple) else out
+            value = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)
+            values = self.values.setdefault(line, [])
+            values += [value] if value not in values else []
+            self._lines[len(self._steps)] = line
         if reads_tensors or rule is filled:
             is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
             self._steps.append((rule, Operation(func, args, kwargs, out, self.where, self.label_of, is_norm)))
         return out
-
-    def _record_values(self, out: Any) -> None:
-        """Record what the forward reads from values, by the line of code."""
-        frames = traceback.walk_stack(inspect.currentframe())
-        inside = itertools.takewhile(lambda row: row[0].f_code is not _traced.__code__, frames)
-        values = self.values.setdefault(code_line(inside), [])
-        first = next(iter(out), None) if isinstance(out, tuple) else out
-        value = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)
-        values += [value] if value not in values else []
 
     def train(self, model: nn.Module, run: Callable[[], Any]) -> Any:
         """Run the model in training mode too if parameters were not read; return its output, or None if that fails."""
@@ -227,8 +223,8 @@ class Trace(TorchDispatchMode):
     def _used_steps(self, output: Any) -> list[bool]:
         needed = {id(tensor) for _, tensor in tensors_in("output", output)}
         used = []
-        for _, op in reversed(self._steps):
-            used.append(bool(needed.intersection(map(id, op.outs))) or _reads_values(op.func, op.args))
+        for at, (_, op) in reversed([*enumerate(self._steps)]):
+            used.append(bool(needed.intersection(map(id, op.outs))) or self._lines.get(at) in self.values)
             if used[-1]:
                 needed.update(map(id, op.tensors))
         return used[::-1]
@@ -262,7 +258,8 @@ class Trace(TorchDispatchMode):
 
     def _not_understood(self, op: Operation) -> list[Label]:
         if op.outs:  # an assertion, for example, returns nothing
-            op.freeze(*(axis for t in op.tensors for axis in self.label_of(t)), what=NOT_UNDERSTOOD)
+            freeze_read = op.freeze if len(op.tensors) > 1 else op.freeze_value  # several may have to agree in size
+            freeze_read(*(axis for t in op.tensors for axis in self.label_of(t)), what=NOT_UNDERSTOOD)
         return [op.fixed(*out.shape) for out in op.outs]
 
     def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
@@ -277,6 +274,41 @@ class Trace(TorchDispatchMode):
         if not isinstance(weight, Tensor) or weight.shape[-1:] != (size,) or weight.numel() != size:
             return False
         return weight.dim() > 2 or hasattr(module, "eps") or hasattr(module, "variance_epsilon")
+
+
+class _Probe(TorchDispatchMode):
+    """What a forward does, while one line of code reads other values than those of the tensors.
+
+    The tensors that exist before the forward are given in the same order to all probes.
+    """
+
+    def __init__(self, known: Iterable[Tensor], line: str = "", which: int = 0, most: float = math.inf) -> None:
+        super().__init__()
+        self.done, self._line, self._which, self._most = list[Any](), line, which, most
+        self._numbers, self._count = WeakIdKeyDictionary(), itertools.count()
+        self.number(known)
+
+    def number(self, value: Any) -> list[Any]:
+        """Return numbers in place of tensors, and texts in place of other leaves."""
+        numbers, count = self._numbers, self._count
+        leaves = _pytree.tree_leaves(value)
+        return [numbers.setdefault(x, next(count)) if isinstance(x, Tensor) else repr(x) for x in leaves]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:  # `is_nonzero`, for example, whose parts have been seen
+            return out
+        out = func(*args, **(kwargs or {}))
+        is_read = _reads_values(func, args) and isinstance(out, (bool, int, float))
+        made = args[0].tolist() if func.overloadpacket is torch.ops.aten.lift_fresh else None  # `torch.tensor(1.0)`
+        self.done.append((func, made, self.number((args, kwargs, None if is_read else out))))
+        if len(self.done) > self._most:
+            raise RuntimeError("it does more than the forward that reads its own values")
+        if is_read and _reading_line() == self._line:
+            others = (0.0, 1e12, -1e12, out) if isinstance(out, float) else (out + 1, out + 100, 0, out)
+            return out != (self._which == 3) if isinstance(out, bool) else others[self._which]
+        return out
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
@@ -334,15 +366,20 @@ def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) 
             memo[id(tensor)] = copied = _copied(tensor, mode)
             recorded.names.setdefault(copied, name)
         memo |= {id(tensor): _copied(tensor, mode) for tensor in computed_tensors(model)}
+
+        def copied_model() -> Any:
+            running: Any = copy.deepcopy(model, dict(memo)).eval()
+            if hasattr(running, "set_experts_implementation"):  # experts with shapes that values do not decide
+                running.set_experts_implementation("batched_mm")
+            return running
+
         try:
-            running: Any = copy.deepcopy(model, memo).eval()
+            running = copied_model()
         except Exception as e:
             raise SparsityError(
                 f"discover: the model cannot be copied: {type(e).__name__}: {e}. Remove what cannot be copied: open "
                 "files, locks."
             ) from e
-        if hasattr(running, "set_experts_implementation"):  # transformers' experts, else with shapes that values decide
-            running.set_experts_implementation("batched_mm")
         recorded.watch(running)
         args, kwargs = _pytree.tree_map_only(Tensor, lambda t: _copied(t, mode), arguments(example_inputs))
 
@@ -358,10 +395,36 @@ def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) 
                 f"discover: the forward failed in {recorded.where}: {type(e).__name__}: {e}. Check that "
                 f"model(*example_inputs), or model(**example_inputs) for a dict, runs{remedy}."
             ) from e
+        for line, values in () if mode else [*recorded.values.items()]:
+            if not any("shape" in value for value in values) and _changes_nothing(copied_model, args, kwargs, line):
+                del recorded.values[line]
         outputs = {"output": output, "output in training": recorded.train(running, run)}
         recorded.follow(args or kwargs, outputs)  # one of both is empty
         recorded.opaque = opaque_in("output", output)
     return recorded
+
+
+def _changes_nothing(make: Callable[[], Any], args: Any, kwargs: Any, line: str) -> bool:
+    """Whether a forward does the same whatever this line of code reads, or else only raises an error of its own."""
+
+    def done(*altered: Any) -> list[Any]:
+        model = make()
+        probe = _Probe([*model.parameters(), *model.buffers(), args, kwargs], *altered)
+        with probe:
+            output = model(*args, **kwargs)
+        return [*probe.done, probe.number([tensor for _, tensor in tensors_in("output", output)])]
+
+    expected = done()
+    for which in range(4):
+        try:
+            if done(line, which, len(expected)) != expected:
+                return False
+        except Exception as e:
+            last = traceback.extract_tb(e.__traceback__)[-1]
+            is_own = last.filename != __file__ and "raise " in (last.line or "")
+            if not is_own and not isinstance(e, AssertionError):
+                return False
+    return True
 
 
 def _reads_values(func: Any, args: Sequence[Any]) -> bool:
@@ -370,6 +433,12 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     is_packing = func.overloadpacket is torch.ops.aten._pack_padded_sequence
     return is_packing or bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+
+def _reading_line() -> str:
+    """Return the line of code in a model that runs now."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    return code_line(itertools.takewhile(lambda row: row[0].f_code is not _traced.__code__, frames))
 
 
 def code_line(frames: Iterable[tuple[Any, int]]) -> str:
