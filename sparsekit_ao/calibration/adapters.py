@@ -223,8 +223,16 @@ class _Convolution(LayerAdapter):
 
     kind = "convolution"
 
+    @property
+    def groups(self) -> int:
+        """The layer's groups; a module with filters of its own may have none."""
+        return int(getattr(self.module, "groups", 1))
+
+    def reads(self, product: Product, place: Place, shape: Sequence[int]) -> Read | None:
+        return super().reads(product, place, shape) if product.settings.get("groups", 1) == self.groups else None
+
     def matrix(self, weight: Tensor) -> Tensor:
-        return weight.reshape(self.module.groups, weight.shape[0] // self.module.groups, -1)
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
     def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return matrix.reshape(shape)
@@ -238,7 +246,7 @@ class _Convolution(LayerAdapter):
         else:
             sides = [(n, n) for n in of["padding"]]
         padded = F.pad(x, [side for pair in reversed(sides) for side in pair])
-        yield from unfolded(padded, kernel, of["stride"], of["dilation"], self.module.groups, self.sampled)
+        yield from unfolded(padded, kernel, of["stride"], of["dilation"], self.groups, self.sampled)
 
 
 class _TransposedConvolution(_Convolution):
@@ -247,12 +255,12 @@ class _TransposedConvolution(_Convolution):
     kind = "transposed convolution"
 
     def matrix(self, weight: Tensor) -> Tensor:
-        g, n = self.module.groups, weight.ndim - 2
+        g, n = self.groups, weight.ndim - 2
         split = weight.reshape(g, weight.shape[0] // g, *weight.shape[1:])
         return split.flip(tuple(range(3, 3 + n))).transpose(1, 2).reshape(g, weight.shape[1], -1)
 
     def weight(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
-        g, n = self.module.groups, len(shape) - 2
+        g, n = self.groups, len(shape) - 2
         split = matrix.reshape(g, shape[1], shape[0] // g, *shape[2:]).transpose(1, 2)
         return split.flip(tuple(range(3, 3 + n))).reshape(shape)
 
@@ -265,7 +273,7 @@ class _TransposedConvolution(_Convolution):
         settings = (of[name] for name in ("dilation", "padding", "output_padding"))
         sides = [(d * (k - 1) - p, d * (k - 1) - p + o) for k, d, p, o in zip(kernel, *settings, strict=True)]
         padded = F.pad(spread, [side for pair in reversed(sides) for side in pair])
-        yield from unfolded(padded, kernel, (1,) * n, of["dilation"], self.module.groups, self.sampled)
+        yield from unfolded(padded, kernel, (1,) * n, of["dilation"], self.groups, self.sampled)
 
 
 def token_rows(x: Tensor, token_mask: Tensor | None, counts: Tensor | None = None) -> Tensor:
@@ -342,8 +350,10 @@ def adapter_of(module: nn.Module, tensor_name: str, callers: Mapping[int, nn.Mod
         if isinstance(module, kind) and tensor_name == "weight":
             return adapter()
     ndim, own = len(shape_of(module, tensor_name)), type(module).__mro__[int(parametrize.is_parametrized(module))]
-    if ndim not in (2, 3) or (own.__module__.startswith("torch.nn") and caller is module):
+    if ndim < 2 or (own.__module__.startswith("torch.nn") and caller is module):
         return None
+    if ndim > 3:
+        return _Convolution(caller)
     return LayerAdapter(
         caller, (1 if ndim == 2 or is_transposed(module) else 2,), (0,) if ndim == 3 else (), is_known=False
     )

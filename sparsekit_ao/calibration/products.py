@@ -205,14 +205,14 @@ class Products(TorchFunctionMode):
         if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
             first, index = tensors[0], tensors[-1]
             if name in _GATHERS and _is_index(args, kwargs, index):
-                place = self._place(first, may_be_new=isinstance(first, nn.Parameter))
+                place = self._place(first, may_be_new=_is_parameter(first))
                 if place is not None and place.dims[0] is not None:
                     d, positions = place.dims[0]
                     chosen = torch.as_tensor(positions, device=index.device)[index]
                     self._add(output, place._replace(dims=((d, chosen), *place.dims[1:])))
             elif name not in READERS:
                 alike = [t for t in tensors if t.shape == output.shape and t.ndim > 1 and t is not output]
-                places = (self._place(t, may_be_new=isinstance(t, nn.Parameter)) for t in alike)
+                places = (self._place(t, may_be_new=_is_parameter(t)) for t in alike)
                 place = next(filter(None, places), None)
                 if place is not None and _key(output) not in self._known:
                     self._add(output, place)
@@ -269,6 +269,8 @@ def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], o
         is_matrix = product.kind == "matrix" and parameter.ndim < 4
         if is_itself and is_matrix and len(inputs) == 1 and inputs[0] is not None:
             is_transposed.setdefault(place.name, inputs[0][0] == parameter.ndim - 2)
+        elif is_itself and product.kind == "convolution" and parameter.ndim > 3:
+            is_transposed.setdefault(place.name, False)
 
     if tensors:
         with Products(tensors, take, lambda: None), eval_mode(model), torch.no_grad():
@@ -285,6 +287,11 @@ def _key(tensor: Tensor) -> StorageWeakRef | None:
         return StorageWeakRef(local(tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter or a view of one, such as `weight.T`."""
+    return isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
 
 
 def _is_index(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: Tensor) -> bool:

@@ -39,6 +39,7 @@ class Recording:
     Args:
         targets: The weights, and which statistics are recorded for each.
         on_success: Called with the statistics when the context ends without an error.
+        take: Called with (target, product, place) in place of recording what a product reads.
         keep_rows: Whether to keep inputs X instead of X^T X while tokens are fewer than inputs; only on one rank.
 
     Attributes:
@@ -53,8 +54,10 @@ class Recording:
         targets: Iterable[Target],
         on_success: Callable[[Mapping[str, Statistics]], None] = lambda _: None,
         *,
+        take: Callable[[Target, Product, Place], None] | None = None,
         keep_rows: bool = False,
     ) -> None:
+        self._take, self._records = take or self._take_product, take is None
         self.token_mask: Tensor | None = None
         self.statistics: dict[str, Statistics] = {}
         self._targets, self._on_success = list(targets), on_success
@@ -75,7 +78,7 @@ class Recording:
         with ExitStack() as stack:
             products = Products(
                 {name: (target.module, target.tensor_name) for name, target in inputs.items()},
-                lambda product, place: self._take_product(inputs[place.name], product, place),
+                lambda product, place: self._take(inputs[place.name], product, place),
                 lambda: self.token_mask,
             )
             for target in inputs.values():
@@ -100,7 +103,7 @@ class Recording:
         self._observers.close()
         self._last_read = None
         if kind is None:
-            if has_process_group():
+            if has_process_group() and self._records:
                 self._sum_over_ranks()
             self._on_success(self.statistics)
 

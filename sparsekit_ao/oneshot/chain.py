@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..calibration import Target
+from ..calibration.products import Place, Product
+from ..calibration.recorder import Recording
 from ..distributed import abandon_forward
 from ..errors import SparsityError
 from ..models.loading import Device
@@ -130,14 +132,24 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
     last: tuple[Tensor, int] | None = None  # the tensor that the layer before has read, and its version
     reads = 0
 
+    def reach(target: Target, x: Tensor) -> None:
+        version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
+        nonlocal last, reads
+        if last is None or last[0] is not x or last[1] != version or version < 0:
+            last, reads = (x, version), reads + 1
+        reached.setdefault(target.name, (target, reads))
+
+    def take(target: Target, product: Product, place: Place) -> None:
+        if target.adapter is not None and target.adapter.reads(product, place, target.shape) is not None:
+            reach(target, product.read)
+            repeated.add(target.name)  # nothing tells that no other product follows
+
     def hook(target: Target) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu"))
-            version = -1 if x.is_inference() else x._version  # a layer after a change in place reads something else
-            nonlocal last, reads
-            if last is None or last[0] is not x or last[1] != version or version < 0:
-                last, reads = (x, version), reads + 1
-            reached.setdefault(target.name, (target, reads))
+            reach(
+                target,
+                next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu")),
+            )
             calls[target.name] += 1
             if calls[target.name] > 1:
                 repeated.add(target.name)
@@ -145,12 +157,18 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
         return before
 
     modules = [(t.adapter.module, hook(t)) for t in targets if t.adapter is not None]
-    with _hooks(modules):
-        for index in range(len(data.batches)):
-            data.run(index)
-            calls.clear()
-            if len(reached) == len(modules):
-                break
+    unread: Sequence[Target] = ()
+    for _ in range(2):  # again where weights of layers that are not called may be read: `F.linear(x, self.fc.weight)`
+        reached.clear()
+        with _hooks(modules), Recording(unread, take=take):
+            for index in range(len(data.batches)):
+                data.run(index)
+                calls.clear()
+                if len(reached) == len(modules):
+                    break
+        unread = [replace(t, needs=("input_square",)) for t in targets if t.adapter and t.name not in reached]
+        if not unread:
+            break
     return list(reached.values()), [t for t in targets if t.name not in reached], repeated
 
 

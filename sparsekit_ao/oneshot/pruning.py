@@ -329,7 +329,7 @@ def _pruned(
     saved = checkpoint_of(data, checkpoint, caller, *about)
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
-    warn_of_unreached(walk.unreached)
+    warn_of_unreached(walk.unreached, caller)
     recorded = {target.name for target, _ in walk.reached}
     rest = [name for name in layers.groups if name not in recorded]
     unreached = {target.name for target in walk.unreached if target.adapter is not None}

@@ -364,7 +364,8 @@ class Walk:
                 if not self._repeated.intersection(step.tensors):  # otherwise a layer may be called again later
                     for module in layers:
                         stack.enter_context(module.register_forward_hook(finish))
-                skips = step.is_after and self._may_skip_blocks(layers)
+                is_called = not self._repeated.intersection(step.tensors)
+                skips = step.is_after and is_called and self._may_skip_blocks(layers)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
             for index, mask in enumerate(self.data.token_masks):
                 recording.token_mask = mask

@@ -15,6 +15,7 @@ from networks import Net
 from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, layer_of, prepared
 from stock import same
 from torch import nn
+from torch.nn import functional as F
 
 from sparsekit_ao import (
     Coupling,
@@ -570,3 +571,74 @@ def test_blocks_may_take_arrays_and_objects_that_hold_tensors():
         blocks = nn.ModuleList(Net(block, layer=nn.Linear(8, 8)) for _ in range(3))
         model = Net(chain, blocks=blocks, differs=differs)
         assert one_shot(prepared(model), correlated()).blocks == (0 if differs else 3)
+
+
+class Reader(nn.Module):
+    """A layer, and a function that reads the weight of another one, or filters, without calling it."""
+
+    def __init__(self, layer, other, run):
+        super().__init__()
+        self.layer, self.other, self.run = layer, other, run
+
+    def forward(self, x):
+        return self.run(self.layer(x).relu(), self.other)
+
+
+LINEAR, CONVOLUTION = (lambda: (nn.Linear(6, 8), nn.Linear(8, 4))), (lambda: (nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)))
+READERS = {
+    "linear": (LINEAR, lambda x, m: F.linear(x, m.weight, m.bias)),
+    "weight first": (LINEAR, lambda x, m: (m.weight @ x.mT).mT + m.bias),
+    "transposed": (LINEAR, lambda x, m: torch.addmm(m.bias, x.flatten(0, 1), m.weight.T)),
+    "normalized": (LINEAR, lambda x, m: F.linear(x, F.normalize(m.weight))),
+    "normalized after it was transposed": (LINEAR, lambda x, m: x @ F.normalize(m.weight.T, dim=0)),
+    "bounded after it was transposed": (LINEAR, lambda x, m: x @ m.weight.t().clamp(-1, 1)),
+    "convolution": (CONVOLUTION, lambda x, m: F.conv2d(x, m.weight, m.bias)),
+    "standardized filters": (CONVOLUTION, lambda x, m: F.conv2d(x, (m.weight - m.weight.mean()) / m.weight.std())),
+}
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("name", READERS)
+def test_weights_that_are_read_without_a_call_of_their_layer_have_statistics(name, is_block):
+    torch.manual_seed(0)
+    make, run = READERS[name]
+    layers = make()
+    inputs = torch.randn(16, 5, 6) if make is LINEAR else torch.randn(4, 3, 8, 8)
+    model = Reader(*layers, run)
+    pruned, report = prune(nn.Sequential(model) if is_block else model, batches=[inputs], progress=False)
+    expected, of_layers = prune(nn.Sequential(layers[0], nn.ReLU(), layers[1]), batches=[inputs], progress=False)
+    reader = pruned[0] if is_block else pruned
+    assert torch.equal(reader.other.weight, expected[2].weight)
+    assert [row.note for row in report] == ["", ""] and report.rows[1].after == of_layers.rows[1].after
+
+
+def test_masked_weights_that_are_read_without_a_call_have_statistics():
+    torch.manual_seed(0)
+    model, sparsifier = Reader(*LINEAR(), READERS["linear"][1]), ScopeSparsifier(0.5)
+    sparsifier.prepare(model)
+    assert all(row.after < row.before for row in one_shot(sparsifier, [torch.randn(16, 5, 6)], progress=False))
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_filters_of_a_module_of_ones_own_are_pruned_as_those_of_a_layer(groups, pattern):
+    torch.manual_seed(0)
+    filters, inputs = nn.Conv2d(8, 4, 3, groups=groups), torch.randn(4, 8, 7, 7)
+
+    class Filters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.groups, self.own, self.bias = groups, nn.Parameter(filters.weight.detach()), filters.bias
+
+        def forward(self, x):
+            return F.conv2d(x, self.own, self.bias, groups=self.groups)
+
+    pruned, report = prune(nn.Sequential(Filters()), pattern=pattern, batches=[inputs], progress=False)
+    expected = prune(nn.Sequential(filters), pattern=pattern, batches=[inputs], progress=False)[0]
+    assert torch.equal(pruned[0].own, expected[0].weight) and not report.dense
+
+
+def test_the_warning_of_weights_that_no_batch_reaches_names_the_call():
+    model = Reader(*LINEAR(), lambda x, m: x)
+    with pytest.warns(UserWarning, match=r"^prune: no batch reached other\.weight; they are pruned without"):
+        prune(model, batches=[torch.randn(16, 5, 6)], progress=False)
