@@ -27,21 +27,13 @@ SAMPLED = 1 << 26  # elements of unfolded inputs that `one_shot` takes from all 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Read:
-    """Which groups of a weight a product multiplies.
-
-    Attributes:
-        groups: The numbers of the groups. A weight with `batch` has a group for each index of this dimension.
-        share: The share of their outputs that is computed.
-        is_first: Whether the first output is among them, so that tokens are counted once.
-        is_whole: Whether the product is that of the whole weight.
-        inputs: Which inputs of how many the product reads, or None for all.
-    """
+    """Which groups of a weight a product multiplies."""
 
     groups: list[int]
-    share: float = 1.0
-    is_first: bool = True
+    share: float = 1.0  # of their outputs that are computed
+    is_first: bool = True  # whether the first output is among them, so that tokens are counted once
     is_whole: bool = True
-    inputs: tuple[list[int], int] | None = None
+    inputs: tuple[list[int], int] | None = None  # which inputs of how many, or None for all
 
     def filled(self, product: Product) -> Product:
         """The product with zeros for the inputs that it does not read."""
@@ -326,12 +318,7 @@ def unfolded(
 
 
 def adapter_of(module: nn.Module, tensor_name: str, callers: Mapping[int, nn.Module]) -> LayerAdapter | None:
-    """The adapter of a layer's tensor, or None where inputs cannot be recorded for it.
-
-    Args:
-        module, tensor_name: The tensor.
-        callers: {id: the module around it} of modules whose own forward is not called.
-    """
+    """The adapter of a tensor, or None if inputs cannot be recorded; `callers` are modules around uncalled ones."""
     caller = callers.get(id(module), module)
     if isinstance(module, nn.MultiheadAttention):
         is_matrix = tensor_name.endswith("proj_weight")
@@ -360,11 +347,7 @@ def adapter_of(module: nn.Module, tensor_name: str, callers: Mapping[int, nn.Mod
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module of packed experts stores them as (experts, inputs, outputs).
-
-    transformers says so of most experts. Else two matrices of which one reads what the other one gives tell it: gate
-    and up projections together have twice the outputs that the down projection has inputs.
-    """
+    """Whether packed experts are (experts, inputs, outputs): gate and up have twice the outputs that down reads."""
     if hasattr(module, "is_transposed"):
         return bool(module.is_transposed)
     shapes = [shape_of(module, name) for name in packed_experts(module)]

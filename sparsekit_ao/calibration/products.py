@@ -33,48 +33,26 @@ Positions = range | Tensor
 
 @dataclass(kw_only=True, eq=False)
 class Product:
-    """A product that the model computes: a tensor is multiplied by a weight.
-
-    Attributes:
-        read: The tensor that is multiplied, as the model passes it.
-        weight: The weight that multiplies it, as the model passes it.
-        kind: "matrix", "convolution", "transposed convolution" or "embedding".
-        inputs: A function that returns `read` as [..., inputs], or with `batch` as [batch, tokens, inputs].
-        contracted: The dimensions of the weight that are summed over, in the order of the inputs.
-        batch: The dimension of the weight with separate inputs for each index, such as that of experts; None without
-            one.
-        ends: If tokens are sorted by the index of `batch` that multiplies them, a tensor with the end of the tokens of
-            each index; `inputs` then returns [tokens, inputs].
-        settings: The arguments of a convolution: stride, padding, dilation and so on.
-        is_computed: Whether the inputs are computed from `read`, rather than a view of it.
-        counts: A bool tensor that says which rows of `read` count; None if this is not known, for example because no
-            tokens were gathered.
-    """
+    """A product that the model computes: a tensor is multiplied by a weight, both as the model passes them."""
 
     read: Tensor
     weight: Tensor
-    inputs: Callable[[], Tensor]
-    kind: str = "matrix"
-    contracted: tuple[int, ...] = ()
-    batch: int | None = None
-    ends: Tensor | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    is_computed: bool = False
-    counts: Tensor | None = None
+    inputs: Callable[[], Tensor]  # returns `read` as [..., inputs], or with `batch` as [batch, tokens, inputs]
+    kind: str = "matrix"  # or "convolution", "transposed convolution", "embedding"
+    contracted: tuple[int, ...] = ()  # the dimensions of the weight that are summed over, in the order of the inputs
+    batch: int | None = None  # the dimension of the weight with separate inputs for each index, such as experts
+    ends: Tensor | None = None  # where the tokens of each index of `batch` end if `inputs` returns them sorted by it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments of a convolution: stride, padding and so on
+    is_computed: bool = False  # whether the inputs are computed from `read`, rather than a view of it
+    counts: Tensor | None = None  # bool: which rows of `read` count; None if that is not known
 
 
 class Place(NamedTuple):
-    """Where the elements of a tensor are in a weight.
-
-    Attributes:
-        name: The name of the weight.
-        fixed: {dimension of the weight: index}, for the dimensions that the tensor does not have.
-        dims: For each dimension of the tensor, a pair of the dimension of the weight and the indices in it. A dimension
-            of the tensor that has length 1 or is expanded has None.
-    """
+    """Where the elements of a tensor are in the weight of this name."""
 
     name: str
-    fixed: dict[int, int]
+    fixed: dict[int, int]  # {dimension of the weight: index}, for those that the tensor does not have
+    # For each dimension of the tensor: one of the weight and the indices in it; None if it has length 1 or is expanded.
     dims: tuple[tuple[int, Positions] | None, ...]
 
 
@@ -87,11 +65,7 @@ class _Known(NamedTuple):
     place: Place
 
     def place_of(self, view: Tensor) -> Place | None:
-        """Return the place of a view, or None if its dimensions are not slices of different dimensions of the tensor.
-
-        Both are in one storage. The view's offset is split into an index along each dimension of the tensor, and each
-        stride of the view must be a multiple of the stride of one of these dimensions.
-        """
+        """Return the place of a view, or None if its dimensions are not slices of different ones of the tensor."""
         shape, stride, offset = view.shape, view.stride(), int(view.storage_offset()) - self.offset
         if offset == 0 and shape == self.shape and stride == self.stride:
             return self.place
@@ -161,11 +135,7 @@ class Products(TorchFunctionMode):
         del known[len(self._tensors) + 1 :]
 
     def _place(self, tensor: Tensor, *, may_be_new: bool) -> Place | None:
-        """Return the place of a tensor, or None if it is not a view of a known tensor.
-
-        If `may_be_new`, a tensor of unknown storage is compared with the present parameters, since FSDP and accelerate
-        replace parameters.
-        """
+        """Return the place of a view of a known tensor, or of a parameter that FSDP or accelerate may have replaced."""
         key = _key(tensor)
         if key is None:
             return None
@@ -197,10 +167,7 @@ class Products(TorchFunctionMode):
         return output
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Store the place of an output that is computed from a weight, and which rows of gathered tokens count.
-
-        An output has the place of an operand of the same shape, or of the rows that are gathered from an operand.
-        """
+        """Store the place of an output that is computed from a weight, and which rows of gathered tokens count."""
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
             first, index = tensors[0], tensors[-1]
@@ -229,11 +196,7 @@ class Products(TorchFunctionMode):
         output: Any,
         mask: Tensor,
     ) -> None:
-        """Store which rows of an output count.
-
-        Gathered rows count if the tokens that they are taken from count, which `mask` says for all tokens of the batch.
-        Rows that are computed from such rows count if these do.
-        """
+        """Store which rows of an output count: gathered tokens that `mask` counts, and what is computed of them."""
         counts = next((self._counts[t] for t in tensors if t in self._counts), None)
         first, is_repeated = tensors[0], name == "repeat_interleave" and (*args[2:], kwargs.get("dim"))[0] == 0
         if is_repeated or (name in _GATHERS and _is_index(args, kwargs, tensors[-1])):
@@ -248,16 +211,7 @@ class Products(TorchFunctionMode):
 
 
 def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], object]) -> dict[str, bool]:
-    """Find the parameters that products of a running model read, except those with a known name.
-
-    Args:
-        model: The model.
-        known: The names of the parameters that are not looked for.
-        run: A function that runs the model.
-
-    Returns:
-        {name: whether its last two dimensions are (inputs, outputs)}, in the order of the model.
-    """
+    """Return {name: whether its last dimensions are (inputs, outputs)} of parameters, not `known`, in products."""
     is_transposed: dict[str, bool] = {}
     tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name not in known}
 
@@ -279,10 +233,7 @@ def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], o
 
 
 def _key(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a key of a tensor's storage, or None if the tensor has no storage (sparse tensors, or inside vmap).
-
-    Keys of different storages differ, even if one of the storages was freed before the other was allocated.
-    """
+    """Return a key of a tensor's storage, also unlike those of freed ones; None without storage (sparse, in vmap)."""
     try:
         return StorageWeakRef(local(tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
@@ -340,11 +291,7 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 def _einsum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
-    """Yield a product for each factor of an einsum of two factors that may be the weight.
-
-    The equation must have a result ("->"). Every letter of the other factor must be in the weight or in the result, at
-    least one only in the two factors, and at most one in all three.
-    """
+    """Yield a product for each of two factors whose letters are in the other one or the result, one at most in both."""
     equation, *factors = args
     factors = [*factors[0]] if factors and isinstance(factors[0], (tuple, list)) else factors
     if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:
@@ -405,10 +352,7 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> I
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
-    """Yield the products of `nn.MultiheadAttention`.
-
-    What the output projection reads is computed by another call, whose output projection is the identity.
-    """
+    """Yield the products of `nn.MultiheadAttention`; a call with the identity gives what the last projection reads."""
     named = inspect.signature(func).bind(*args, **kwargs).arguments
     reads = [named[name] for name in ("query", "key", "value")]
     is_separate = named.get("use_separate_proj_weight")
@@ -430,11 +374,7 @@ def _batch_first(x: Tensor) -> Tensor:
 
 
 def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Product]:
-    """Yield the products of `nn.RNN`, `nn.LSTM` and `nn.GRU`, layer by layer.
-
-    The outputs of a layer are its hidden states. For the projection of an LSTM with `proj_size`, no product is yielded,
-    since its inputs are not returned.
-    """
+    """Yield the products of `nn.RNN`, `nn.LSTM` and `nn.GRU`, but not of `proj_size`, whose inputs are not returned."""
     x, *others = args  # then the sizes of steps if the sequences are packed
     sizes = others.pop(0) if isinstance(others[0], Tensor) and not others[0].is_floating_point() else None
     states, weights, has_biases, layers, _, _, is_bidirectional, *rest = others
@@ -461,15 +401,7 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> I
 
 
 def _before(hidden: Tensor, start: Tensor, sizes: Tensor | None, time: int, is_reversed: bool) -> Tensor:
-    """Return the hidden state that each step reads, in the shape of `hidden`.
-
-    Args:
-        hidden: The hidden states after the steps.
-        start: The state that the first step reads, [batch, hidden].
-        sizes: The number of sequences that have each step, if the sequences are packed; otherwise None.
-        time: The dimension of the steps, if the sequences are not packed.
-        is_reversed: Whether steps run from the last to the first.
-    """
+    """Return the hidden state that each step reads; packed sequences have `sizes`, and others the dimension `time`."""
     if sizes is None:
         length, initial = hidden.shape[time], start.unsqueeze(time)
         steps = hidden.narrow(time, int(is_reversed), length - 1)

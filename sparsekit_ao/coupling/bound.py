@@ -101,11 +101,7 @@ class BoundCoupling:
 def solve_sizes(
     name: str, tensors: Sequence[tuple[str, str, Shape]], shared: set[str], known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of all shared axes: a dimension with one unknown axis gives its length, until nothing follows.
-
-    `name` is the coupling's, for errors; `tensors` are (name, axes, shape) of every member; `shared` are the axes of
-    unit and scope; `known` sizes are returned too.
-    """
+    """Return the sizes of all shared axes: a dimension with one unknown axis gives its length, again and again."""
     sizes = dict(known)
     source: dict[str, str] = {}
     while True:

@@ -100,11 +100,7 @@ def _whole_experts(
     packed: Mapping[str, int] | None = None,
     **keys: Any,
 ) -> dict[str, Coupling]:
-    """Return `"experts"`, whose unit is in the packed tensors or a module of `lists` in `keys`; {} without a router.
-
-    `packed` are names and numbers of dimensions. A router is a module beside the experts whose `weight` is a matrix
-    with a row for each of them.
-    """
+    """Return `"experts"`; {} without a router, a module beside them whose `weight` has a row for each of them."""
     parent = path.rpartition(".")[0]
     beside = re.compile(re.escape(f"{parent}." if parent else "") + r"[^.]+\.weight")
     weights = [fqn for fqn, t in tensors.items() if beside.fullmatch(fqn) and t.ndim == 2 and len(t) == experts]

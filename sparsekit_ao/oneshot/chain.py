@@ -120,12 +120,7 @@ def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[N
 
 
 def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[Target, int]], list[Target], set[str]]:
-    """Find the order of the forward pass; later batches are run for layers that the first one does not reach.
-
-    Returns:
-        A tuple of the reached targets in that order, each with a number for the tensor that it reads; the targets that
-        no batch reaches; and the names of targets whose module a forward pass calls more than once.
-    """
+    """Return (target, number of the tensor that it reads) in forward order, unreached targets, and repeated names."""
     reached: dict[str, tuple[Target, int]] = {}
     calls: Counter[str] = Counter()
     repeated: set[str] = set()

@@ -277,10 +277,7 @@ class Trace(TorchDispatchMode):
 
 
 class _Probe(TorchDispatchMode):
-    """What a forward does, while one line of code reads other values than those of the tensors.
-
-    The tensors that exist before the forward are given in the same order to all probes.
-    """
+    """What a forward does, while one line of code reads other values than those of the tensors."""
 
     def __init__(self, known: Iterable[Tensor], line: str = "", which: int = 0, most: float = math.inf) -> None:
         super().__init__()
@@ -290,9 +287,8 @@ class _Probe(TorchDispatchMode):
 
     def number(self, value: Any) -> list[Any]:
         """Return numbers in place of tensors, and texts in place of other leaves."""
-        numbers, count = self._numbers, self._count
-        leaves = _pytree.tree_leaves(value)
-        return [numbers.setdefault(x, next(count)) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        leaves, count = _pytree.tree_leaves(value), self._count
+        return [self._numbers.setdefault(x, next(count)) if isinstance(x, Tensor) else repr(x) for x in leaves]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:
