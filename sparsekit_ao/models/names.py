@@ -2,13 +2,16 @@
 
 import difflib
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..distributed import local
 from ..errors import SparsityError
 from ..masking import parameter_under, parametrized_names
 
@@ -37,6 +40,54 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
+
+
+def sharing_memory(model: nn.Module) -> dict[int, str]:
+    """{id of a parameter or buffer: the name of another one that has some of its elements}.
+
+    >>> layers = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))
+    >>> layers[1].weight = nn.Parameter(layers[0].weight.data.t())
+    >>> sharing_memory(layers)[id(layers[0].weight)]
+    '1.weight'
+    """
+    spans = []  # (where memory is, first byte, byte after the last, name, tensor)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.layout != torch.strided:
+            continue
+        part = local(tensor)
+        if part.numel():
+            memory, size = part.untyped_storage(), part.element_size()
+            address = 0 if part.is_meta else memory.data_ptr()
+            place, start = (str(part.device), 0 if address else memory._cdata), address + part.storage_offset() * size
+            end = start + size * (1 + sum((n - 1) * d for n, d in zip(part.shape, part.stride(), strict=True)))
+            spans.append((place, start, end, name, tensor))
+    spans.sort(key=lambda span: span[:3])
+    sharing: dict[int, str] = {}
+    first, last = 0, 0
+    while first < len(spans):  # first:last are tensors whose spans are connected
+        place, start, end, *_ = spans[first]
+        last = first + 1
+        while last < len(spans) and spans[last][0] == place and spans[last][1] < end:
+            end, last = max(end, spans[last][2]), last + 1
+        if last > first + 1:
+            sharing |= _sharing([(at - start, name, t) for _, at, _, name, t in spans[first:last]], end - start)
+        first = last
+    return sharing
+
+
+def _sharing(tensors: list[tuple[int, str, Tensor]], length: int) -> dict[int, str]:
+    """`sharing_memory` for (first byte, name, tensor) in one piece of memory of this many bytes."""
+    unit = min(t.element_size() for _, _, t in tensors)
+    owners, sharing = torch.full((length // unit,), -1, dtype=torch.int32, device="cpu"), dict[int, str]()
+    for at, (start, name, tensor) in enumerate(tensors):
+        part, ratio = local(tensor), tensor.element_size() // unit
+        dims = [(n, d * ratio) for n, d in zip(part.shape, part.stride(), strict=True) if d]  # not expanded ones
+        own = owners.as_strided([*(n for n, _ in dims), ratio], [*(d for _, d in dims), 1], start // unit)
+        for other in own.unique().tolist():
+            if other >= 0:
+                sharing |= {id(tensor): tensors[other][1], id(tensors[other][2]): name}
+        own.fill_(at)
+    return sharing
 
 
 def weights_by_name(model: nn.Module) -> dict[str, int]:

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
+from ..models.names import sharing_memory
 from .checkpoint import Checkpointed, check_saved, refuse_meta_masks
 from .config import (
     ConfigContext,
@@ -301,6 +302,13 @@ class MaskSparsifier(Trainable, Checkpointed):
         records = distributed.fsdp_records(model)
         masks = [masking.find_mask(*tensor) for tensor in tensors]
         parameters = [masking.parameters_under(*tensor) for tensor in tensors]
+        sharing = sharing_memory(model)
+        for group, originals in zip(self.groups, parameters, strict=True):
+            if other := next((sharing[id(p)] for p in originals if id(p) in sharing), None):
+                raise SparsityError(
+                    f"squash_mask: {group['tensor_fqn']} shares memory with {other!r}, so zeros in one would change "
+                    "the other; give one of them a copy (.clone()) first"
+                )
         rebuilt = [masking.rebuilt_originals(*tensor) for tensor in tensors]
         with masking.removed([*tensors, *masking.other_names(model, tensors)]):
             for originals, mask, values in zip(parameters, masks, rebuilt, strict=True):

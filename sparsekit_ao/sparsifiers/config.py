@@ -17,7 +17,17 @@ from torch.nn.utils import parametrize
 from ..calibration.adapters import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, packed_experts
 from ..errors import SparsityError, by_reason, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
-from ..models.names import adapters, exists, hint_of, is_of_transformers, matcher, named_tensors, owner_of, parameter_of
+from ..models.names import (
+    adapters,
+    exists,
+    hint_of,
+    is_of_transformers,
+    matcher,
+    named_tensors,
+    owner_of,
+    parameter_of,
+    sharing_memory,
+)
 from ..structure.view import refuse_expanded
 
 TensorGroup = dict[str, Any]
@@ -146,9 +156,12 @@ def resolve_groups(
         names_of.setdefault(id(parameter), []).append(name)
     excluded = excluded_names(model, exclude, names) if exclude != () else {}
     owners, labels = _owners(model, config, keys, names)
+    sharing = sharing_memory(model)
+    overlapping = {n: f"shares memory with {sharing[id(p)]!r}" for n, p in names.items() if id(p) in sharing}
     skipped = {
         **(_left_dense(model) | adapters(model, owners) if is_default else {}),
         **_tied_to_skip(names_of.values(), owners, excluded, is_default),
+        **{fqn: overlapping[fqn] for fqn in owners if fqn in overlapping and is_default},
         **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
     }
     resolved = ResolvedConfig(skipped=skipped)
@@ -156,6 +169,11 @@ def resolve_groups(
     for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
             try:
+                if fqn in overlapping:
+                    raise SparsityError(
+                        f"config[{at}]: {fqn!r} {overlapping[fqn]}, so zeros in one would change the other. Make both "
+                        "one Parameter, give one a copy (.clone()), or leave the tensor out (exclude=[...])."
+                    )
                 group = _group(model, fqn, config[at], complete, f"config[{at}]: ", mask_class)
                 if check is not None:
                     check(group)

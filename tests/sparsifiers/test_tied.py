@@ -22,6 +22,7 @@ from sparsekit_ao import (
     SparsityError,
     TopKAST,
     WeightNormSparsifier,
+    prune,
 )
 from sparsekit_ao.coupling import joint_entries
 from sparsekit_ao.export import dense_state_dict
@@ -222,3 +223,72 @@ def test_a_tied_model_of_transformers_is_shrunk_saved_and_read_back(tmp_path):
         assert torch.equal(again(**inputs).logits, masked(**inputs).logits)
     sparsifier.squash_mask()
     assert compact(masked, found.couplings[0], inputs)[1].difference <= 1e-5
+
+
+def of_one_buffer(slices):
+    """Two Linears whose weights are views of one tensor."""
+    first, second = slices(torch.randn(32, 32))
+    layers = [nn.Linear(w.shape[1], w.shape[0]) for w in (first, second)]
+    for layer, weight in zip(layers, (first, second), strict=True):
+        layer.weight = nn.Parameter(weight)
+    return nn.Sequential(*layers)
+
+
+OVERLAPPING = {
+    "transposed": lambda w: (w[:16], w[:16].t()),
+    "the same": lambda w: (w, w.data),
+    "slice": lambda w: (w, w[4:12]),
+    "expanded": lambda w: (w, w[:1].expand(16, 32)),
+    "ranges of a flat buffer": lambda w: (w.view(-1)[:256].view(8, 32), w.view(-1)[128:384].view(8, 32)),
+    "another dtype": lambda w: (w, w.view(torch.int32)[:8].view(torch.float16)),
+}
+DISTINCT = {
+    "ranges of a flat buffer": lambda w: (w.view(-1)[:256].view(8, 32), w.view(-1)[256:512].view(8, 32)),
+    "columns": lambda w: (w[:, :16], w[:, 16:]),
+    "every other row": lambda w: (w[::2], w[1::2]),
+    "meta": lambda w: (w[:16].to("meta"), w[16:].to("meta")),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_weights_that_share_memory_are_left_out_or_refused(name):
+    model = of_one_buffer(OVERLAPPING[name])
+    before = [w.detach().clone() for w in model.parameters()]
+    with refuses("config[0]: '1.weight' shares memory with '0.weight'"):
+        ScopeSparsifier(0.5).prepare(model, [{"tensor_fqn": "1.weight"}])
+    model.append(nn.Linear(32, 128))
+    sparsifier = prepared(model, None)
+    assert sparsifier.report().skipped == {
+        "0.weight": "shares memory with '1.weight'",
+        "1.weight": "shares memory with '0.weight'",
+    }
+    sparsifier.squash_mask()
+    _, report = prune(model, 0.5, inplace=True)  # a deep copy has no memory in common
+    assert [row.tensor for row in report] == ["2.weight"] and report.left_out.keys() == {"0.weight", "1.weight"}
+    assert all(torch.equal(w, b) for w, b in zip(model.parameters(), before, strict=False))
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_weights_that_lie_in_one_buffer_without_overlap_are_masked(name):
+    model = of_one_buffer(DISTINCT[name])
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model)
+    assert len(sparsifier.groups) == 2
+    if name != "meta":
+        sparsifier.step()
+        sparsifier.squash_mask()
+        assert [(layer.weight == 0).float().mean().item() for layer in model] == [0.5, 0.5]
+
+
+def test_squash_mask_refuses_a_weight_that_began_to_share_memory_after_prepare():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
+    sparsifier.step()
+    original = model[0].parametrizations.weight.original
+    model[1].register_buffer("kept", original.data[2:4])
+    with refuses("squash_mask: 0.weight shares memory with '1.kept'"):
+        sparsifier.squash_mask()
+    model[1].kept = model[1].kept.clone()
+    sparsifier.squash_mask()
+    assert (model[0].weight == 0).sum() == 32
