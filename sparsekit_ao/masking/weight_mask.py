@@ -245,7 +245,6 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
     Args:
         masks: Tuples (module, tensor name, mask).
     """
-    order = [(module._parameters, list(module._parameters)) for module, _, _ in masks]
     try:
         for module, name, mask in masks:
             register(module, name, mask)
@@ -254,20 +253,19 @@ def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[No
         for module, name, mask in masks:
             if find_mask(module, name) is mask:
                 remove_mask(module, name)
-        for parameters, names in order:  # a removed mask leaves its parameter at the end of the dict
-            for name in names:
-                parameters[name] = parameters.pop(name)
         raise
 
 
 def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1) -> None:
     """Register a mask on top of all other parametrizations of the tensor, or after the first `at` of them."""
+    order = list(module._parameters)
     if at >= 0 and parametrize.is_parametrized(module, tensor_name):
         _chain(module, tensor_name).insert(at, mask)
     else:
         parametrize.register_parametrization(module, tensor_name, mask, unsafe=True)
     _keep_list_outside(module)
-    if not _dense_hooks(module):
+    if not _dense_hooks(module):  # the first mask of the module
+        module.parametrizations._dense_order = order  # type: ignore[union-attr]
         module.register_load_state_dict_pre_hook(_take_dense)
 
 
@@ -365,6 +363,7 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
     if len(chain) > 1:  # other parametrizations stay
         del chain[len(below(module, tensor_name))]
         return
+    order = list(getattr(module.parametrizations, "_dense_order", ()))
     # Deep copies share the class that parametrize made for the module. `remove_parametrizations` edits this class, so
     # the module first gets a copy of it.
     with without_fsdp_class(module):
@@ -372,6 +371,9 @@ def remove_mask(module: nn.Module, tensor_name: str) -> None:
         namespace = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(kind.__name__, kind.__bases__, namespace)
         parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=False)
+    parameters = module._parameters  # in which the tensor is the last one now
+    for name in sorted(parameters, key=lambda name: order.index(name) if name in order else len(order)):
+        parameters[name] = parameters.pop(name)
     _put_list_back(module)
 
 

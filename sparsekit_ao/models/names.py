@@ -5,7 +5,7 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,9 @@ def sharing_memory(model: nn.Module) -> dict[int, str]:
     >>> sharing_memory(layers)[id(layers[0].weight)]
     '1.weight'
     """
-    spans = []  # (where memory is, first byte, byte after the last, name, tensor)
+    spans: list[Any] = []  # (where memory is, first byte, byte after the last, name, tensor)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.layout != torch.strided:
+        if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
             continue
         part = local(tensor)
         if part.numel():

@@ -85,3 +85,48 @@ def test_values_that_cannot_be_written():
     with pytest.raises(SparsityError, match=r"2.weight has no values, .*offloaded after prepare; load"):
         sparsifier.squash_mask()
     assert find_mask(offloaded[0], "weight") is not None
+
+
+MODELS = {
+    "Linear": lambda: nn.Linear(8, 8),
+    "Conv2d": lambda: nn.Conv2d(8, 8, 3),
+    "LSTM of two layers": lambda: nn.LSTM(8, 8, num_layers=2, bidirectional=True),
+    "attention": lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=4),
+    "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
+    "tied": lambda: tied(nn.Linear(8, 8), nn.Linear(8, 8)),
+}
+
+
+def tied(first, second):
+    second.weight = first.weight
+    return nn.Sequential(first, second)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.parametrize("config", [None, [{"tensor_fqn": ["*bias*", "*weight*"]}], [{"tensor_fqn": "*weight*"}]])
+@pytest.mark.parametrize("name", MODELS)
+def test_squash_mask_leaves_the_order_of_parameters(name, config, is_copy):
+    model = MODELS[name]()
+    if name == "tied" and config is None:
+        model.append(nn.Linear(8, 8))
+    names, parameters = [n for n, _ in model.named_parameters()], list(model.parameters())
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, config)
+    sparsifier.step()
+    squashed = copy.deepcopy(model) if is_copy else model
+    sparsifier.squash_mask(model=squashed)
+    assert [n for n, _ in squashed.named_parameters()] == names
+    assert is_copy or all(p is q for p, q in zip(squashed.parameters(), parameters, strict=True))
+
+
+def test_the_state_of_an_optimizer_saved_after_squash_mask_fits_the_dense_model():
+    model = nn.Sequential(nn.Linear(8, 8))
+    sparsifier = prepared(model)
+    sparsifier.squash_mask()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, 8)).sum().backward()
+    optimizer.step()
+    dense = nn.Sequential(nn.Linear(8, 8))
+    other = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state[dense[0].bias]["momentum_buffer"], model[0].bias.grad)
