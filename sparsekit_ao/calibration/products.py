@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import full_tensor, local
-from ..models.names import owner_of, weights_by_name
+from ..models.names import named_tensors, owner_of, weights_by_name
 from ..models.running import eval_mode
 
 _GATHERS = ("__getitem__", "index_select")  # functions that may gather rows by their numbers
@@ -213,7 +213,8 @@ class Products(TorchFunctionMode):
 def other_matrices(model: nn.Module, known: Collection[str], run: Callable[[], object]) -> dict[str, bool]:
     """Return {name: whether its last dimensions are (inputs, outputs)} of parameters, not `known`, in products."""
     is_transposed: dict[str, bool] = {}
-    tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name not in known}
+    parameters = {name for name, _ in named_tensors(model)}.difference(known)
+    tensors = {name: owner_of(model, name) for name in weights_by_name(model) if name in parameters}
 
     def take(product: Product, place: Place) -> None:
         inputs = [place.dims[d] for d in product.contracted]

@@ -18,6 +18,7 @@ from ..masking import parameter_under, parametrized_names
 T = TypeVar("T")
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
 _SHOWN = 5  # names in an error
+_QUANTIZED = (torch.int8, torch.uint8)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -93,14 +94,18 @@ def _sharing(tensors: list[tuple[int, str, Tensor]], length: int) -> dict[int, s
 def weights_by_name(model: nn.Module) -> dict[str, int]:
     """{name: elements} of the weights that layers multiply by: of two or more dimensions, no embeddings, no biases.
 
+    Complex and quantized weights count, also where a buffer `weight` has them; other integers are indices.
+
     >>> weights_by_name(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)))
     {'1.weight': 8}
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("weight"))
     return {
         name: p.numel()
-        for name, p in named_tensors(model)
-        if p.ndim > 1 and p.is_floating_point() and id(p) not in embeddings and not name.endswith("bias")  # of experts
+        for name, p in itertools.chain(named_tensors(model), buffers)
+        if p.ndim > 1 and id(p) not in embeddings and not name.endswith("bias")  # of experts
+        if p.dtype.is_floating_point or p.dtype.is_complex or name.endswith("weight") or p.dtype in _QUANTIZED
     }
 
 

@@ -234,6 +234,33 @@ def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
     assert int((other.weight == 0).sum()) == 32
 
 
+class Product(nn.Module):
+    """A product with a parameter or a buffer of any dtype."""
+
+    def __init__(self, dtype, name):
+        super().__init__()
+        weight = torch.ones(8, 8).to(dtype)
+        setattr(self, name, nn.Parameter(weight, False) if name == "w" else nn.Buffer(weight))
+        self.index = nn.Buffer(torch.zeros(8, 8, dtype=torch.int64))
+        self.name = name
+
+    def forward(self, x):
+        weight = getattr(self, self.name)
+        return (x.to(weight.dtype) @ weight).real if weight.is_complex() else x @ weight.float()
+
+
+@pytest.mark.parametrize("batches", [None, [torch.ones(2, 8)]])
+@pytest.mark.parametrize("name", ["w", "weight", "qweight"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
+def test_dense_weights_of_other_dtypes_count(dtype, name, batches):
+    if dtype == torch.int32 and name == "w":
+        pytest.skip("indices")
+    model = nn.Sequential(Product(dtype, name), nn.Linear(8, 24))
+    _, report = prune(model, pattern="2:4", batches=batches, progress=False)
+    assert report.coverage == 0.75 and report.dense == [f"0.{name}"]
+    assert f"covers 75.0% of the weights; left dense: 0.{name}" in str(report)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm], ids=["old", "new"])
 def test_weights_of_weight_norm_are_pruned_in_a_copy_and_normalized_anew(norm):
