@@ -106,7 +106,7 @@ class BudgetSparsifier(MaskSparsifier):
             **({} if nnz is None else {"nnz": nnz}),
         }
         super().__init__(defaults)
-        stages_of({**defaults, "tensor_fqn": "defaults"})  # raises an error if a structural key is wrong
+        stages_of({**defaults, "tensor_fqn": "defaults"}, known)  # raises an error if a structural key is wrong
         checked_level(defaults["sparsity_level"], "defaults: ")
 
     @abstractmethod

@@ -52,8 +52,8 @@ def checked_pattern(pattern: object, where: str) -> Pattern | None:
     return pattern if pattern is None or isinstance(pattern, Pattern) else parse(pattern, where)
 
 
-def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
-    """The structure that a group specifies, one entry per stage."""
+def stages_of(group: TensorGroup, known: Collection[str] = (*STRUCTURE, *AXES)) -> tuple[Stage, ...]:
+    """The structure that a group specifies, one entry per stage; `known` has the keys that the sparsifier takes."""
     where = f"{group['tensor_fqn']}: "
     stages = group.get("stages")
     if stages is None:
@@ -61,15 +61,15 @@ def stages_of(group: TensorGroup) -> tuple[Stage, ...]:
     if isinstance(stages, Mapping) or not isinstance(stages, Sequence) or not stages:
         raise SparsityError(f"{where}stages must be a non-empty list of dicts, got {stages!r}")
     keys = (*STRUCTURE, *AXES)
-    shared = {k: group[k] for k in keys if k in group}
+    shared, taken = {k: group[k] for k in keys if k in group}, ({*keys} & {*known}) | {*BUDGETS}
     checked = []
     for at, stage in enumerate(stages):
         of_stage = f"{where}stages[{at}]: "
         if not isinstance(stage, Mapping):
             raise SparsityError(f"{where}stages[{at}] must be a dict, got {stage!r}")
-        if unknown := set(stage) - {*keys, *BUDGETS}:
+        if unknown := set(stage) - taken:
             key = sorted(unknown)[0]
-            raise SparsityError(f"{of_stage}unknown key {key!r}.{hint_of_key(key, (*keys, *BUDGETS))}")
+            raise SparsityError(f"{of_stage}unknown key {key!r}.{hint_of_key(key, taken)}")
         refuse_two_budgets(stage, of_stage)
         budget = next(((key, stage[key]) for key in BUDGETS if stage.get(key) is not None), None)
         checked.append(replace(_stage(joined(shared, stage, of_stage), of_stage), budget=budget))
@@ -134,7 +134,8 @@ def merged(
         )
     if budgets == ["sparsity_level"]:
         group.pop("nnz", None)
-    if budgets and all(s.budget for s in stages_of({"tensor_fqn": place.tensor_fqn, **group})):
+    has_stages = group.get("stages") is not None
+    if has_stages and all(s.budget for s in stages_of({"tensor_fqn": place.tensor_fqn, **group}, known)) and budgets:
         raise SparsityError(
             f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a stage"
         )

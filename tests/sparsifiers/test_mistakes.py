@@ -11,6 +11,7 @@ from stock import linear_model, refuses
 from torch import nn
 
 from sparsekit_ao import (
+    SRSTE,
     BlockCoupling,
     BlockSpec,
     Coupling,
@@ -125,6 +126,29 @@ def test_a_bad_config_is_refused_and_the_model_is_unchanged(config, text):
         sparsifier.prepare(model, config)
     assert list(model.state_dict()) == keys and [type(m) for m in model] == kinds and sparsifier.groups == []
     sparsifier.prepare(model, [LINEAR])  # and the sparsifier still works
+
+
+OTHER_KEYS = [  # a sparsifier, and a key that it does not take
+    (ProximalSparsifier, {"score": "magnitude"}),
+    (ProximalSparsifier, {"norm": 1}),
+    (ProximalSparsifier, {"member_scores": "mean"}),
+    (ProximalSparsifier, {"max_sparsity": 0.5}),
+    (StraightThrough, {"max_sparsity": 0.5}),
+    (SRSTE, {"max_sparsity": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "key"), OTHER_KEYS)
+def test_a_key_that_a_sparsifier_does_not_take_is_refused_inside_stages_too(kind, key):
+    name, stages = next(iter(key)), [{"scope_shape": (1, 4), "nnz": 2, **key}]
+    with pytest.raises(TypeError, match=f"has no argument '{name}'"):
+        kind(sparsity_level=0.5, **key)
+    with refuses(f"defaults: stages[0]: unknown key '{name}'."):
+        kind(sparsity_level=0.5, stages=stages)
+    model, sparsifier = linear_model(8, 8), kind(sparsity_level=0.5)
+    with refuses(f"0.weight: stages[0]: unknown key '{name}'."):
+        sparsifier.prepare(model, [{**LINEAR, "stages": stages}])
+    sparsifier.prepare(model, [{**LINEAR, "stages": [{"scope_shape": (1, 4), "nnz": 2}]}])
 
 
 @pytest.mark.parametrize(
