@@ -219,12 +219,13 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
                 raise SparsityError(f"recover: both models share the values of {name}; keep a deep copy before pruning")
     if dense is None:
         return
-    modules = dict(dense.named_modules())
-    for name, module in model.named_modules():
+    modules, named = dict(dense.named_modules()), dict(model.named_modules())
+    for (name, module), dense_name in zip(named.items(), _names_in_dense(model, dense, named), strict=True):
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
-        if name not in modules and not is_of_mask:
+        if dense_name not in modules and not is_of_mask:
             raise SparsityError(
-                f"recover: the dense model has no module {name!r}; give the model as it was before pruning"
+                f"recover: the dense model has no module {dense_name!r}; give the model as it was before pruning. If "
+                "shrink_layers removed blocks, the pruned model must be the one that it returned, or a copy of it"
             )
     _refuse_exchanged(model, dense)
 
@@ -265,16 +266,16 @@ def check_ranks(data: CalibrationData) -> None:
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
     """Return the modules whose matrices differ in the dense model; if none do, return all modules with matrices."""
-    changed, layers, dense_tensors = [], [], dict(named_tensors(dense))
+    changed, layers, dense_tensors, named = [], [], dict(named_tensors(dense)), dict(named_tensors(model))
     are_comparable = not is_elsewhere(model) and not is_elsewhere(dense)  # neither offloaded nor sharded
-    for name, p in named_tensors(model):
+    for (name, p), dense_name in zip(named.items(), _names_in_dense(model, dense, named), strict=True):
         module, tensor = owner_of(model, name)
         if p.ndim < 2:
             continue
         layers.append(module)
         if not are_comparable:
             continue
-        other = dense_tensors.get(name)
+        other = dense_tensors.get(dense_name)
         weight = masking.used_weight(module, tensor)
         if other is None or weight.shape != other.shape or not torch.equal(weight, other.to(weight.device)):
             changed.append(module)
@@ -491,10 +492,7 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
     """
     path = names[0].rpartition(".")[0]
     dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
-    # `shrink_layers` notes on a list which blocks of the whole model remain. The dense model may have lost some too.
-    in_dense = [*getattr(dense.get_submodule(path), "_dense_indices", range(len(dense_blocks)))]
-    in_model = getattr(model.get_submodule(path), "_dense_indices", in_dense)
-    indices = [in_dense.index(at) for at in in_model if at in in_dense]
+    indices = _numbers_in_dense(model.get_submodule(path), dense.get_submodule(path))
     if len(indices) != len(names):
         raise SparsityError(
             f"recover: the model has {len(names)} blocks in {path!r}, but the dense model has "
@@ -502,6 +500,29 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
             "model, or a copy of it"
         )
     return dense_blocks, [after - 1 for after in (*indices[1:], len(dense_blocks))]
+
+
+def _numbers_in_dense(blocks: nn.Module, dense_blocks: nn.Module) -> list[int]:
+    """Return the numbers that the blocks of a list have in the same list of the dense model."""
+    # `shrink_layers` notes on a list which blocks of the whole model remain. The dense model may have lost some too.
+    in_dense = [*getattr(dense_blocks, "_dense_indices", range(len([*dense_blocks.children()])))]
+    return [in_dense.index(at) for at in getattr(blocks, "_dense_indices", in_dense) if at in in_dense]
+
+
+def _names_in_dense(model: nn.Module, dense: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names that tensors or modules have in the dense model, where blocks may have other numbers."""
+    lists = {path: module for path, module in model.named_modules() if "_dense_indices" in vars(module)}
+    dense_lists = {path: module for path, module in dense.named_modules() if path in lists}
+    numbers = {path: _numbers_in_dense(lists[path], dense_list) for path, dense_list in dense_lists.items()}
+
+    def in_dense(name: str) -> str:
+        for path, of_blocks in numbers.items():
+            if name.startswith(f"{path}."):
+                at, dot, rest = name[len(path) + 1 :].partition(".")
+                return f"{path}.{of_blocks[int(at)]}{dot}{rest}" if int(at) < len(of_blocks) else name
+        return name
+
+    return [in_dense(name) for name in names]
 
 
 class _Student(nn.Module):

@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -186,8 +187,10 @@ def _influences(
     layers: Any = model.get_submodule(path)
     cosines: dict[str, dict[Part, list[Tensor]]] = {f"{path}.{at}": {} for at in range(len(layers))}
     outputs: dict[str, Any] = {}  # {name in the block that runs now: the output of this module}
+    called: Counter[str] = Counter()
 
     def record(name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        called[name] += 1
         before, after = first_tensor([args, kwargs]), first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {name} gives no tensor of its input's shape")
@@ -215,6 +218,12 @@ def _influences(
                     hooks.enter_context(module.register_forward_hook(keep))
         for batch in batches:
             (forward or call)(model, batch)
+    if (name := max(called, key=called.__getitem__, default="")) and called[name] > len(batches):
+        raise SparsityError(
+            f"shrink_layers: {name} is called {called[name] / len(batches):g} times for a batch, as in models whose "
+            "layers share weights, so no block can be removed for one of these calls; lower the number of calls, such "
+            "as config.num_hidden_layers"
+        )
     if missing := [name for name, parts in cosines.items() if not parts]:
         why = "" if of_blocks else f", or {missing[0]} calls no module that may be an attention or an MLP"
         raise SparsityError(f"shrink_layers: not all modules of {path} were called{why}")

@@ -15,6 +15,8 @@ from ..errors import SparsityError
 from ..models.running import tensors_in
 from .remove import Removal
 
+_NUMBERS = ("layer_idx", "layer_id")  # attributes that hold the number of a layer, its place in caches and lists
+
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
     """Raise unless all lists and parts of the couplings are in the model, each once and with a module for each unit."""
@@ -51,10 +53,10 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         before = getattr(modules, "_dense_indices", range(removal.keep.numel()))
         vars(modules)["_dense_indices"] = [before[at] for at in kept]  # `recover` pairs blocks by it
         layers = [layer for block in modules.children() for layer in block.modules()]
-        # `layer_idx` is a layer's place in caches of keys and values.
-        numbered = [layer for layer in layers if vars(layer).get("layer_idx") in kept]
-        for layer in numbered:
-            vars(layer)["layer_idx"] = kept.index(vars(layer)["layer_idx"])
+        # The layer_id of RWKV says whether a block is the first, which has one more norm.
+        attributes = _NUMBERS if fields or 0 in kept else _NUMBERS[:1]
+        for layer, key in ((layer, key) for layer in layers for key in attributes if vars(layer).get(key) in kept):
+            vars(layer)[key] = kept.index(vars(layer)[key])
         for field, entries in fields.items():
             setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
     for removal in (removal for removal in removals if removal.bound.parts):
@@ -154,9 +156,11 @@ def config_of(model: nn.Module, path: str) -> tuple[str, Any]:
 def layer_fields(model: nn.Module, path: str) -> dict[str, list[Any]]:
     """Return {path: entries} of the config's fields with an entry for each block of a list, such as `layer_types`."""
     (place, config), blocks = config_of(model, path), [*model.get_submodule(path).children()]
-    if config is None or not any("layer_idx" in vars(m) for block in blocks for m in block.modules()):
+    if config is None or not any(vars(m).keys() & {*_NUMBERS} for block in blocks for m in block.modules()):
         return {}
     lists = {key: value for key, value in vars(config).items() if "layer" in key and isinstance(value, list)}
+    if runs := vars(config).get("attention_types"):  # of GPT-Neo: [[["global", "local"], 2]] is for four blocks
+        lists["attention_types"] = [[[kind], 1] for kinds, count in runs for kind in kinds * count]
     return {f"{place}.{key}": value for key, value in lists.items() if len(value) == len(blocks)}
 
 

@@ -15,7 +15,7 @@ from networks import Net
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import SparsityError
+from sparsekit_ao import SparsityError, recover
 from sparsekit_ao.coupling import expert_couplings
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import shrink, shrink_experts, shrink_layers
@@ -291,3 +291,41 @@ def test_what_is_absent_and_what_would_all_be_removed_is_named():
     for kinds, text in ((BOTH, "8 modules of attention and mlp"), (("blocks",), "4 blocks")):
         with pytest.raises(SparsityError, match=f"ratio=1.0 keeps none of the {text} in model.layers"):
             shrink_layers(llama, [inputs], 1.0, kinds=kinds)
+
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+MIXED = {
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "DeepseekV3ForCausalLM": {**LATENT, **ROUTED, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "Glm4MoeForCausalLM": {**ROUTED, "first_k_dense_replace": 1, "head_dim": 8},
+    "Qwen2MoeForCausalLM": {"mlp_only_layers": [0], "num_experts": 4, "moe_intermediate_size": 16},
+    "GPTNeoForCausalLM": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
+}
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+@pytest.mark.parametrize("name", MIXED)
+def test_models_whose_layers_differ_are_recovered_after_their_blocks_left(name, dropped):
+    model = tiny(name, **MIXED[name]).float()
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 4)
+    for p in blocks[dropped].parameters():
+        p *= 1e-3
+    batches = [torch.randint(3, 50, (4, 9)) for _ in range(2)]
+    small, report = shrink_layers(model, batches, 0.25)
+    rows = recover(small, model, batches)
+    assert len(rows) == 3 and max(row.before for row in rows) < 0.1
+    if name == "GPTNeoForCausalLM":
+        kinds = [kind for at, kind in enumerate(("global", "local") * 2) if at != dropped]
+        assert small.config.attention_layers == kinds and report.not_in_config == ""
+        assert [block.attn.attention.layer_id for block in small.transformer.h] == [0, 1, 2]
+        again = type(small)(type(small.config)(**small.config.to_dict()))
+        again.load_state_dict(small.state_dict())
+        assert torch.equal(again.eval()(batches[0]).logits, small(batches[0]).logits)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks_that_are_called_several_times_are_refused(groups):
+    model = tiny("AlbertModel", embedding_size=16, num_hidden_groups=groups).float()
+    with pytest.raises(SparsityError, match=f"albert_layer_groups.0 is called {4 // groups} times .* share weights"):
+        shrink_layers(model, [torch.randint(3, 50, (4, 9))], 0.5)
