@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.weight_norm import WeightNorm
+
+from ..errors import SparsityError, checked_model
 
 Normed = Sequence[tuple[str, str, int, bool]]  # names of a module and its tensor, the dimension, whether parametrized
 
@@ -15,6 +18,29 @@ def computed_tensors(model: nn.Module) -> list[Tensor]:
     """Return attributes that `copy.deepcopy` refuses: weights that torch.nn.utils.weight_norm has computed."""
     values = (value for module in model.modules() for value in vars(module).values())
     return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
+
+
+def refuse_uncopyable(model: nn.Module, where: str) -> None:
+    """Raise an error unless the model is plain: a module with weights of torch that can be copied."""
+    if isinstance(checked_model(model, where), nn.parallel.DistributedDataParallel):
+        raise SparsityError(f"{where}: model is a DistributedDataParallel; give its .module, and wrap the result again")
+    # What is in `memo` counts as copied: neither weights nor other modules are.
+    memo: dict[int, Any] = {
+        id(t): t.detach() for t in (*model.parameters(), *model.buffers(), *computed_tensors(model))
+    }
+    memo |= {id(module): module for module in model.modules()}
+    for name, p in model.named_parameters():
+        if type(p.data).__module__.startswith("torchao"):
+            raise SparsityError(f"{where}: {name} is a {type(p.data).__name__}; quantize the model after {where}")
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            try:
+                copy.deepcopy(value, memo)
+            except TypeError as e:
+                raise SparsityError(
+                    f"{where}: the model cannot be copied, because of {f'{path}.{key}'.strip('.')} ({e}). Delete "
+                    "this attribute and set it again afterwards; prune can also change the model itself, inplace=True"
+                ) from None
 
 
 def copy_of(model: nn.Module) -> nn.Module:

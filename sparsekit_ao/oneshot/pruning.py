@@ -13,7 +13,7 @@ from torch import nn
 
 from ..calibration import GRADIENTS, Recorder, other_matrices
 from ..errors import SparsityError, by_reason, checked_model, with_hints
-from ..masking.normalized import copy_of, redo_weight_norms, undo_weight_norms
+from ..masking.normalized import copy_of, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
 from ..models.running import TokenMask, first_tensor
@@ -279,6 +279,8 @@ def prune(
             "them; give inplace=True, and load the model again if you need the dense one"
         )
     refuse_unloadable(model, "prune")
+    if not inplace:
+        refuse_uncopyable(model, "prune")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
     has_gradients = _needs_gradients(score, batches is not None, forward is not None, recover)
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())

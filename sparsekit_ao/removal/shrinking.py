@@ -16,7 +16,7 @@ from ..calibration import GRADIENTS
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
 from ..masking import dense_weight
-from ..masking.normalized import plain_copy, undo_weight_norms
+from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
 from ..models.running import TokenMask, check_example, eval_mode, token_mask_of
@@ -160,6 +160,7 @@ def shrink(
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
     """
+    refuse_uncopyable(model, "shrink")
     check_comparable("shrink: ", model, tolerance)
     example_inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
     needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))

@@ -1,6 +1,7 @@
 """shrink with recover=True, and recover after shrink: what passes between blocks stays, and is known beforehand."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -134,3 +135,20 @@ def test_outputs_that_cannot_be_matched_are_known_before_a_weight_changes():
     with pytest.raises(SparsityError, match="the first output of the model is torch.int64 .* give forward"):
         recover(pruned, model, batches, outputs="mse")
     assert all(torch.equal(value, before[key]) for key, value in pruned.state_dict().items())
+
+
+@pytest.mark.parametrize("call", [prune, shrink])
+def test_what_is_no_model_or_cannot_be_copied_is_named(call):
+    model, batches = Labels(1).eval(), [torch.randn(9, 6)]
+    for wrong in (model.parameters(), "model.pt", model.state_dict(), Labels):
+        with pytest.raises(SparsityError, match=f"{call.__name__}: model must be a torch.nn.Module, got"):
+            call(wrong, batches=batches)
+    for value in (threading.Lock(), (x for x in "ab")):
+        model.blocks[0].held = value
+        with pytest.raises(
+            SparsityError, match=rf"{call.__name__}: the model cannot be copied, because of blocks.0.held"
+        ):
+            call(model, batches=batches)
+    prune(model, 0.5, inplace=True)  # as the error says
+    del model.blocks[0].held
+    assert call(model, batches=batches)
