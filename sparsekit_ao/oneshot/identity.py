@@ -6,6 +6,7 @@ would save of them. What an installed package defines counts by its name, and ho
 """
 
 import copyreg
+import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -24,8 +25,9 @@ from ..errors import SparsityError
 _PLAIN = (type(None), bool, int, float, complex, str)
 _NO_PARTS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "_abc_impl"}
 # Attributes in which other libraries keep where a model was loaded from and lies, and caches; they differ by process.
-_PLACES = {"name_or_path", "_name_or_path", "hf_device_map", "_hf_hook", "__composable_api_state_key"}
-_PLACES |= {"_original_object_hash", "_flat_weight_refs"}
+_PASSING = re.compile(
+    "_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
+)
 _OF_MODULES = {*vars(nn.Module())} - {"_parameters", "_buffers", "_modules"}
 
 
@@ -82,8 +84,8 @@ class _Digests:
         if isinstance(value, torch.device):
             return (value.type,)  # each rank has an index of its own
         if isinstance(value, nn.Module):
-            if "_orig_mod" in vars(value)["_modules"]:  # of a compiled module
-                return (value._orig_mod,)
+            if "_orig_mod" in value._modules or type(value).__module__.startswith("torch.nn.parallel."):
+                return value.children()  # the module that is compiled or distributed
             return type(value), _state({k: v for k, v in vars(value).items() if k not in _OF_MODULES})
         if isinstance(value, Mapping) and not _is_own(type(value).__module__):
             return list(value.items())
@@ -117,7 +119,9 @@ def _is_own(module: str | None) -> bool:
 
 
 def _state(state: Any) -> Any:
-    return {k: v for k, v in state.items() if k not in _PLACES} if type(state) is dict else state
+    if type(state) is not dict:
+        return state
+    return {k: v for k, v in state.items() if not (isinstance(k, str) and _PASSING.fullmatch(k))}
 
 
 def _of_tensor(tensor: Tensor) -> Iterable[Any]:
