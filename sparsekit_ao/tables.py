@@ -101,7 +101,8 @@ class Table(Sequence[Row], Generic[Row]):
         body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines)
         first, notes = ("<br>".join(escape(line.strip()) for line in lines) for lines in (self.above(), self.below()))
         heads = "".join(f"<th>{escape(c)}</th>" for c in head)
-        return f"<p>{first}</p><table><tr>{heads}</tr>{body}</table><p>{notes}</p>"
+        first = first and f"<p>{first}</p>"
+        return f"{first}<table><tr>{heads}</tr>{body}</table><p>{notes}</p>"
 
     def plot(self, path: str | Path) -> None:
         """Save a picture of one or two fields, row by row; needs matplotlib."""

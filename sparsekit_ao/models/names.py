@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed import local
 from ..errors import SparsityError
@@ -56,7 +57,7 @@ def sharing_memory(model: nn.Module) -> dict[int, str]:
         if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
             continue
         part = local(tensor)
-        if part.numel():
+        if part.numel() and not is_traceable_wrapper_subclass(part):  # whose storage is not where its values are
             memory, size = part.untyped_storage(), part.element_size()
             address = 0 if part.is_meta else memory.data_ptr()
             place, start = (str(part.device), 0 if address else memory._cdata), address + part.storage_offset() * size

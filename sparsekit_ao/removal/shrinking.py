@@ -343,11 +343,12 @@ def _with_compensation(
     model: nn.Module,
     removals: Sequence[Removal],
     data: CalibrationData,
-    reference_of: Callable[[nn.Module], Reference],
+    reference_of: Callable[..., Reference],
 ) -> tuple[nn.Module, Compaction]:
     """Return the smaller model, whose weights make up for the removed units, and its report."""
     better, rows = compensated(model, removals, data)
-    small, report = verified(reference_of(masked_copy(better, removals)), removals, with_config=True)
+    reference = reference_of(masked_copy(better, removals), dense=better)
+    small, report = verified(reference, removals, with_config=True)
     return small, replace(report, compensation=tuple(rows))
 
 

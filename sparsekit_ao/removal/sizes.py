@@ -200,13 +200,21 @@ def _objects(model: nn.Module, path: str) -> list[tuple[str, Any]]:
     return [(full, _reached(model, full)) for full in paths]
 
 
+def _attribute(holder: object, name: str, default: Any = None) -> Any:
+    """Return an attribute, or the default if there is none, or if a config raises because it differs by layer."""
+    try:
+        return getattr(holder, name, default)
+    except Exception:  # transformers has an error of its own for this
+        return default
+
+
 def _value(holder: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
     if attribute == WIDTH and isinstance(holder, nn.Module):
         width = width_of(holder)
         return default if width is None else width
-    value = getattr(holder, attribute, default)
+    value = _attribute(holder, attribute, default)
     if at is None:
         return value
     return value[at] if isinstance(value, (tuple, list)) and at < len(value) else default
@@ -380,7 +388,7 @@ def fit_config(
         for path, value in config_sizes(dense)
         if value in _products(removal.bound) and now.get(path) == value
     }
-    unset = [f"{path}.n_inner" for path, config in _configs(small) if getattr(config, "n_inner", ...) is None]
+    unset = [f"{path}.n_inner" for path, config in _configs(small) if _attribute(config, "n_inner", ...) is None]
     options |= {(path, removal.kept): None for path in unset for removal in removals if not removal.is_empty}
     candidates = [Change(path=path, was=was, now=kept) for (path, kept), was in options.items()]
     candidates.sort(key=lambda change: change.path.endswith("head_dim"))  # often equal to the number of heads
@@ -422,7 +430,7 @@ def _applied(small: nn.Module, candidates: Iterable[Change]) -> tuple[list[Chang
 def _head_dims(model: nn.Module) -> list[Change]:
     """Return the changes that set `head_dim` in configs that would compute it from a number that removal changes."""
     sizes = {vars(m)["head_dim"] for m in model.modules() if _is_size(vars(m).get("head_dim"))}
-    paths = [path for path, config in _configs(model) if getattr(config, "head_dim", None) is None]
+    paths = [path for path, config in _configs(model) if _attribute(config, "head_dim") is None]
     return [Change(path=f"{path}.head_dim", was=None, now=size) for path in paths for size in sizes if len(sizes) == 1]
 
 
@@ -502,11 +510,11 @@ def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     quantizes rows in blocks of 32. The rules stay here although no engine is run, because `report.fits` quotes them.
     """
     config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _attribute(config, "num_attention_heads")
     if heads is None or config.model_type not in _OF_ENGINES or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return ("transformers", f"other engines were not judged: {name} is not a decoder that all of them know")
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    parts = [heads, getattr(config, "moe_intermediate_size", None), getattr(config, "intermediate_size", None)]
+    key_heads = _attribute(config, "num_key_value_heads") or heads
+    parts = [heads, _attribute(config, "moe_intermediate_size"), _attribute(config, "intermediate_size")]
     wrong = [n for n in parts if n and n % ranks] + [key_heads] * (key_heads % ranks != 0 != ranks % key_heads)
     odd = [name for name, p in model.named_parameters() if p.ndim > 1 and p.shape[-1] % 32]
     split = f"on {ranks} ranks" if ranks > 1 else "on one rank"

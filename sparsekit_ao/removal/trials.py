@@ -4,7 +4,9 @@ A trial removes units that are zero, and compares the outputs of the smaller mod
 """
 
 import contextlib
+import copy
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling, Discovery, discover
 from ..coupling.bound import match_names
@@ -22,6 +24,7 @@ from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..models.names import named_tensors
 from ..models.progress import progress_bar
+from ..models.running import keyed_generator
 from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_modules
 from ..structure import sparsity_to_nnz
 from .compaction import Compaction, Known, check_comparable, compared, find_removals, verified, without_units
@@ -32,6 +35,7 @@ from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
 _NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
+_TINY = 0.01  # parameters of at most this absolute value get others in trials
 _ENOUGH = 3  # after this many failures in a family (see `_family`), no other coupling of the family is tried
 PASSES_ON = (
     "it passes from block to block, and trained models seldom survive its removal; to remove it all the same, name its "
@@ -139,6 +143,28 @@ def find_removable(
     return _removable_part(model, found, reference_of, **how, verify_whole=not caller_verifies)
 
 
+def _for_trials(model: nn.Module) -> nn.Module:
+    """Return a copy that shows what is wrong with a removal; parameters are shared, except for those that change.
+
+    Parameters that are almost zero, such as LayerScale's, get random values, because what a trial removes in their
+    branch would otherwise change nothing that can be measured. Models of transformers run their own code for attention,
+    which reads integers (such as `num_key_value_groups`) that torch's reads only with a mask.
+    """
+    shared: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+    for name, p in model.named_parameters():
+        is_factor = p.is_floating_point() and p.numel() > 0 and not name.endswith("bias")
+        if is_factor and float(p.detach().abs().max()) < _TINY:
+            values = torch.rand(p.shape, generator=keyed_generator(0, name), dtype=torch.float32, device="cpu")
+            values = values + 0.5 if p.ndim < 2 else (2 * values - 1) / math.sqrt(p[0].numel())
+            shared[id(p)] = nn.Parameter(values.to(p), p.requires_grad)
+    copied = copy.deepcopy(model, shared)
+    configs = {id(config): config for module in copied.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            config._attn_implementation = "eager"
+    return copied
+
+
 class _TwinError(Exception):
     """Raised if what was found in a twin does not hold for the whole model."""
 
@@ -146,7 +172,7 @@ class _TwinError(Exception):
 def _removable_part(
     model: nn.Module,
     discovery: Discovery,
-    reference_of: Callable[[nn.Module], Reference],
+    reference_of: Callable[..., Reference],
     *,
     ratio: float,
     exclude: Sequence[Exclusion],
@@ -177,7 +203,7 @@ def _removable_part(
 
         def make_trials(running: nn.Module, some: Sequence[Coupling], failures: _Failures | None = None) -> Trials:
             known = _random_removals(running, some, ratio, multiples)
-            return Trials(running, known, reference_of, bar.update, failures)
+            return Trials(_for_trials(running), known, reference_of, bar.update, failures)
 
         def found_in(twin: Twin) -> tuple[list[Coupling], dict[Coupling, str]] | None:
             try:
@@ -352,7 +378,7 @@ class Trials:
         model: The model, which is not changed.
         known: The removals of all couplings that may be tried. The masked model is a copy in which all units that they
             drop are zero, so each trial removes the units of some couplings, and the others stay as zeros.
-        reference_of: A function that returns the `Reference` of a masked model.
+        reference_of: A function that returns the `Reference` of a masked model and its dense one.
         done: A function that is called after each trial.
         failures: {family: reasons} of couplings that cannot be removed, to which this object adds. Several objects may
             share it. None (default) begins with no failures.
@@ -362,7 +388,7 @@ class Trials:
         self,
         model: nn.Module,
         known: Known,
-        reference_of: Callable[[nn.Module], Reference],
+        reference_of: Callable[..., Reference],
         done: Callable[[], object] = lambda: None,
         failures: _Failures | None = None,
     ) -> None:
@@ -371,7 +397,7 @@ class Trials:
         self._problems: dict[tuple[Coupling, ...], str] = {}  # {couplings: what `problem` returned for them}
         self._known, self._multiples = known, {coupling.name: multiple for coupling, multiple in known}
         self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
-        self._done, self.reference = done, reference_of(self._masked)
+        self._done, self.reference = done, reference_of(self._masked, dense=model)
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """Return what is wrong with the model without the zero units of these couplings, or "" if nothing is."""
@@ -506,7 +532,7 @@ class Trials:
 def in_config(
     model: nn.Module,
     discovery: Discovery,
-    reference_of: Callable[[nn.Module], Reference],
+    reference_of: Callable[..., Reference],
     ratio: float,
     multiples: Mapping[str, int],
     any_width: bool = False,

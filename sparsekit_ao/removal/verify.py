@@ -5,6 +5,7 @@ The larger one is called the masked model, since the units that the smaller one 
 
 import contextlib
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ _Values = Mapping[str, Tensor] | None  # {parameter: its values}
 LARGE = 1 << 16  # tensors of at least this many elements are not stored, but computed when they are read
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
 _PART = 1 << 20  # how many elements of a weight are converted at a time
+_EXACT = 1e-4  # with a larger tolerance, outputs may change, so it does not matter what zeros change
 _ROUNDINGS = 16  # differences of at most this many times the model's own rounding error are computed again in float64
 
 
@@ -34,8 +36,9 @@ class Comparison:
     """How the outputs of a smaller model differ from those of the masked one.
 
     Attributes:
-        difference: The largest difference of an output tensor, relative to the largest of its values that differ. It is
-            inf if shapes or integers differ, or if a value is nan or inf in one model only.
+        difference: The largest difference of an output tensor, relative to the largest of its values that differ or, if
+            it is smaller, to the largest change that the zeros of the masked model make. It is inf if shapes or
+            integers differ, or if a value is nan or inf in one model only.
         in_float64: The difference of float64 copies of both models, or None if no copies ran, or if rounding does not
             explain `difference`.
         flops: FLOPs of one forward of the smaller model.
@@ -64,6 +67,8 @@ class Reference:
         normed: What is needed to redo the weight norms that were undone in the model. A smaller model that is returned
             gets them again.
         fused: Whether torch may fuse attention, as it does in inference.
+        dense: The model without the zeros, if it is known. A difference is then small only if it is also small beside
+            what the zeros change. This shows wrong removals in branches that contribute little to large outputs.
 
     Attributes:
         flops: FLOPs of one forward.
@@ -77,13 +82,21 @@ class Reference:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Any, tolerance: float = 1e-5, normed: Normed = (), *, fused: bool = False
+        self,
+        model: nn.Module,
+        inputs: Any,
+        tolerance: float = 1e-5,
+        normed: Normed = (),
+        *,
+        fused: bool = False,
+        dense: nn.Module | None = None,
     ) -> None:
         self.model, self.example_inputs, self.tolerance, self.normed = model, inputs, tolerance, normed
         self.dtype, self._fused = run_dtype(model), fused
         self._inputs = arguments(inputs)
         self.unrounded: Mapping[str, Tensor] = {}
-        self._exact: Outputs | None = None  # the outputs of a float64 copy
+        self._dense = dense if tolerance <= _EXACT else None
+        self._exact: tuple[Outputs, Sequence[float]] | None = None  # outputs of a float64 copy, and what zeros change
         # The last outputs that were compared in float64, and the result, which is that of the same outputs again.
         self._compared: tuple[Outputs, float | None] = [], None
         try:
@@ -103,6 +116,7 @@ class Reference:
             zero = [name for name, p in model.named_parameters() if p.ndim > 1 and not bool(p.any())]
             why = f"{zero[-1]} is all zeros: initialize that layer" if zero else "pass typical inputs"
             raise SparsityError(f"the model returns only zeros on example_inputs, so nothing is compared; {why}")
+        self._changes = self._changed_by_zeros(self._outputs, self.dtype)
 
     def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
@@ -113,7 +127,7 @@ class Reference:
         values = None if single_use else self.unrounded
         output, flops, _ = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
         outputs = list(tensors_in("output", output))
-        difference = output_difference(self._outputs, outputs)
+        difference = output_difference(self._outputs, outputs, self._changes)
         if not self.tolerance < difference < float("inf"):
             return Comparison(difference=difference, in_float64=None, flops=flops)
         if output_difference(self._compared[0], outputs) > 0:
@@ -184,7 +198,8 @@ class Reference:
         """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
             with warnings.catch_warnings(action="ignore"):
-                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused)
+                dense = self._dense
+                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused, dense=dense)
         except SparsityError:
             return None
         reference.unrounded = self.unrounded
@@ -220,17 +235,25 @@ class Reference:
         """
         try:
             if self._exact is None:
-                self._exact = list(
-                    tensors_in("output", _run(self.model, self._inputs, torch.float64, fused=self._fused)[0])
-                )
+                run = _run(self.model, self._inputs, torch.float64, fused=self._fused)[0]
+                exact = list(tensors_in("output", run))
+                self._exact = exact, self._changed_by_zeros(exact, torch.float64)
             run = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused)[0]
         except Exception:  # the device or the model has no float64, so that float32 decides
             return None
-        exact, small_exact = self._exact, list(tensors_in("output", run))
+        (exact, changes), small_exact = self._exact, list(tensors_in("output", run))
         triples = zip(self._outputs, outputs, exact, strict=True)
         if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in triples):
             return None
-        return output_difference(exact, small_exact)
+        return output_difference(exact, small_exact, changes)
+
+    def _changed_by_zeros(self, outputs: Outputs, dtype: torch.dtype | None) -> Sequence[float]:
+        """Return by how much each output of the masked model differs at most from that of the dense one."""
+        if self._dense is None:
+            return ()
+        dense = list(tensors_in("output", _run(self._dense, self._inputs, dtype, fused=self._fused)[0]))
+        pairs = zip(outputs, dense, strict=False)  # outputs of other shapes are of another kind, and do not count
+        return [_largest(a, b)[0] if a.shape == b.shape and a.is_floating_point() else 0.0 for (_, a), (_, b) in pairs]
 
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
@@ -481,23 +504,40 @@ def replace_tensors(model: nn.Module, tensors: Mapping[int, Tensor]) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
-def output_difference(wanted: Outputs, outputs: Outputs) -> float:
-    """Return the largest difference of an output tensor, as in `Comparison.difference`."""
+def output_difference(wanted: Outputs, outputs: Outputs, changes: Sequence[float] = ()) -> float:
+    """Return the largest difference of an output tensor, as in `Comparison.difference`.
+
+    `changes` are the largest changes of the outputs that the zeros of the masked model make.
+    """
     if [(place, t.shape) for place, t in wanted] != [(place, t.shape) for place, t in outputs]:
         return float("inf")
-    return max(_relative(a, b) for (_, a), (_, b) in zip(wanted, outputs, strict=True))
+    triples = itertools.zip_longest(wanted, outputs, changes, fillvalue=0.0)
+    return max(_relative(a, b, change) for (_, a), (_, b), change in triples)  # type: ignore[misc]
 
 
-def _relative(wanted: Tensor, output: Tensor) -> float:
-    """Return the largest difference, relative to the largest value that differs: equal values do not hide it."""
+def _relative(wanted: Tensor, output: Tensor, change: float) -> float:
+    """Return the largest difference, relative to the largest value that differs: equal values do not hide it.
+
+    It is relative to the change, if there is one, where that is smaller.
+    """
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return 0.0 if torch.equal(wanted, output) else float("inf")
-    a, b = _real(wanted), _real(output)
-    error = torch.where(a == b, 0.0, (a - b).abs())
-    if not bool(error.isfinite().all()):
+    worst, largest = _largest(wanted, output)
+    if not worst < float("inf"):
         return float("inf")
-    worst, largest = (float(t.max()) if t.numel() else 0.0 for t in (error, _differing(a, b)))
-    return worst / largest if largest else worst
+    scale = min(largest, change) if change else largest
+    return worst / scale if scale else worst
+
+
+def _largest(wanted: Tensor, output: Tensor) -> tuple[float, float]:
+    """Return the largest difference of two tensors (inf if it is not finite), and the largest value that differs."""
+    worst = largest = 0.0
+    for a, b in zip(*(tensor.reshape(-1).split(_PART) for tensor in (wanted, output)), strict=True):
+        a, b = _real(a), _real(b)
+        if a.numel():
+            error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
+            worst, largest = max(worst, float(error.max())), max(largest, float(_differing(a, b).max()))
+    return worst, largest
 
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:

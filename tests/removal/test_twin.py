@@ -241,7 +241,7 @@ def test_most_forwards_run_two_blocks():
     hook = lambda module, *_: runs.append(len(module.layers))  # noqa: E731
     model.model.register_forward_pre_hook(hook)  # copies keep it
     removable(model.eval(), inputs)
-    assert runs.count(9) == 3  # discovery, and the masked and the smaller model that are compared at the end
+    assert runs.count(9) == 4  # discovery, and the dense, the masked and the smaller model that are compared at the end
     assert runs.count(2) > 5 and {*runs} == {2, 9}
 
 

@@ -1,0 +1,108 @@
+"""Removals in branches that change the outputs by little, and integers that only some ways of attention read."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sparsekit_ao.removal import shrink
+
+
+class Attention(nn.Module):
+    """Attention that infers the size of a head, so that it runs with the wrong number of heads too."""
+
+    def __init__(self, gain, form):
+        super().__init__()
+        self.h, self.form = 4, form
+        self.q, self.k, self.v, self.qkv = (nn.Linear(32, n) for n in (32, 32, 32, 96))
+        self.o, self.gain = nn.Linear(32, 32), nn.Parameter(torch.tensor(float(gain)))
+        for unused in (self.q, self.k, self.v) if form == "packed" else (self.qkv,):
+            unused.requires_grad_(False)
+        if form == "packed":
+            del self.q, self.k, self.v
+        else:
+            del self.qkv
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        if self.form == "packed":
+            q, k, v = self.qkv(x).view(b, n, 3, self.h, -1).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = (layer(x).view(b, n, self.h, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return x + self.gain * self.o(heads.transpose(1, 2).flatten(2))
+
+
+def zero_output(model):
+    for attention in model[1:3]:
+        nn.init.zeros_(attention.o.weight), nn.init.zeros_(attention.o.bias)
+
+
+def large_bias(model):
+    model[-1].bias += 1e4
+
+
+def layer_scale(model):
+    for attention in model[1:3]:
+        attention.gain = nn.Parameter(torch.full((32,), 1e-5))
+
+
+CASES = {"as it is": (1, None), "ReZero": (0, None), "small factor": (1e-3, None)}
+CASES |= {"LayerScale": (1, layer_scale), "zero output": (1, zero_output), "large bias": (1, large_bias)}
+CASES |= {"small factor and large bias": (1e-3, large_bias)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", ["packed", "separate"])
+@pytest.mark.parametrize("case", CASES)
+def test_heads_are_counted_where_their_branch_changes_little(case, form, dtype):
+    torch.manual_seed(0)
+    gain, change = CASES[case]
+    blocks = (Attention(gain, form) for _ in range(2))
+    model = nn.Sequential(nn.Linear(6, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, 3)).to(dtype).eval()
+    with torch.no_grad():
+        _ = None if change is None else change(model)
+    small, report = shrink(model, torch.randn(2, 7, 6, dtype=dtype), 0.5)
+    assert [attention.h for attention in small[1:3]] == [2, 2] and small[1].o.in_features == 16
+    assert report.difference <= 1e-5
+
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
+DECODERS = [
+    ("Llama", {"num_key_value_heads": 1}, 0.5),
+    ("Llama", {"num_key_value_heads": 2}, {"query heads": 0.5}),
+    ("Gemma", {"num_key_value_heads": 1, "head_dim": 16}, 0.5),
+    ("Mistral", {"num_key_value_heads": 1}, 0.5),
+    ("Qwen2", {"num_key_value_heads": 1, "num_attention_heads": 7, "hidden_size": 56}, 0.5),
+    ("Qwen3", {"num_key_value_heads": 1, "head_dim": 8}, 0.5),
+]
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize(("name", "sizes", "ratio"), DECODERS)
+def test_a_decoder_without_query_heads_runs_in_every_way(name, sizes, ratio, has_mask):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | sizes, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = torch.randint(1, 97, (2, 9))
+    mask = torch.ones_like(ids)
+    small, report = shrink(model, {"input_ids": ids, **({"attention_mask": mask} if has_mask else {})}, ratio)
+    assert small.config.num_attention_heads < config.num_attention_heads and report.difference <= 1e-5
+    padded = mask.clone()
+    padded[0, :4] = 0
+    outputs = {}
+    with torch.no_grad():
+        for way in ("sdpa", "eager"):
+            small.set_attn_implementation(way)
+            outputs[way] = small(input_ids=ids, attention_mask=padded).logits[padded.bool()]
+            small.generate(ids, attention_mask=padded, max_new_tokens=2)
+    torch.testing.assert_close(outputs["sdpa"], outputs["eager"])
+
+
+def test_a_config_with_sizes_by_layer_is_read():
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "layer_types": kinds}
+    sizes |= {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SIZES | sizes)).eval()
+    small, report = shrink(model, {"input_ids": torch.randint(97, (2, 9))}, 0.5)
+    assert small.config.intermediate_size == 48 and report.difference <= 1e-5
