@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,18 +102,18 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
             )
     if "max_shard_size" in inspect.signature(model.save_pretrained).parameters:
         kwargs = {"max_shard_size": "5GB"} | kwargs
-    model.save_pretrained(folder, state_dict=dict(values), **kwargs)
-    (folder / MANIFEST).unlink(missing_ok=True)  # of a compacted model; `load_pretrained` would follow it
-    shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
-    bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
-    save_file({name: torch.from_numpy(b) for name, b in bits.items()}, folder / MASKS, metadata=shapes)
-    compared = set()
-    for name, tensor in _read_back(model, folder, masks.keys()):
-        if not same_bits(tensor, values[name].contiguous()):
-            raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {name}")
-        compared.add(name)
-    if missing := masks.keys() - compared:
-        raise SparsityError(f"save_pretrained: {folder} does not hold the masked values of {min(missing)}")
+    with _written_together(folder) as unchecked:
+        model.save_pretrained(unchecked, state_dict=dict(values), **kwargs)
+        shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
+        bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
+        save_file({name: torch.from_numpy(b) for name, b in bits.items()}, unchecked / MASKS, metadata=shapes)
+        compared = set()
+        for name, tensor in _read_back(model, unchecked, masks.keys()):
+            if not same_bits(tensor, values[name].contiguous()):
+                raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {name}")
+            compared.add(name)
+        if missing := masks.keys() - compared:
+            raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {min(missing)}")
     dense_bytes, mask_bytes = sum(values[name].nbytes for name in masks), (folder / MASKS).stat().st_size
     return Conversion(
         target="save_pretrained",
@@ -121,6 +122,28 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
         after=dense_bytes + mask_bytes,
         notes=(f"the weights are saved dense, with their zeros; {MASKS} adds {mask_bytes:,} bytes",),
     )
+
+
+@contextmanager
+def _written_together(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to and check; its files then replace those of an earlier model in `folder`.
+
+    An error leaves `folder` as it is. Earlier weights and masks are removed before the new ones are moved in, so that
+    no interruption leaves those of two models beside each other.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder if folder.is_dir() else folder.parent) as parent:
+        unchecked = Path(parent) / folder.name
+        unchecked.mkdir()
+        yield unchecked
+        shards = [file.name for file in folder.glob("model-*-of-*.safetensors")]
+        for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, *shards):
+            (folder / stale).unlink(missing_ok=True)
+        written = [file for file in unchecked.rglob("*") if file.is_file()]
+        for file in sorted(written, key=lambda file: file.name == MASKS):  # masks last, after any weights
+            target = folder / file.relative_to(unchecked)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(target)
 
 
 class _LazyMasked(Tensor):
@@ -190,15 +213,10 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
-    """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest.
-
-    The files are first written to a temporary folder and loaded for a check, so that an error leaves `folder` as it is.
-    """
+    """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest."""
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-        unchecked = Path(parent) / folder.name
+    with _written_together(folder) as unchecked:
         if report.not_in_config == "":
             model.save_pretrained(unchecked, **kwargs)
         else:
@@ -223,13 +241,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                     f"save_pretrained: the saved model was loaded with other values of {key}, so {folder} is left as "
                     "it was"
                 )
-        folder.mkdir(exist_ok=True)
-        shards = [file.name for file in folder.glob("model-*-of-*.safetensors")]
-        for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, *shards):
-            (folder / stale).unlink(missing_ok=True)
         written_bytes = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
-        for file in [*unchecked.iterdir()]:
-            file.replace(folder / file.name)
     return Conversion(
         target="save_pretrained",
         converted=(),

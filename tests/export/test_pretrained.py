@@ -1,5 +1,6 @@
 """Masked transformers models saved as dense ones with masks beside them, and LoRA adapters merged under masks."""
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -548,6 +549,44 @@ def test_a_folder_that_is_written_anew_keeps_no_masks_or_manifest_of_the_model_b
         assert saved.after == (tmp_path / "model.safetensors").stat().st_size < saved.before
         again = export.load_pretrained(tmp_path, type(small))
         assert torch.equal(again(ids).last_hidden_state, small(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("is_smaller", [False, True])
+@pytest.mark.parametrize("interrupted", ["weights", "masks", *range(4)])
+def test_an_interrupted_save_never_leaves_masks_beside_the_weights_of_another_model(
+    interrupted, is_smaller, tmp_path, monkeypatch
+):
+    (old, old_sparsifier), (model, report) = masked_bert(), masked_bert()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.rand(weight.shape) - 0.5)
+    report.step()
+    if is_smaller:
+        model, report = compacted(hf_models.make("BERT")[0])
+    export.save_pretrained(old, old_sparsifier, tmp_path)
+
+    def replace(path, target, moved=[], real=Path.replace):  # noqa: B006
+        if len(moved) == interrupted:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return real(path, target)
+
+    def save(tensors, path, *args, real=save_file, **kwargs):
+        if interrupted == "weights" or (interrupted == "masks" and Path(path).name == "masks.safetensors"):
+            raise KeyboardInterrupt
+        return real(tensors, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(Path, "replace", replace)
+        patch.setattr("safetensors.torch.save_file", save)
+        patch.setattr("transformers.modeling_utils.safe_save_file", save)
+        export.save_pretrained(model, report, tmp_path)
+    try:
+        masks, weights = export.load_masks(tmp_path), load_file(tmp_path / "model.safetensors")
+    except FileNotFoundError:
+        assert not (tmp_path / "masks.safetensors").exists()
+        return
+    assert all(torch.equal(weights[name] != 0, mask) for name, mask in masks.items())
 
 
 def test_a_note_on_a_result_of_compact_says_that_the_config_was_not_fitted(tmp_path):
