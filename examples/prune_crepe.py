@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("2:4", "80 %", "half of the filters"):
         start = time.perf_counter()
         if name == "half of the filters":
-            model, report = shrink(dense, ratio=0.5, batches=batches[:16])
+            model, report = shrink(dense, ratio=0.5, score="norm", batches=batches[:16])
         else:
             level, pattern = (None, "2:4") if name == "2:4" else (0.8, None)
             model, report = prune(dense, level, pattern=pattern, batches=batches[:8])

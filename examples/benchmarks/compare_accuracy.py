@@ -429,7 +429,8 @@ def ours(task: Any, model: nn.Module, score: str | None, budget: float) -> nn.Mo
     def loss(m: nn.Module, _: Any) -> Tensor:
         return torch.stack([task.score_loss(m, batch) for batch in calibration(task)]).mean()
 
-    return shrink(model, task.example, 1 - budget, score, cost="flops", forward=loss, uniform=False)[0]
+    keys: dict[str, Any] = {"cost": "flops", "uniform": False, "max_sparsity": {"width": 0.9}}
+    return shrink(model, task.example, 1 - budget, score or "norm", forward=loss, **keys)[0]
 
 
 def theirs(

@@ -107,11 +107,12 @@ print("nonzeros in a group of four, at most:", int((groups != 0).sum(1).max()))
 # ## A smaller model in one call
 #
 # `shrink` removes hidden units of the MLPs from all layers that write or read them, and checks that the smaller model
-# computes what the masked one does. Without data, it drops the units with the smallest weights:
+# computes what the masked one does. `score="norm"` drops the units with the smallest weights, whatever they give on
+# data:
 
 example = dict(held_out[0])
-without_data, _ = shrink(dense, example, ratio=0.5, kinds=("mlp",))
-evaluate("half of the MLP units, by magnitude", without_data)
+by_norms, _ = shrink(dense, example, ratio=0.5, score="norm", kinds=("mlp",))
+evaluate("half of the MLP units, by magnitude", by_norms)
 
 # %%
 # With calibration data, the score `"obs"` drops the units that the others can replace best. The layers that read the
