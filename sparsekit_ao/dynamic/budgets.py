@@ -48,7 +48,7 @@ class Budgets:
         """How many elements one block of each pruning group has, in units of their greatest common divisor."""
         blocks = [[m.block.numel_per_block() for m in c.scope.members()] for c in self.pruning_groups]
         sizes = [sum(numels) // len(numels) for numels in blocks]  # blocks that are chosen together may differ
-        unit = math.gcd(*sizes) if sizes else 1
+        unit = math.gcd(*sizes) or 1
         return [n // unit for n in sizes]
 
     @cached_property
@@ -63,8 +63,10 @@ class Budgets:
 
     @property
     def shared(self) -> list[int]:
-        """The pruning groups that share the overall budget: no entry of the config specifies theirs."""
-        fixed = [any(self.groups[name]["fixed"] for name in c.specs) for c in self.pruning_groups]
+        """The pruning groups that share the overall budget: no entry specifies theirs, and they have blocks."""
+        fixed = [
+            not c.scope.numblk() or any(self.groups[name]["fixed"] for name in c.specs) for c in self.pruning_groups
+        ]
         return [k for k, is_fixed in enumerate(fixed) if not is_fixed]
 
     def of_scopes(self, k: int) -> Tensor:

@@ -502,8 +502,11 @@ def _at(whole: Window, place: tuple[slice, ...]) -> Window:
 
 def _expand(m: Window, kept: Tensor) -> None:
     """Write to the mask which blocks are kept, in whole words if the last dimension of blocks consists of words."""
-    mask, word = m.mask, math.gcd(m.shape[-1], 8)
+    mask, word = m.mask, math.gcd(*m.shape[-1:], 8)
     assert mask is not None
+    if not m.shape:  # a single number
+        mask.copy_(kept)
+        return
     if mask.dtype not in (torch.bool, torch.uint8) and mask.numel() > SMALL:
         # Bytes are written and then converted, in a third of the time.
         for place in _places(m):

@@ -403,7 +403,7 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
         whole = [
             group["tensor_fqn"]
             for group, mask in zip(groups, masks, strict=True)
-            if not mask.is_meta and group.get("sparsity_level", 0) > 0 and bool(mask.all())
+            if not mask.is_meta and mask.numel() and group.get("sparsity_level", 0) > 0 and bool(mask.all())
         ]
         if whole:
             return (

@@ -390,6 +390,9 @@ def _pruning_group(
     scopes = [ScopeSpec(blocks.block, blocks.tensors[0].structure.scope_shape) for blocks in sharing]
     if len(tensors) > 1:
         _must_agree(label, _SCORING, tensors)
+    empty = [blocks.tensors[0].spec.name for blocks in sharing if not blocks.block.numblk()]
+    if empty and len(empty) < len(sharing):
+        raise CouplingError(f"{label}: {empty[0]} has no elements; leave it out of the shared budget")
     structure = tensors[0].structure
     least: tuple[int, ...] = ()
     if structure.max_sparsity is not None:

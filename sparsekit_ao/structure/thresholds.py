@@ -305,7 +305,7 @@ def _block_thresholds(thresholds: Tensor | float, scopes: ScopeWindows, scale: b
     """A threshold for each block of the aligned grid, or one without dimensions for all."""
     members = scopes.windows
     like = torch.empty((), dtype=torch.float64, device=members[0].window.device)
-    if isinstance(thresholds, Tensor) and thresholds.numel() > 1:
+    if isinstance(thresholds, Tensor) and thresholds.numel() != 1:
         t = _per_block(thresholds, scopes, like)
     else:
         t = torch.as_tensor(thresholds, dtype=torch.float64, device=like.device).reshape(())

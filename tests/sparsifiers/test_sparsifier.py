@@ -6,7 +6,7 @@ import torch
 from stock import Holder, linear_model, prepared, refuses, stepped
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
+from sparsekit_ao import SNFS, ProximalSparsifier, RigL, ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
 from sparsekit_ao.sparsifiers.groups import is_same
 from sparsekit_ao.torch_ao import CubicSL, LambdaSL
 
@@ -214,3 +214,56 @@ def test_values_of_keys_that_hold_tensors_are_compared_with_other_keys_lengths_a
     assert sparsifier.mask("0.weight").view(2, 2, 4).sum(2).equal(counts)
     with pytest.raises(SparsityError, match="scope"):
         sparsifier.update_mask(model[0], "weight", stages=[{"nnz": counts.clone(), "norm": 1}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("numel", [64, 1 << 15])
+@pytest.mark.parametrize("block", [(), (1, 2), (2, 1), (1, -1)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,)])
+@pytest.mark.parametrize("value", [0.0, 1e4])
+def test_numbers_and_vectors_share_a_budget_with_blocks_of_matrices(value, shape, block, numel, dtype):
+    model = nn.Module()
+    model.small = nn.Parameter(torch.full(shape, value, dtype=dtype))
+    model.matrix = nn.Parameter(torch.rand(4, numel // 4, dtype=dtype))
+    sparsifier = ScopeSparsifier(0.5)
+    shared = {"scope_coupling": "all"}
+    sparsifier.prepare(
+        model, [{"tensor_fqn": "small", **shared}, {"tensor_fqn": "matrix", "block_shape": block, **shared}]
+    )
+    sparsifier.step()
+    assert sparsifier.check() == 1 and bool((sparsifier.mask("small") == (value > 0)).all())
+    rows, columns = [size if n == -1 else n for n, size in zip(block or (1, 1), model.matrix.shape, strict=True)]
+    tiles = model.matrix.detach().double().unfold(0, rows, rows).unfold(1, columns, columns)
+    total = tiles.shape[0] * tiles.shape[1] + model.small.numel()
+    kept = total - total // 2 - (model.small.numel() if value else 0)
+    assert sparsifier.mask("matrix").sum() == rows * columns * kept
+    sparsifier.squash_mask()
+    assert bool((model.small == value).all())
+
+
+EMPTY = {
+    "one-shot": lambda o: ScopeSparsifier(0.5),
+    "RigL": lambda o: RigL(0.5, o, until=9, update_every=1),
+    "SNFS": lambda o: SNFS(0.5, o, until=9, update_every=1),
+    "proximal": lambda o: ProximalSparsifier(sparsity_level=0.5, optimizer=o),
+}
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_weights_train_beside_others_and_cannot_share_a_budget(name, shape):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model.none = nn.Parameter(torch.empty(shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sparsifier = EMPTY[name](optimizer)
+    sparsifier.prepare(model, [{"tensor_fqn": "*.weight"}, {"tensor_fqn": "none"}])
+    for _ in range(4):
+        (model[:2](torch.randn(5, 8)).square().sum() + model.none.sum()).backward()
+        optimizer.step()
+        sparsifier.step()
+    assert sum(int(sparsifier.mask(f"{k}.weight").sum()) for k in range(2)) == 48
+    assert name == "proximal" or sparsifier.check() == 2  # scopes
+    sparsifier.squash_mask()
+    with refuses("scope coupling 'all': none has no elements; leave it out of the shared budget"):
+        ScopeSparsifier(scope_coupling="all").prepare(model, [{"tensor_fqn": ["*.weight", "none"]}])
+    ScopeSparsifier(scope_coupling="all").prepare(model, [{"tensor_fqn": "*.weight"}])
