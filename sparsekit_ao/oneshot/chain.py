@@ -30,7 +30,7 @@ from ..calibration.products import Place, Product
 from ..calibration.recorder import Recording
 from ..distributed import abandon_forward
 from ..errors import SparsityError
-from ..models.loading import Device
+from ..models.loading import Device, is_elsewhere, is_offloaded
 from ..models.running import (
     Forward,
     TokenMask,
@@ -88,7 +88,9 @@ class CalibrationData:
 
     @torch.no_grad()
     def first_output(self) -> Any:
-        """Return the output of the first batch in eval mode."""
+        """Return the output of the first batch in eval mode; None for a sharded model, which would stay gathered."""
+        if is_elsewhere(self.model) and not is_offloaded(self.model):
+            return None
         with eval_mode(self.model), seeded(self.model.parameters()):
             return self.output(0)
 

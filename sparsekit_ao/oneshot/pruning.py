@@ -359,7 +359,7 @@ def _other_entries(data: CalibrationData, pattern: Pattern | None) -> tuple[list
     """
     known = {entry["tensor_fqn"] for entry in make_config(data.model)}
     entries, outputs = list[TensorGroup](), list[Any]()
-    for name, is_transposed in other_matrices(data.model, known, lambda: outputs.append(data.first_output())).items():
+    for name, is_transposed in other_matrices(data.model, known, lambda: outputs.append(data.output(0))).items():
         own = {} if pattern is None else {"pattern": replace(pattern, is_transposed=is_transposed)}
         entries.append({"tensor_fqn": name, **own})
     return entries, first_tensor(outputs or data.first_output())  # the model has not run if no other weight exists

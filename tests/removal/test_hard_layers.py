@@ -182,3 +182,22 @@ def test_what_spectral_norm_computed_leaves_once_it_is_plain():
     model = spectral().eval()
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     assert shrink(model, SEQUENCES)[0][0].out_features == 8
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, lambda m: nn.utils.spectral_norm(m, dim=1)])
+@pytest.mark.parametrize("kind", [lambda i, o: nn.Linear(i, o), lambda i, o: nn.Conv1d(i, o, 1)])
+def test_weights_that_a_hook_computes_stay_and_the_reason_is_given(kind, norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(8, 16), nn.ReLU(), norm(kind(16, 16)), nn.ReLU(), kind(16, 12), nn.ReLU(), kind(12, 4))
+    x = torch.randn(6, 8) if kind(2, 2).weight.ndim == 2 else torch.randn(6, 8, 3)
+    for _ in range(20):
+        model(x)
+    with torch.no_grad():
+        before = model.eval()(x)
+        weight = model[2].weight.clone()
+        small, report = shrink(model, x, 0.5)
+        small(x)
+        assert torch.equal(small[2].weight, weight) and torch.equal(model(x), before)
+    assert small[4].weight.shape[:2] == (6, 16) and any("2.weight is computed by a hook" in t for t in report.frozen)
+    nn.utils.remove_spectral_norm(model[2])
+    assert shrink(model, x, 0.5)[0][2].weight.shape[:2] == (8, 8)

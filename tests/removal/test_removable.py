@@ -20,9 +20,10 @@ from sparsekit_ao.removal import compact, removable, shrink
 from sparsekit_ao.schedules import ScheduleSL
 
 HEAD = "self_attn.head_dim"
+GROUPS = "model.layers.*.self_attn.num_key_value_groups"
 ATTRS = {  # what is found by itself, as a person listed it in test_architectures.py
-    "Llama": [{f"model.layers.**.{HEAD}": "u a"}],
-    "Mixtral": [{"model.layers.**.mlp.gate.hidden_dim": "u"}, {f"model.layers.**.{HEAD}": "u a"}],
+    "Llama": [{GROUPS: "u"}, {f"model.layers.**.{HEAD}": "u a"}],
+    "Mixtral": [{"model.layers.**.mlp.gate.hidden_dim": "u"}, {GROUPS: "u"}, {f"model.layers.**.{HEAD}": "u a"}],
     "GPT-2": [
         {"transformer.h.*.attn.split_size": "u d"},
         {"transformer.h.*.attn.head_dim": "u", "transformer.h.*.attn.split_size": "u s"},

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -43,6 +42,7 @@ from .operation import AxisRule, Label, Operation
 
 NOT_UNDERSTOOD = "not understood"
 COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
+BY_HOOK = "is computed by a hook; torch.nn.utils.remove_spectral_norm or remove_weight_norm makes it plain"
 UNUSED = "not used in this forward"
 NOT_RUN = "give example inputs for which it runs, or remove it from the model"
 
@@ -73,7 +73,7 @@ class Trace(TorchDispatchMode):
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
-        self._normed: dict[str, str] = {}  # {parameter of the former weight_norm: the tensor that it computes}
+        self._normed: dict[str, str] = {}  # {parameter: the plain attribute that a hook computes from it}
         self._modules: list[tuple[str, nn.Module]] = []
         self._passed: list[tuple[str, Any]] = []  # (module, arguments or results that its forward has)
         self._steps: list[tuple[AxisRule | None, Operation]] = []
@@ -88,9 +88,11 @@ class Trace(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Record for each operation which module runs it."""
         for name, module in model.named_modules():
-            norms = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+            # A hook computes `weight` from `weight_g` and `weight_v`, or from `weight_orig`, as a plain attribute.
+            computed = [key for key, value in vars(module).items() if isinstance(value, Tensor)]
+            parts = [p for p in module._parameters if module._forward_pre_hooks]
             dotted = f"{name}.".lstrip(".")
-            self._normed |= {f"{dotted}{tensor}_{part}": dotted + tensor for tensor in norms for part in "gv"}
+            self._normed |= {dotted + p: dotted + key for key in computed for p in parts if p.startswith(f"{key}_")}
             module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             module.register_forward_hook(self._leave)
 
@@ -205,9 +207,10 @@ class Trace(TorchDispatchMode):
             self.named[name] = tuple(() if n == 1 else (AxisFactor(Factor(n), is_zero),) for n, is_zero in sizes)
             self._labels[tensor] = self.named[name]
             path, separator, rest = f".{name}".rpartition(".parametrizations.")
-            computed = f"{path}.{rest.split('.')[0]}".lstrip(".") if separator else self._normed.get(name)
-            for axis in self.named[name] if computed else ():
-                freeze(axis, f"{computed} {COMPUTED}")
+            why = f"{path}.{rest.split('.')[0]} {COMPUTED}".lstrip(".") if separator else ""
+            why = f"{self._normed[name]} {BY_HOOK}" if name in self._normed else why
+            for axis in self.named[name] if why else ():
+                freeze(axis, why)
         self.fix(inputs, "input")
 
     def _repeated(self) -> Iterator[tuple[str, int]]:
