@@ -25,12 +25,12 @@ _NOT_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 class _LastRead(NamedTuple):
-    """The tensor that the last product read, and its sums; layers that read the same tensor share the sums."""
+    """The tensor that the last product read, and its sums; layers that read the same inputs of it share the sums."""
 
     tensor: Tensor
     version: int
     token_mask: Tensor | None
-    sums: dict[str, Any]
+    sums: dict[Any, dict[str, Any]]  # {how the inputs lie in the tensor: sums}
 
 
 class Recording:
@@ -149,7 +149,10 @@ class Recording:
         is_same = last is not None and last.tensor is x and last.version == version and last.token_mask is mask
         if last is None or not is_same or version < 0:
             last = self._last_read = _LastRead(x, version, mask, {})
-        sums = last.sums if adapter.kind == "matrix" and not product.is_computed and read.is_whole else {}
+        sums: dict[str, Any] = {}
+        if adapter.kind == "matrix" and not product.is_computed and read.is_whole:
+            inputs = product.inputs()  # a view; products along other dimensions of one tensor have other inputs
+            sums = last.sums.setdefault((inputs.shape, inputs.stride(), inputs.storage_offset()), {})
         statistics = self._statistics_of(target)
         for_rows = self._keep_rows and need == "input_gram" and need not in statistics.sums and read.is_whole
         for_rows &= adapter.parts == 1

@@ -88,8 +88,10 @@ def say(text: str) -> None:
 
 def peak_memory() -> str:
     """The largest amount of memory that the process has held so far, and that of its GPU if it uses one."""
-    import resource  # Windows has none
-
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return "unknown"
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.1f} GiB"
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0

@@ -9,7 +9,7 @@ from networks import Net
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao import ScopeSparsifier, prune
 from sparsekit_ao.calibration import Recorder
 
 
@@ -284,3 +284,27 @@ def test_gathered_tokens_are_followed_through_what_is_computed_of_them():
     found = recorded(model, ["first.weight", "second.weight"], lambda model: model(x), token_mask=keep)
     check(found["first.weight"].input_gram[0], gram_of(x.flatten(0, 1)[[0, 3, 3, 1]]))
     assert found["second.weight"].tokens == 4
+
+
+TWO_PRODUCTS = {
+    "linear and matmul": lambda m, x: m.fc(x) + m.mix @ x,
+    "matmul and linear": lambda m, x: m.mix @ x + m.fc(x),
+    "two matmuls": lambda m, x: x @ m.fc.weight.T + m.mix @ x,
+    "two einsums": lambda m, x: torch.einsum("bti,oi->bto", x, m.fc.weight) + torch.einsum("st,bti->bsi", m.mix, x),
+    "linear of the transpose": lambda m, x: m.fc(x) + F.linear(x.mT, m.mix).mT,
+}
+
+
+@pytest.mark.parametrize("tokens", [5, 6])
+@pytest.mark.parametrize("case", TWO_PRODUCTS)
+def test_products_along_different_dimensions_of_one_tensor_have_sums_of_their_own(case, tokens):
+    torch.manual_seed(0)
+    model = Net(TWO_PRODUCTS[case], fc=nn.Linear(6, 6))
+    model.mix = nn.Parameter(torch.randn(tokens, tokens))
+    x = torch.randn(8, tokens, 6)
+    recorder = Recorder(model, {"fc.weight": (model.fc, "weight"), "mix": (model, "mix")})
+    recorder.run([x], {"fc.weight": ["input_gram"], "mix": ["input_gram"]})
+    for name, rows in {"fc.weight": x.flatten(0, 1), "mix": x.mT.flatten(0, 1)}.items():
+        torch.testing.assert_close(recorder.of(name).sums["input_gram"][0], rows.T @ rows)
+    _, report = prune(model, 0.5, batches=[x])
+    assert len(report.rows) == 2 and not any(row.note for row in report.rows)
