@@ -454,6 +454,9 @@ class Teacher:
                     with torch.enable_grad():
                         loss = error(k, held_out=False)[0] / scale
                     student.set_gradients(loss)
+                    gradients = [w.grad for w in student.weights.values() if w.grad is not None]
+                    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                        optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
                     optimizer.step()
                     schedule.step()
                 if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured

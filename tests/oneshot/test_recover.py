@@ -383,3 +383,16 @@ def test_an_interruption_in_a_later_pass_leaves_the_weights_of_the_best_one():
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), once.parameters(), strict=True))
     before, after = (recover(m, dense, batches, passes=1).rows[0].before for m in (once, model))
     assert after < before and sparsifier.check()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.01, 0.001])
+def test_gradients_beyond_the_range_of_float16_are_skipped(scale):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)]
+    for block in blocks:
+        for p in block[3].parameters():
+            p.data *= scale  # outputs are small, and so are the losses by which gradients are divided
+    dense = nn.Sequential(nn.Sequential(*blocks)).eval().half()
+    pruned, report = prune(dense, 0.5, batches=[torch.randn(32, 16).half()], recover=True)
+    assert len(report.recovery) == 3 and all(row.after <= row.before for row in report.recovery)
+    assert all(bool(p.isfinite().all()) for p in pruned.parameters())
