@@ -16,7 +16,7 @@ from ..errors import SparsityError, by_reason, checked_model, with_hints
 from ..masking.normalized import copy_of, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
-from ..models.running import TokenMask, first_tensor
+from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config
@@ -292,7 +292,7 @@ def prune(
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
     data = replace(data, model=pruned)
-    more, dense_output = ([], None) if batches is None else _other_entries(data, checked_pattern(pattern, ""))
+    more = [] if batches is None else _other_entries(data, checked_pattern(pattern, ""))
     resolved = sparsifier.resolved(pruned, exclude, more)
     refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
@@ -306,9 +306,8 @@ def prune(
     teacher = Teacher(None, data) if recover else None
     options = {"device": device, "stream_memory": stream_memory}
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
-    error = math.nan if batches is None else data.error_to(dense_output)
     redo_weight_norms(pruned, normed)
-    report = replace(report, left_out=resolved.skipped, error_to_dense=error)
+    report = replace(report, left_out=resolved.skipped)
     _warn_of_dense(report)
     return pruned, report
 
@@ -329,6 +328,8 @@ def _pruned(
     about = (*layers.described(), None if teacher is None else teacher.described(), place, gradients)
     caller = layers.caller
     saved = checkpoint_of(data, checkpoint, caller, *about)
+    is_compared = caller == "prune" and bool(data.batches)  # with `one_shot`, the model may have masks before
+    dense_output = data.first_output() if is_compared else None
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
     warn_of_unreached(walk.unreached, caller)
@@ -347,22 +348,26 @@ def _pruned(
     recovery = None if teacher is None else teacher.finish(matched)
     seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
     weights, tokens = weights_by_name(data.model), data.counted()
+    error = data.error_to(dense_output) if is_compared else math.nan
     return OneShotReport(
-        rows=tuple(rows), seconds=seconds, blocks=blocks, recovery=recovery, tokens=tokens, weights=weights
+        rows=tuple(rows),
+        seconds=seconds,
+        blocks=blocks,
+        recovery=recovery,
+        tokens=tokens,
+        weights=weights,
+        error_to_dense=error,
     )
 
 
-def _other_entries(data: CalibrationData, pattern: Pattern | None) -> tuple[list[TensorGroup], Any]:
-    """Return config entries for weights that no module class reveals, and the output of the first batch.
-
-    The weights are those that products of this batch read.
-    """
+def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[TensorGroup]:
+    """Return config entries for weights that products of the first batch read, but no module class reveals."""
     known = {entry["tensor_fqn"] for entry in make_config(data.model)}
-    entries, outputs = list[TensorGroup](), list[Any]()
-    for name, is_transposed in other_matrices(data.model, known, lambda: outputs.append(data.output(0))).items():
+    entries = list[TensorGroup]()
+    for name, is_transposed in other_matrices(data.model, known, lambda: data.output(0)).items():
         own = {} if pattern is None else {"pattern": replace(pattern, is_transposed=is_transposed)}
         entries.append({"tensor_fqn": name, **own})
-    return entries, first_tensor(outputs or data.first_output())  # the model has not run if no other weight exists
+    return entries
 
 
 def _warn_of_dense(report: OneShotReport) -> None:
