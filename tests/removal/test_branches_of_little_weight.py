@@ -14,14 +14,11 @@ class Attention(nn.Module):
     def __init__(self, gain, form):
         super().__init__()
         self.h, self.form = 4, form
-        self.q, self.k, self.v, self.qkv = (nn.Linear(32, n) for n in (32, 32, 32, 96))
-        self.o, self.gain = nn.Linear(32, 32), nn.Parameter(torch.tensor(float(gain)))
-        for unused in (self.q, self.k, self.v) if form == "packed" else (self.qkv,):
-            unused.requires_grad_(False)
         if form == "packed":
-            del self.q, self.k, self.v
+            self.qkv = nn.Linear(32, 96)
         else:
-            del self.qkv
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.o, self.gain = nn.Linear(32, 32), nn.Parameter(torch.tensor(float(gain)))
 
     def forward(self, x):
         b, n, _ = x.shape
@@ -61,7 +58,8 @@ def test_heads_are_counted_where_their_branch_changes_little(case, form, dtype):
     blocks = (Attention(gain, form) for _ in range(2))
     model = nn.Sequential(nn.Linear(6, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, 3)).to(dtype).eval()
     with torch.no_grad():
-        _ = None if change is None else change(model)
+        if change is not None:
+            change(model)
     small, report = shrink(model, torch.randn(2, 7, 6, dtype=dtype), 0.5)
     assert [attention.h for attention in small[1:3]] == [2, 2] and small[1].o.in_features == 16
     assert report.difference <= 1e-5
