@@ -433,7 +433,9 @@ class Computed(Tensor):
         rows = self.source.detach().t()
         size, kept = max(1, _PART // rows.shape[1]), self.kept.get(1)
         parts = rows.split(size) if kept is None else (rows.index_select(0, some) for some in kept.split(size))
-        out = torch.cat([x @ part.to(self.dtype).t() for part in parts], 1)
+        out = x.new_empty(len(x), self.shape[1])  # columns of logits are many, so they are written only once
+        for columns, part in zip(out.split(size, 1), parts, strict=True):
+            torch.mm(x, part.to(self.dtype).t(), out=columns)
         if 1 in self.zero:
             out.masked_fill_(self.zero[1] if kept is None else self.zero[1][kept], 0)
         return out

@@ -99,7 +99,6 @@ JOBS = {  # in the order in which the tests need them
     "test_a_process_is_the_same_before_and_after": lambda: _child(
         "process_child.py", python=("-W", "ignore"), OMP_NUM_THREADS="2"
     ),
-    "test_the_library_works_without_torch_ao": lambda: _child("without_torch_ao_child.py", OMP_NUM_THREADS="1"),
     "test_killed_runs_go_on_bit_for_bit": _killed,
     "test_triton_aot.py": lambda: _compiling("aot_child.py", *map(str, ARCHES)),
     "test_triton_interpreter.py": _interpreter,

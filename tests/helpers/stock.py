@@ -7,13 +7,9 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.ao.pruning import WeightNormSparsifier as StockWeightNorm
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-
-try:
-    from torch.ao.pruning import WeightNormSparsifier as StockWeightNorm
-except ImportError:  # in `without_torch_ao_child.py`
-    StockWeightNorm = None
 
 __all__ = [
     "EVERYTHING",

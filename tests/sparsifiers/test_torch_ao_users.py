@@ -1,11 +1,7 @@
 """What users of torch.ao's sparsifiers rely on: classes derived from them, their arguments, state and schedulers."""
 
-import re
-
-import background
 import pytest
 import torch
-import without_torch_ao_child as child
 from stock import StockWeightNorm, linear_model, prepared, reloaded
 from torch import nn
 from torch.nn.utils import parametrize
@@ -197,17 +193,9 @@ def test_what_torch_aos_schedulers_warn_of_refuse_and_print(capsys):
         CubicSL(3)
     with pytest.raises(NotImplementedError):
         BaseScheduler(sparsifier)
-    with pytest.raises(ValueError, match="but got 2|2 values for 1 groups"):
+    with pytest.raises(ValueError, match="but got 2"):
         LambdaSL(sparsifier, [abs, abs])
     scheduler, sparsifier.enable_mask_update = LambdaSL(sparsifier, lambda epoch: 0.5, verbose=True), False
-    with pytest.warns(UserWarning, match=r"`scheduler.step\(\)` (was called )?before `sparsifier.step\(\)`"):
+    with pytest.warns(UserWarning, match=r"`scheduler.step\(\)` before `sparsifier.step\(\)`"):
         scheduler.step()
     assert sparsifier.enable_mask_update and "sparsity level of group 0" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_library_works_without_torch_ao():
-    printed, folder = background.succeeded("test_the_library_works_without_torch_ao")
-    assert int(re.search(r"(\d+) passed", printed)[1]) > 50 and "skipped" not in printed
-    for kind in (StockWeightNorm, WeightNormSparsifier):
-        child.read(folder / "without.pt", child.parts(kind))
