@@ -128,7 +128,7 @@ class Slots:
         rows = []
         for window in scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()}):
             if any(m.is_partial for m in window.windows):
-                raise SparsityError(f"{self.name}: pooling by a function needs whole blocks; give 'mean' or 'max'")
+                raise SparsityError(f"{self.name}: pooling by a function needs whole blocks; leave `pooling` out")
             elements = elements_of(window.windows, len(window.shape), 0.0).abs()
             grid = fn(elements if elements.dtype == torch.float64 else elements.float(), dim=-1)
             if not isinstance(grid, Tensor) or grid.shape != elements.shape[:-1]:
@@ -165,15 +165,7 @@ class Slots:
 
 
 NEEDS = ("gradient", "momentum")
-Pooling = str | Callable[..., Tensor] | None
-_POOLING: dict[Any, Any] = {  # pooling: norm and as_mean of `Slots.scores`, or a function
-    None: (None, None),
-    "mean": (1, True),
-    "min": torch.amin,
-    "max": (math.inf, None),
-    "L1": (1, None),
-    "L2": (2, None),
-}
+Pooling = Callable[..., Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,12 +206,12 @@ def magnitude(pooling: Pooling = None) -> Criterion:
     """Score by |weight|, so that the smallest blocks of every scope are pruned.
 
     Args:
-        pooling: How absolute values are pooled over a block: "mean", "max", "min", "L1", "L2", or a function
-            `fn(magnitudes, dim=-1)`. None (default) takes the tensor's own norm. In redistribution, the share is always
-            the mean absolute value over active blocks.
+        pooling: How absolute values are pooled over a block: a function `fn(magnitudes, dim=-1)` such as `torch.mean`
+            or `torch.amax`. None (default) takes the tensor's own norm. In redistribution, the share is always the mean
+            absolute value over active blocks.
 
-    >>> magnitude("mean").name
-    'magnitude (mean)'
+    >>> magnitude(torch.amax).name
+    'magnitude (amax)'
     """
     return _by_values("magnitude", "weights", pooling)
 
@@ -293,24 +285,20 @@ def parse_criterion(purpose: str, criterion: object) -> Criterion | None:
 
 
 def _by_values(name: str, values: str, pooling: Pooling, **options: Any) -> Criterion:
-    if not callable(pooling) and pooling not in _POOLING:
-        raise SparsityError(
-            f"{name}: pooling must be 'mean', 'max', 'min', 'L1', 'L2', a function or None, got {pooling!r}"
-        )
+    if not (pooling is None or callable(pooling)):
+        raise SparsityError(f"{name}: pooling must be a function such as torch.amax, or None, got {pooling!r}")
     label = name if pooling is None else f"{name} ({getattr(pooling, '__name__', pooling)})"
     score, share = partial(_pooled, values, pooling), partial(_mean_absolute, values)
     return Criterion(name=label, score=score, share=share, **options)
 
 
 def _pooled(values: str, pooling: Pooling, slots: Slots) -> Tensor:
-    how = pooling if callable(pooling) else _POOLING[pooling]
-    if callable(how):
-        return slots.pooled(getattr(slots, values), how)
-    return slots.scores(getattr(slots, values), how[0], as_mean=how[1])
+    found = getattr(slots, values)
+    return slots.scores(found) if pooling is None else slots.pooled(found, pooling)
 
 
 def _mean_absolute(values: str, slots: Slots) -> Tensor:
-    return slots.mean_active(_pooled(values, "mean", slots))
+    return slots.mean_active(slots.scores(getattr(slots, values), 1, as_mean=True))
 
 
 def _by_score(score: Score, slots: Slots) -> Tensor:

@@ -5,7 +5,6 @@ the dense gradient and masks `.grad` (except for momentum), so dropped weights d
 of SR-STE.
 """
 
-import math
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import all_agree, from_local, is_placed_like, is_sharded, local, placed_like, reshard
+from ..distributed import all_agree, from_local, is_placed_like, local, placed_like, reshard
 from ..errors import SparsityError
 from ..masking import placed_mask, select
 from ..sparsifiers.config import TensorGroup
@@ -161,7 +160,6 @@ class GradientCapture(StepHooks):
         self._restored = False  # a saved state says that the optimizers have stepped in this iteration
         self._old: Snapshots = {}  # of gradients from before this iteration, or before masks were opened in it
         self._before_closure: Snapshots = {}  # made when a closure was called, which may make new gradients
-        self._clipping = ClippingWarning()
         self._warned_of_steps = False
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -210,7 +208,6 @@ class GradientCapture(StepHooks):
             masked: Whether the optimizer's step gets masked gradients.
         """
         self.captures, self.masked = captures, masked
-        self._clipping.sample(self.groups if is_open and captures else ())
         if is_open == self.is_open:
             return
         self._note_old_gradients(is_open)
@@ -248,9 +245,7 @@ class GradientCapture(StepHooks):
     @torch.no_grad()
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Keep the dense gradients (divided by `scale`), and leave in `.grad` what the optimizer is to step with."""
-        opened = list(self._open_gradients(optimizer))
-        self._clipping.check({name: parameter.grad for name, parameter, _, before in opened if before is None})
-        for name, parameter, kept, before in opened:
+        for name, parameter, kept, before in self._open_gradients(optimizer):
             grad = local(parameter.grad)
             dense = grad.clone() if scale is None else grad / scale
             if before is not None:  # kept elements may have been clipped since
@@ -318,68 +313,8 @@ class GradientCapture(StepHooks):
         self._stepped[index] = skipped is None or not bool(skipped > 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out snapshots and samples too: they describe gradients, which a copy of the model does not have."""
-        clipping = ClippingWarning(self._clipping.is_over)
-        return {**super().__getstate__(), "_old": {}, "_before_closure": {}, "_clipping": clipping}
-
-
-class ClippingWarning:
-    """Warns once if dense gradients are clipped by a norm that counts dropped weights too.
-
-    Each gradient is sampled when backward has accumulated it, and compared with what the optimizer's step finds.
-
-    Args:
-        is_over: Whether the warning was issued before; then nothing is sampled.
-    """
-
-    def __init__(self, is_over: bool = False) -> None:
-        self.is_over = is_over
-        self._samples: dict[str, Tensor] = {}
-        self._handles: list[Any] = []
-
-    def sample(self, groups: Sequence[TensorGroup]) -> None:
-        """Sample the gradients of these groups, and no others, in the coming iteration."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._samples = [], {}
-        for group in () if self.is_over else groups:
-            parameter, name = original(group), group["tensor_fqn"]
-            if parameter.requires_grad and not is_sharded(parameter):
-                add = parameter.register_post_accumulate_grad_hook
-                self._handles.append(add(lambda p, name=name: self._samples.update({name: _sample(p.grad)})))
-
-    def check(self, gradients: Mapping[str, Tensor]) -> None:
-        """Warn if these gradients were multiplied by one factor since backward.
-
-        Inverses of whole numbers and powers of two do not count, because averages and gradient scaling use them.
-        """
-        names = [name for name in gradients if name in self._samples]
-        if not names or self.is_over:
-            return
-        before = torch.cat([self._samples[name].double().cpu() for name in names])
-        after = torch.cat([_sample(gradients[name]).double().cpu() for name in names])
-        factor = float((before * after).sum() / before.square().sum())
-        rounding = max(torch.finfo(gradients[name].dtype).eps for name in names)
-        if not 0 < factor < 1 - 4 * rounding or bool(
-            ((after - factor * before).abs() > 8 * rounding * after.abs()).any()
-        ):
-            return
-        inverse, tolerance = 1 / factor, max(1e-5, 4 * rounding)
-        near = round(inverse) if inverse < 4096 else 2.0 ** round(math.log2(inverse))
-        if abs(inverse / near - 1) > tolerance:
-            self.is_over = True
-            warnings.warn(
-                f"DynamicSparsifier: gradients were multiplied by {factor:.4g} between backward and the optimizer's "
-                "step while they were dense, so clipping by their norm counted dropped weights too. Call "
-                "sparsifier.take_gradients() after backward (and after scaler.unscale_), before clipping",
-                stacklevel=5,
-            )
-
-
-def _sample(grad: Any) -> Tensor:
-    """Return a copy of some 256 elements of a gradient, at even distances."""
-    flat = local(grad).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // 256)].clone()
+        """Leave out snapshots too: they describe gradients, which a copy of the model does not have."""
+        return {**super().__getstate__(), "_old": {}, "_before_closure": {}}
 
 
 def _snapshot(grad: Tensor | None) -> Snapshot:

@@ -351,7 +351,9 @@ def groups_of_rows(layer: WeightToExport) -> Tensor:
 
     Without a mask, a few kept weights may be zero, as about one in 2^24 random float32 numbers is.
     """
-    masks: list[Tensor] = [p.mask != 0 for p in _parametrizations(layer.module, "weight") if isinstance(p, FakeSparsity)]
+    masks = [
+        p.get_buffer("mask").bool() for p in _parametrizations(layer.module, "weight") if isinstance(p, FakeSparsity)
+    ]
     kept, groups = masks[0] if masks else layer.kept, list[Tensor]()
     for rows in (n for n in range(len(kept), 0, -1) if len(kept) % n == 0):
         reads = kept.unflatten(0, (-1, rows)).any(1)

@@ -156,7 +156,12 @@ ROWS = {"scope_shape": (1, -1)}
 
 @pytest.mark.parametrize(
     ("pooling", "want"),
-    [("mean", [[1, 1, 0, 0]]), ("L1", [[1, 1, 0, 0]]), ("max", [[0, 0, 1, 1]]), ("L2", [[1, 1, 0, 0]])],
+    [
+        (torch.mean, [[1, 1, 0, 0]]),
+        (torch.sum, [[1, 1, 0, 0]]),
+        (torch.amax, [[0, 0, 1, 1]]),
+        (torch.linalg.vector_norm, [[1, 1, 0, 0]]),
+    ],
 )
 def test_blocks_are_pooled_after_taking_absolute_values(pooling, want):
     mask, _ = one(
@@ -174,8 +179,8 @@ def test_blocks_are_pooled_after_taking_absolute_values(pooling, want):
 def test_growth_pools_by_its_own_criterion():
     weight, gradient = [[1.0] * 6], [[0.0, 0.0, 3.0, -3.0, 0.5, 4.0]]
     start = {"start": [[1, 1, 1, 1, 0, 0]], "update_fraction": 0.5, "structure": {"block_shape": (1, 2)}}
-    assert one(weight, gradient, grow=criteria.gradient("mean"), **start)[0] == [[1, 1, 1, 1, 0, 0]]
-    assert one(weight, gradient, grow=criteria.gradient("max"), **start)[0] == [[1, 1, 0, 0, 1, 1]]
+    assert one(weight, gradient, grow=criteria.gradient(torch.mean), **start)[0] == [[1, 1, 1, 1, 0, 0]]
+    assert one(weight, gradient, grow=criteria.gradient(torch.amax), **start)[0] == [[1, 1, 0, 0, 1, 1]]
 
 
 def test_rules_of_users_are_functions_of_slots():

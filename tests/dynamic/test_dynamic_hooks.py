@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import warnings
 
 import pytest
 import torch
@@ -281,30 +280,3 @@ def clip(model):
 def scale(model, by):
     for p in model.parameters():
         p.grad.mul_(by)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize("way", ["clipped", "taken", "averaged", "unscaled", "unscaled and clipped", "by value"])
-def test_clipping_by_the_norm_of_dense_gradients_is_noticed(way, kind):
-    model, optimizer, sparsifier = prepared(kind)
-    caught = []
-    for step in range(1, 6):
-        optimizer.zero_grad()
-        (loss_of(model, step) * (1024 if "unscaled" in way else 1)).backward()
-        if way == "taken":
-            sparsifier.take_gradients()
-        if "unscaled" in way:
-            scale(model, 1 / 1024)
-        if way == "averaged":
-            scale(model, 1 / 3)
-        if way == "by value":
-            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        if way in ("clipped", "taken", "unscaled and clipped"):
-            clip(model)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            optimizer.step()
-        caught += [str(w.message) for w in seen]
-        sparsifier.step()
-    assert len(caught) == ("clipped" in way), caught  # once
-    assert all("sparsifier.take_gradients() after backward" in text for text in caught)

@@ -457,7 +457,7 @@ OF_GMP = [
 OF_RULES = [
     (
         lambda: dynamic.criteria.magnitude("sum"),
-        "magnitude: pooling must be 'mean', 'max', 'min', 'L1', 'L2', a function or None",
+        "magnitude: pooling must be a function such as torch.amax, or None, got 'sum'",
     ),
     (lambda: inits.random_blocks("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
     (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
