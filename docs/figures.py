@@ -326,29 +326,6 @@ def mixture_bytes() -> Table:
     return table
 
 
-def gathered() -> Table:
-    """How many times as fast as a dense Linear layers of groups of rows are."""
-    rows = read("benchmarks/results/gathered")
-    gain = {
-        (r["width"], r["sparsity"], r["rows of a group"], r["tokens"]): f"{float(r['gain, fastest']):.1f}" for r in rows
-    }
-    tokens = ("1", "16", "512")
-    table = [["width", "dropped", "rows of a group", *(f"{n} token{'s' * (n != '1')}" for n in tokens)]]
-    for width in ("2048", "4096"):
-        for sparsity in ("0.5", "0.75"):
-            for size in ("128", "1024"):
-                cells = [gain[width, sparsity, size, n] for n in tokens]
-                table.append([width, f"{100 * float(sparsity):.0f} %", size, *cells])
-    return table
-
-
-def gathered_minilm() -> Table:
-    """Quality and time of MiniLM with layers of groups of rows, and without units."""
-    rows = read("benchmarks/results/gathered_minilm")
-    names = ["model", "cosine", "ms of one sentence", "ms of 32 sentences"]
-    return [names, *([three(r[n]) if n == "cosine" else r[n] for n in names] for r in rows)]
-
-
 def prune_ranks() -> Table:
     """Quality and time of pruning over ranks."""
     names = ["ranks", "same zeros", "cosine", "cosine, recovered", "seconds, recovered"]
@@ -375,7 +352,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
-        *(gathered, gathered_minilm, prune_ranks, offloaded, shrink_time),
+        *(prune_ranks, offloaded, shrink_time),
     )
 }
 

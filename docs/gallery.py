@@ -81,7 +81,7 @@ ENTRIES = (
         pattern="patterns.n_m(2, 4)",
         shapes='{"block_shape": (1, 1), "scope_shape": (1, 4), "nnz": 2}',
         axes='{"axes": "o (s m)", "unit": "o s m", "scope": "o s", "sizes": {"m": 4}, "nnz": 2}',
-        fast="2:4 on NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.pack_2_4`). Other values of N and M "
+        fast="2:4 on NVIDIA GPUs since Ampere, in fp16, bf16 and int8 (`export.to_2_4`). Other values of N and M "
         f"need other kernels. {EXPORT}",
     ),
     Entry(
@@ -111,16 +111,6 @@ ENTRIES = (
         axes='{"axes": "(r v) (s m)", "unit": "r s m", "scope": "r s", "sizes": {"v": 4, "m": 4}, "nnz": 2}',
         fast="Research kernels for vector-wise sparsity support it. If N:M is 2:4, it also runs on sparse tensor "
         "cores like any 2:4 weight.",
-    ),
-    Entry(
-        name="row_groups",
-        title="Groups of rows that keep the same inputs",
-        text="A group has four rows here, and usually 128 or more. Each group keeps equally many inputs, so a layer "
-        "can be computed as a gather and a dense product for each group.",
-        pattern="patterns.row_groups(4, 0.5)",
-        shapes='{"block_shape": (4, 1), "scope_shape": (1, -1), "sparsity_level": 0.5}',
-        axes='{"axes": "(r v) i", "unit": "r i", "scope": "r", "sizes": {"v": 4}, "sparsity_level": 0.5}',
-        fast=f"Wide layers in plain torch, by `export.to_gathered`. {EXPORT}",
     ),
     Entry(
         name="blocks",

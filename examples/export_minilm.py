@@ -152,16 +152,8 @@ def to_int8_weights(name: str, model: nn.Module, batches: Sequence[Batch], path:
     return Exported(name, "torchao int8 weights", converted, os.path.getsize(f"{path}.pt"), "nothing")
 
 
-def to_2_4(name: str, model: nn.Module, batches: Sequence[Batch], path: Path) -> Exported:
-    """Packed 2:4 in bfloat16, for GPUs."""
-    packed = path.with_suffix(".2_4.safetensors")
-    report = export.pack_2_4(copy.deepcopy(model).bfloat16(), packed)
-    return Exported(name, "pack_2_4, bfloat16", None, packed.stat().st_size, f"{len(report.converted)} layers on CUDA")
-
-
 TARGETS_2_4: dict[str, Callable[[str, nn.Module, Sequence[Batch], Path], Exported]] = {
     "torchao int8 weights": to_int8_weights,
-    "pack_2_4, bfloat16": to_2_4,
 }
 
 

@@ -34,7 +34,6 @@ __all__ = [
     "heads",
     "n_m",
     "parse",
-    "row_groups",
     "rows",
     "unstructured",
     "v_n_m",
@@ -202,18 +201,6 @@ def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Patt
     return pattern
 
 
-def row_groups(rows: int, sparsity_level: float | None = None) -> Pattern:
-    """Let every group of `rows` rows keep the same inputs, equally many in each; `export.to_gathered` makes it fast.
-
-    >>> row_groups(4).resolve(nn.Linear(8, 16), "weight")
-    {'block_shape': (4, 1), 'scope_shape': (1, -1)}
-    """
-    pattern = Pattern("row_groups", (rows,), sparsity_level)
-    if rows < 1:
-        raise SparsityError(f"row_groups needs at least one row in a group, got {rows}")
-    return pattern
-
-
 def rows(sparsity_level: float | None = None) -> Pattern:
     """Drop whole output units: rows of a Linear, filters of a convolution. In packed experts, each expert is a scope.
 
@@ -296,10 +283,6 @@ def _blocks(d: _Dimensions, where: str, rows: int, columns: int) -> Keys:
     return {"block_shape": _inside_groups(d, where, d.tile(1, output=rows, input=columns)), "scope_shape": ()}
 
 
-def _row_groups(d: _Dimensions, where: str, rows: int) -> Keys:
-    return {**_blocks(d, where, rows, 1), "scope_shape": _inside_groups(d, where, d.tile(-1, output=1, experts=1))}
-
-
 def _units(unit: str, other: str, d: _Dimensions, where: str) -> Keys:
     """One block for each index of a dimension, over everything else; each group and each expert by itself.
 
@@ -340,7 +323,6 @@ _KINDS: dict[str, Callable[..., Keys]] = {
     "unstructured": lambda d, where: {"block_shape": (), "scope_shape": ()},
     "n_m": _n_m,
     "blocks": _blocks,
-    "row_groups": _row_groups,
     "rows": partial(_units, "output", "input"),
     "columns": partial(_units, "input", "output"),
     "filters": partial(_units, "output", "input"),

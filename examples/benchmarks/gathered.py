@@ -1,20 +1,21 @@
-"""Layers of groups of rows that keep the same inputs (`export.to_gathered`), on a CPU, against the dense Linear.
+"""Groups of rows that keep the same inputs (`examples/gathered_linear.py`), on a CPU, against the dense Linear.
 
     python examples/benchmarks/gathered.py         # the table, and a CSV under examples/benchmarks/results/
     python examples/benchmarks/gathered.py --minilm  # MiniLM with such layers, beside removal of its units
     python examples/benchmarks/gathered.py --tiny  # a smoke test: one small size, without CSV
 
-Square layers with biases in float32, pruned by `patterns.row_groups`. Outputs are compared with the pruned layer's
+Square layers with biases in float32, pruned by `row_groups`. Outputs are compared with the pruned layer's
 before anything is timed. The layers of one width and number of tokens run interleaved in one process, in another order
 each time, small ones several times in a run. A gain is the dense layer's time over the gathered layer's, of the fastest
 runs and of the median ones.
 
-With `--minilm`, half of the weights of all-MiniLM-L6-v2 are dropped in groups of rows by `prune`, or half of its FLOPs
-by `shrink`. Both score, compensate and recover on the same 1,024 sentences without labels. A row has the cosine of
-embeddings of held-out sentences to the dense model's, and the fastest of interleaved runs of one sentence and of 32.
+With `--minilm`, half of the weights of all-MiniLM-L6-v2 are dropped in groups of rows by `one_shot`, or half of the
+FLOPs by `shrink`. Both score, compensate and recover on the same 1,024 sentences without labels. A row has the cosine
+of embeddings of held-out sentences to the dense model's, and the fastest of interleaved runs of one sentence and of 32.
 """
 
 import argparse
+import copy
 import random
 import statistics
 import sys
@@ -25,10 +26,11 @@ import torch
 from machine import RESULTS, show, write_csv
 from torch import Tensor, nn
 
-from sparsekit_ao import ScopeSparsifier, export, patterns, prune
+from sparsekit_ao import ScopeSparsifier
 from sparsekit_ao.removal import shrink
 
 sys.path.append(str(Path(__file__).parent.parent))
+from gathered_linear import row_groups, to_gathered
 from minilm import BATCH, batched, embed, load_model, shuffled, similarity, split_sentences
 
 WIDTHS, TOKENS, ROWS, LEVELS = (1024, 2048, 4096), (1, 16, 512), (32, 128, 1024), (0.5, 0.75)
@@ -38,12 +40,12 @@ DENSE = ("dense", 0.0)
 def gathered(width: int, rows: int, level: float, x: Tensor) -> nn.Module:
     """A pruned layer after its conversion; it must give the pruned layer's outputs."""
     model = nn.Sequential(nn.Linear(width, width))
-    sparsifier = ScopeSparsifier(pattern=patterns.row_groups(rows, level))
+    sparsifier = ScopeSparsifier(**row_groups(rows, level))
     sparsifier.prepare(model)
     sparsifier.step()
     sparsifier.squash_mask()
     expected = model(x)
-    export.to_gathered(model)
+    to_gathered(model, ["0"], rows)
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
     return model[0]
 
@@ -89,16 +91,17 @@ def minilm(repeat: int) -> list[dict]:
     inputs = {"one sentence": {name: values[:1] for name, values in full.items()}, "32 sentences": full}
     models = {"dense": dense}
     for rows in (8, 32, 128):
-        pattern = patterns.row_groups(rows, 0.5)
-        models[f"groups of {rows} rows"], _ = prune(
-            dense, pattern=pattern, batches=data, token_mask="attention_mask", recover=True, progress=False
-        )
+        model, sparsifier = copy.deepcopy(dense), ScopeSparsifier(**row_groups(rows, 0.5))
+        sparsifier.prepare(model)
+        sparsifier.one_shot(data, token_mask="attention_mask", recover=True, progress=False)
+        sparsifier.squash_mask()
+        models[f"groups of {rows} rows"] = model
     keys: dict = {"cost": "flops", "uniform": False, "token_mask": "attention_mask", "recover": True}
     models["removed units"], _ = shrink(dense, full, 0.5, "obs", batches=data, **keys)
     cosines = {name: similarity(embed(model, batches), embed(dense, batches)) for name, model in models.items()}
-    for name, model in models.items():
-        if name.startswith("groups"):
-            export.to_gathered(model)
+    for rows in (8, 32, 128):
+        model = models[f"groups of {rows} rows"]
+        to_gathered(model, [name for name, layer in model.named_modules() if type(layer) is nn.Linear], rows)
     found: dict = {(name, size): [] for name in models for size in inputs}
     with torch.no_grad():
         for _ in range(repeat + 2):

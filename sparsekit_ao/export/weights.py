@@ -140,8 +140,8 @@ class Conversion:
             equal bit for bit.
         notes: What else you should know, as texts.
 
-    >>> print(Conversion(target="pack_2_4", converted=("0.weight",), before=200, after=120))
-    pack_2_4: 1 of 1 weights
+    >>> print(Conversion(target="to_2_4", converted=("0.weight",), before=200, after=120))
+    to_2_4: 1 of 1 weights
     bytes: 200 -> 120 (0.600)
     """
 
@@ -173,7 +173,7 @@ def report(model: nn.Module) -> LayerReport:
     >>> sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
     >>> sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
     >>> sparsifier.step()
-    >>> [(row.tensor, row.density, row.patterns, "pack_2_4" in row.taken_by) for row in export.report(model)]
+    >>> [(row.tensor, row.density, row.patterns, "to_2_4" in row.taken_by) for row in export.report(model)]
     [('0.weight', 0.5, ('2:4',), True), ('1.weight', 1.0, (), False)]
     """
     rows = [
@@ -197,7 +197,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
 
     Args:
         model: A masked or squashed model, which is not changed.
-        target: The name of the function: "pack_2_4", "quantize" or "to_gathered".
+        target: The name of the function: "quantize" or "to_2_4".
         tensors: Names, globs or `re:` expressions of weights. None (default) is every masked weight, or in a model
             without masks every weight with at least a tenth of zeros.
 
@@ -209,7 +209,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(pattern=sparsekit_ao.patterns.n_m(2, 4))
     >>> sparsifier.prepare(model)
     >>> sparsifier.step()
-    >>> [layer.fqn for layer in sparsekit_ao.export.check(model, "pack_2_4")]
+    >>> [layer.fqn for layer in sparsekit_ao.export.check(model, "to_2_4")]
     ['0.weight']
     """
     if target not in REFUSALS:
@@ -336,8 +336,8 @@ def two_four_refusals(layer: WeightToExport) -> list[str]:
     return [f"{text}; it is 2:4 along dimension 0" if is_turned else text]
 
 
-def pack_refusals(layer: WeightToExport) -> list[str]:
-    """Return why `pack_2_4` does not take a layer."""
+def semi_structured_refusals(layer: WeightToExport) -> list[str]:
+    """Return why torch's 2:4 tensors cannot hold a weight, whatever its device is."""
     refusals = linear_refusals(layer, MULTIPLES)
     if not isinstance(layer.module, nn.Linear) or layer.weight.dtype not in MULTIPLES:
         return refusals
@@ -346,48 +346,9 @@ def pack_refusals(layer: WeightToExport) -> list[str]:
     return refusals + two_four_refusals(layer)
 
 
-def groups_of_rows(layer: WeightToExport) -> Tensor:
-    """Return which inputs each group of rows keeps, bool (groups, inputs), for the largest groups with equal inputs.
-
-    Without a mask, a few kept weights may be zero, as about one in 2^24 random float32 numbers is.
-    """
-    masks = [
-        p.get_buffer("mask").bool() for p in _parametrizations(layer.module, "weight") if isinstance(p, FakeSparsity)
-    ]
-    kept, groups = masks[0] if masks else layer.kept, list[Tensor]()
-    for rows in (n for n in range(len(kept), 0, -1) if len(kept) % n == 0):
-        reads = kept.unflatten(0, (-1, rows)).any(1)
-        counts = reads.sum(1)
-        if int(kept.sum()) >= DENSE * rows * int(counts.sum()):
-            groups.append(reads)
-            if bool((counts == counts[0]).all()):
-                return reads
-    return groups[0] if groups else kept
-
-
-def gathered_refusals(layer: WeightToExport) -> list[str]:
-    """Return why `to_gathered` does not take a layer."""
-    if refusals := linear_refusals(layer):
-        return refusals
-    module, reads, (rows, inputs) = layer.module, groups_of_rows(layer), layer.weight.shape
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, "forward" in vars(module))
-    if any(hooks) or parametrize.type_before_parametrizations(module) is not nn.Linear:
-        return [f"needs a plain nn.Linear, got {_kind(module)}, or one with hooks, which a new layer would not have"]
-    counts, changed = reads.sum(1), _first_index((reads[1:] != reads[:-1]).any(1))
-    if changed and len(reads) == rows > 1:
-        text = f"they change from row to row, first after row {changed[0]}"
-        return [f"needs equal groups of rows that keep the same inputs (patterns.row_groups), but {text}"]
-    if at := _first_index(counts != counts[:1]):
-        first, size = at[0], rows // len(reads)
-        place = f"{counts[0]} in rows 0:{size}, {counts[first]} in rows {first * size}:{first * size + size}"
-        return [f"needs the same number of inputs in each group of rows, got {place}"]
-    return [f"needs some of {inputs} inputs to be kept, got {n}" for n in counts[:1].tolist() if n in (0, inputs)]
-
-
 REFUSALS: Mapping[str, Callable[[WeightToExport], list[str]]] = {
-    "pack_2_4": pack_refusals,
+    "to_2_4": semi_structured_refusals,
     "quantize": linear_refusals,
-    "to_gathered": gathered_refusals,
 }
 
 

@@ -426,7 +426,7 @@ def test_a_merge_keeps_every_zero(squash):
         sparsifier.step()  # the masks are still registered, and the sparsifier goes on
         sparsifier.squash_mask()
     merged(batches()[0])
-    export.check(merged.half(), "pack_2_4", tensors=["up.weight"])
+    export.check(merged.half(), "to_2_4", tensors=["up.weight"])
 
 
 def test_masks_may_come_from_a_file_and_layers_without_adapters_are_reported():

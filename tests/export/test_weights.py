@@ -16,7 +16,7 @@ from sparsekit_ao.plot import plot_layers
 
 HALF = torch.float16
 CONVERT = {  # everything here is refused before torchao is imported
-    "pack_2_4": lambda model, path: export.pack_2_4(model, path),
+    "to_2_4": lambda model, path: export.check(model, "to_2_4"),  # without CUDA it converts nothing
     "quantize": lambda model, path: export.quantize(model, object(), batches()),
 }
 
@@ -70,7 +70,7 @@ PACK = [
     (lambda: squashed(linear(48), HALF), "0.weight: needs dimension 0 to be a multiple of 32, got 48"),
     (lambda: squashed(linear(16, 64), torch.int8), "dimension 1 to be a multiple of 128, got 64"),
 ]  # fmt: skip
-REFUSED = [*((t, *case) for t in CONVERT for case in BOTH), *(("pack_2_4", *case) for case in PACK)]
+REFUSED = [*((t, *case) for t in CONVERT for case in BOTH), *(("to_2_4", *case) for case in PACK)]
 
 
 @pytest.mark.parametrize(("target", "make", "text"), REFUSED, ids=[f"{r[0]}-{k}" for k, r in enumerate(REFUSED)])
@@ -84,8 +84,8 @@ def test_what_is_refused_is_refused_before_anything_changes(target, make, text, 
     assert not list(tmp_path.iterdir()) and same(before, model)
 
 
-@pytest.mark.parametrize("target", CONVERT)
-def test_masks_are_checked_but_not_converted(target, tmp_path):
+def test_masks_are_checked_but_not_converted(tmp_path):
+    target = "quantize"
     model = linear(dtype=HALF)
     sparsifier = masked(model, **TWO_FOUR)
     with torch.no_grad():  # a nan under a mask is no value of the weight
@@ -103,7 +103,7 @@ def test_a_mask_of_another_pattern_is_found_before_squash():
     model = linear(dtype=HALF)
     masked(model, block_shape=(1, 1), scope_shape=(4, 1), nnz=2)
     with pytest.raises(SparsityError, match=r"it is 2:4 along dimension 0"):
-        export.check(model, "pack_2_4")
+        export.check(model, "to_2_4")
 
 
 def test_masks_of_torch_are_masks():
@@ -119,23 +119,15 @@ def test_masks_of_torch_are_masks():
     ("tensors", "text"),
     [
         (["1.weight"], "1.weight: needs at most 2 nonzeros in every 4 along .*, got 4 at .* the weight is dense"),
-        (["fc.weight"], "pack_2_4: 'fc.weight' names no weight of the model. The weights are 0.weight, 1.weight."),
+        (["fc.weight"], "to_2_4: 'fc.weight' names no weight of the model. The weights are 0.weight, 1.weight."),
         (["re:("], "is not a regular expression"),
-        ([], "pack_2_4: tensors is empty; name weights, or leave it out"),
-        ([3], "pack_2_4: tensors takes names, globs or re: expressions, got int"),
+        ([], "to_2_4: tensors is empty; name weights, or leave it out"),
+        ([3], "to_2_4: tensors takes names, globs or re: expressions, got int"),
     ],
 )
 def test_tensors_that_are_named(tensors, text):
     with pytest.raises(SparsityError, match=text):
-        export.check(dense_part(), "pack_2_4", tensors)
-
-
-def test_weights_of_another_name_in_the_state_dict(tmp_path):
-    model = squashed(linear(), HALF)
-    model.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({"w": state.pop(f"{prefix}0.weight")}))
-    with pytest.raises(SparsityError, match="0.weight has another name in model.state_dict"):
-        export.pack_2_4(model, tmp_path / "x")
-    assert not list(tmp_path.iterdir())
+        export.check(dense_part(), "to_2_4", tensors)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -148,27 +140,26 @@ def test_an_empty_weight_is_not_pruned():
 def test_a_long_list_is_cut():
     model = nn.Sequential(*(squashed(linear())[0] for _ in range(12)))
     with pytest.raises(SparsityError, match=r"9.weight: needs .*\n  2 more\nPass tensors=\[...\] to convert only"):
-        export.check(model, "pack_2_4")
+        export.check(model, "to_2_4")
 
 
-def test_without_names_masked_weights_are_chosen_and_after_squash_pruned_ones(tmp_path):
+def test_without_names_masked_weights_are_chosen_and_after_squash_pruned_ones():
     model = nn.Sequential(*linear(), *linear(64, 64), *linear(32, 64)).half()
     with torch.no_grad():
         model[2].weight[:, ::2] = 0
     sparsifier = masked(model, ["1.weight"], **TWO_FOUR)
-    assert [layer.fqn for layer in export.check(model, "pack_2_4")] == ["1.weight"]
+    assert [layer.fqn for layer in export.check(model, "to_2_4")] == ["1.weight"]
     sparsifier.squash_mask()
-    assert [layer.fqn for layer in export.check(model, "pack_2_4")] == ["1.weight", "2.weight"]
-    assert [layer.fqn for layer in export.check(model, "pack_2_4", "2.weight")] == ["2.weight"]
-    report = export.pack_2_4(model, tmp_path / "x", tensors=["2.*"])
-    assert report.left == {"0.weight": "not in `tensors`", "1.weight": "not in `tensors`"}
-    report = export.pack_2_4(dense_part(), tmp_path / "x")
-    assert str(report).splitlines()[0] == "pack_2_4: 1 of 2 weights"
-    assert "left: 1.weight (less than 10% of it is zero)" in str(report)
+    assert [layer.fqn for layer in export.check(model, "to_2_4")] == ["1.weight", "2.weight"]
+    assert [layer.fqn for layer in export.check(model, "to_2_4", "2.weight")] == ["2.weight"]
+    others = weights.checked_layers(model, "to_2_4", weights.semi_structured_refusals, ["2.*"])[1]
+    assert others == {"0.weight": "not in `tensors`", "1.weight": "not in `tensors`"}
+    others = weights.checked_layers(dense_part(), "to_2_4", weights.semi_structured_refusals, None)[1]
+    assert others == {"1.weight": "less than 10% of it is zero"}
 
 
 def test_weights_that_cannot_be_exported(monkeypatch):
-    with pytest.raises(SparsityError, match="unknown target 'tensorrt'; known: pack_2_4, quantize"):
+    with pytest.raises(SparsityError, match="unknown target 'tensorrt'; known: to_2_4, quantize"):
         export.check(linear(), "tensorrt")
     for model in (nn.Sequential(nn.LazyLinear(4)), nn.Linear(4, 4, device="meta")):
         with pytest.raises(SparsityError, match="weight has no values yet"):
@@ -220,10 +211,10 @@ def test_the_report_names_patterns(kind, config, expected):
 
 def test_the_report_as_text_as_csv_and_as_a_picture(tmp_path):
     report = export.report(nn.Sequential(*dense_part(), *squashed(linear())))
-    assert [row.taken_by for row in report] == [("pack_2_4", "quantize"), ("quantize",), ("quantize",)]
+    assert [row.taken_by for row in report] == [("to_2_4", "quantize"), ("quantize",), ("quantize",)]
     text = str(report)
-    assert re.search(r"^0\.weight +Linear +32x64 +float16 +0\.5000 +2:4 +pack_2_4, quantize$", text, re.MULTILINE)
-    assert "pack_2_4 takes 1 of 2 pruned weights; not 2.weight: needs float16 or bfloat16 or int8, got float32" in text
+    assert re.search(r"^0\.weight +Linear +32x64 +float16 +0\.5000 +2:4 +to_2_4, quantize$", text, re.MULTILINE)
+    assert "to_2_4 takes 1 of 2 pruned weights; not 2.weight: needs float16 or bfloat16 or int8, got float32" in text
     assert report.to_csv().splitlines()[1].startswith("0.weight,Linear,32x64,float16,False,0.5,2:4,")
     ax = plot_layers(report, tmp_path / "layers.png")
     assert (tmp_path / "layers.png").stat().st_size > 1000

@@ -242,7 +242,6 @@ def test_patterns_are_defaults_for_layers_of_any_rank(pattern, spread):
         patterns.n_m(2, 4),
         patterns.rows(0.5),
         patterns.columns(0.5),
-        patterns.row_groups(2, 0.5),
         patterns.heads(2, 0.5),
     ],
 )
@@ -265,30 +264,6 @@ def test_filters_of_a_transposed_convolution_are_its_output_channels(kind, group
     sparsifier.squash_mask()
     out = layer(torch.randn(1, 8, *(5,) * kind)) - layer.bias.view(-1, *(1,) * kind)
     assert out.flatten(2).eq(0).all(2).sum() == 2  # two of four output channels hold the bias alone
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Linear(8, 12), (3, 4, 8)),
-        (nn.Conv2d(8, 12, 2), (3, 4, 32)),
-        (nn.Conv2d(8, 12, 2, groups=4), None),  # four rows cross the groups of three
-        (nn.ConvTranspose1d(8, 12, 2), (3, 4, 16)),
-        (nn.ConvTranspose1d(8, 12, 2, groups=2), None),
-    ],
-    ids=str,
-)
-def test_groups_of_rows_keep_the_same_inputs_and_equally_many(layer, shape):
-    pattern = patterns.row_groups(4, 0.75)
-    if shape is None:
-        with pytest.raises(
-            SparsityError, match=r"row_groups\(4, 0.75\): needs the (in|out)puts of each group divisible"
-        ):
-            pattern.resolve(layer, "weight")
-        return
-    mask = prepared(nn.Sequential(layer), None, ScopeSparsifier(pattern=pattern)).mask("0.weight")
-    rows = (mask.transpose(0, 1) if isinstance(layer, nn.ConvTranspose1d) else mask).reshape(shape)
-    assert torch.equal(rows, rows[:, :1].expand_as(rows)) and rows.sum(2).eq(shape[2] // 4).all()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
