@@ -2,7 +2,7 @@
 
 The digests of two values are equal if they have the same parts: tensors and arrays all of their elements, functions
 their code and what it reads (constants, defaults, closure, global variables), other objects their class and what pickle
-would save of them. What an installed package defines counts by its name, and hooks of modules do not count.
+would save of them. What an installed package defines counts by its name.
 """
 
 import copyreg
@@ -24,11 +24,13 @@ from ..errors import SparsityError
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 _NO_PARTS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "_abc_impl"}
+_NO_PARTS |= {"__slotnames__"}  # pickle adds it to a class
 # Attributes in which other libraries keep where a model was loaded from and lies, and caches; they differ by process.
 _PASSING = re.compile(
     "_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
 )
 _OF_MODULES = {*vars(nn.Module())} - {"_parameters", "_buffers", "_modules"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # without their keys, which count all hooks of a process
 
 
 def digest_of(value: object, what: str, refuses: bool = False) -> str:
@@ -70,7 +72,7 @@ class _Digests:
         if isinstance(value, Tensor):
             return _of_tensor(value)
         if isinstance(value, np.ndarray):
-            return value.dtype.str, value.shape, value.tolist() if value.dtype.hasobject else value.tobytes()
+            return str(value.dtype), value.shape, value.tolist() if value.dtype.hasobject else value.tobytes()
         if isinstance(value, (types.FunctionType, types.CodeType)):
             return _of_function(value)
         if isinstance(value, type):
@@ -86,9 +88,10 @@ class _Digests:
         if isinstance(value, nn.Module):
             if "_orig_mod" in value._modules or type(value).__module__.startswith("torch.nn.parallel."):
                 return value.children()  # the module that is compiled or distributed
-            return type(value), _state({k: v for k, v in vars(value).items() if k not in _OF_MODULES})
+            hooks = [list(vars(value)[name].values()) for name in _HOOKS]
+            return type(value), _state({k: v for k, v in vars(value).items() if k not in _OF_MODULES}), hooks
         if isinstance(value, Mapping) and not _is_own(type(value).__module__):
-            return list(value.items())
+            return [*value.items(), getattr(value, "default_factory", None)]
         return value if type(value) in (list, tuple, set, frozenset) else self._reduced(value)
 
     def _reduced(self, value: Any) -> Iterable[Any]:
@@ -127,7 +130,8 @@ def _state(state: Any) -> Any:
 def _of_tensor(tensor: Tensor) -> Iterable[Any]:
     if tensor.is_nested:
         return tensor.unbind()
-    about = tuple(tensor.shape), str(tensor.dtype)
+    attributes = {k: v for k, v in getattr(tensor, "__dict__", {}).items() if not k.startswith("_")}
+    about = tuple(tensor.shape), str(tensor.dtype), *([attributes] if attributes else ())
     if tensor.is_meta or is_sharded(tensor):  # values that are not at hand
         return about
     if is_traceable_wrapper_subclass(tensor):
@@ -150,8 +154,11 @@ def _of_function(function: Any) -> Iterable[Any]:
         return (vars(function)["_torchdynamo_orig_callable"],)
     space, names = function.__globals__, _names(function.__code__)
     reads = {name: space[name] for name in names if name in space} if _is_own(space.get("__name__")) else {}
-    for module in [m for m in reads.values() if isinstance(m, types.ModuleType) and _is_own(m.__name__)]:
-        reads |= {f"{module.__name__}.{name}": getattr(module, name) for name in names if hasattr(module, name)}
+    modules = list(reads.values())
+    for module in (m for m in modules if isinstance(m, types.ModuleType) and _is_own(m.__name__)):
+        inside = {f"{module.__name__}.{name}": getattr(module, name) for name in names if hasattr(module, name)}
+        modules += [value for key, value in inside.items() if key not in reads]  # the loop goes on with these
+        reads |= inside
     cells = []
     for cell in function.__closure__ or ():
         try:

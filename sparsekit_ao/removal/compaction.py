@@ -286,9 +286,9 @@ def verified(
     others = reference.with_other_inputs() if reference.tolerance < 1 and not isinstance(comparison, str) else None
     if others is not None and isinstance(text := compared(others, small), str):
         comparison = f"{text} with other values of inputs that are equal along a dimension (pass typical inputs)"
+    if with_config and (why := comparison if isinstance(comparison, str) else reference.not_trainable(small)):
+        raise SparsityError(f"the smaller model {why}")  # `shrink` tries the couplings by themselves
     if isinstance(comparison, str):
-        if with_config:  # `shrink` tries the couplings by themselves
-            raise SparsityError(f"the smaller model {comparison}")
         lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
         lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]

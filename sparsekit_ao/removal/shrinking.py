@@ -434,6 +434,7 @@ def _removed(
         try:
             removals, small, report = trials.removed(rated)
         except SparsityError:
+            trials.in_training = True
             rated, failing = trials.divide(rated)
             left_out += [(coupling.name, why) for coupling, why in failing.items()]
             if failing:

@@ -239,10 +239,12 @@ def _is_fixed(holder: object, name: str) -> bool:
     return isinstance(descriptor, property) and descriptor.fset is None
 
 
-def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
+def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = False) -> dict[str, str]:
     """Find attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
 
-    Returns {path: axes}, as in `Coupling(attrs=)`; each has that value for every binding of the coupling.
+    Returns {path: axes}, as in `Coupling(attrs=)`; each has that value for every binding of the coupling. With
+    `inside`, they are attributes of the modules around the layers, equal the number of units or its product with one
+    other size, and equal no size that keeps its units.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -253,9 +255,16 @@ def candidate_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
     """
     bindings, attrs = coupling.bind(model), dict[str, str]()
     products = _products(bindings[0])
+    products = {size: axes for size, axes in products.items() if not inside or axes.count(" ") < 2}
     names, captured = [member.fqn for member in bindings[0].members], bindings[0].captured
-    for path, value, _ in _integers_around(model, coupling.members, names, captured):
-        if value in products and path not in attrs and all(_holds(model, b, path, products[value]) for b in bindings):
+    for member in bindings[0].members if inside else ():
+        d = member.pattern.dimension_of(bindings[0].unit)
+        for size in (n for k, n in enumerate(plain_tensors(model, names)[member.fqn].shape) if k != d):
+            products.pop(size, None)
+    for path, value, depth in _integers_around(model, coupling.members, names, captured):
+        if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
+            continue
+        if all(_holds(model, bound, path, products[value]) for bound in bindings):
             attrs[path] = products[value]
     return attrs
 

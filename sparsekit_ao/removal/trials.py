@@ -368,7 +368,7 @@ def _divided(
         # All of these can be removed by themselves, so what else failed in their families is no reason to skip them.
         good, more = make_trials(good, _Failures(list)).divide(good)
         failing = {coupling: why for coupling, why in failing.items() if coupling not in replaced} | of_layers | more
-    return good, failing
+    return make_trials(good, failures).with_unread(good), failing
 
 
 class Trials:
@@ -398,6 +398,7 @@ class Trials:
         self._known, self._multiples = known, {coupling.name: multiple for coupling, multiple in known}
         self._masked = masked_copy(model, [removal for removals in known.values() for removal in removals])
         self._done, self.reference = done, reference_of(self._masked, dense=model)
+        self.in_training = False  # whether trials also run in training mode, as the final verification does
 
     def problem(self, couplings: Sequence[Coupling]) -> str:
         """Return what is wrong with the model without the zero units of these couplings, or "" if nothing is."""
@@ -413,7 +414,9 @@ class Trials:
         except SparsityError as e:
             return str(e)
         comparison = compared(self.reference, small, single_use=True)
-        return comparison if isinstance(comparison, str) else ""
+        if isinstance(comparison, str):
+            return comparison
+        return self.reference.not_trainable(small) if self.in_training else ""
 
     def _removals(self, couplings: Sequence[Coupling]) -> list[Removal]:
         multiples = {coupling.name: self._multiples.get(coupling.name, 1) for coupling in couplings}
@@ -448,6 +451,26 @@ class Trials:
         found = [fit for fit in fits.values() if fit is not None]  # each can be removed alone, perhaps not all together
         good, more = self._extended(good, found) if good else self._extended(found[:1], found[1:])
         return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
+
+    def with_unread(self, couplings: Sequence[Coupling]) -> list[Coupling]:
+        """Add attributes that seem to count units and may change too without changing outputs, to all couplings.
+
+        Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide what they do.
+        """
+
+        def extended(coupling: Coupling, paths: Mapping[str, str]) -> Coupling:
+            return replace(coupling, attrs={**coupling.attrs, **paths, **coupling.attrs})
+
+        unread = [candidate_attrs(self._masked, coupling, inside=True) for coupling in couplings]
+        found = list(map(extended, couplings, unread))
+        if found == couplings or not self.problem(found):
+            return found
+        found = list(couplings)
+        for at, paths in enumerate(unread):
+            for path in paths.keys() - found[at].attrs.keys():
+                more = [*found[:at], extended(found[at], {path: paths[path]}), *found[at + 1 :]]
+                found = found if self.problem(more) else more
+        return found
 
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """Return a coupling with the further `attrs` that its removal needs, or None if none were found.

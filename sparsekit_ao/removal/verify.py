@@ -134,6 +134,16 @@ class Reference:
             self._compared = outputs, self._in_float64(small, outputs)
         return Comparison(difference=difference, in_float64=self._compared[1], flops=flops)
 
+    def not_trainable(self, small: nn.Module) -> str:
+        """Return why a smaller model does not run in training mode, or "" if it does or the masked one does not."""
+        for model in (self.model, small):
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    _run(model, self._inputs, self.dtype, fused=True, training=True)
+            except Exception as e:  # a forward that trains may need labels
+                return "" if model is self.model else f"does not run in training mode: {e}"
+        return ""
+
     def check_lengths(self) -> None:
         """Raise an error if inputs have one entry in a dimension along which the model combines entries.
 
@@ -305,8 +315,9 @@ def _run(
     values: _Values = None,
     single_use: bool = False,
     fused: bool = False,
+    training: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """Run a forward in eval mode.
+    """Run a forward in eval mode, or in training mode.
 
     Args:
         model, inputs: The model and its arguments. A copy of each runs.
@@ -314,6 +325,7 @@ def _run(
         values: With a `dtype`, values of parameters by their names, which replace those of the model.
         single_use: Whether the model itself runs instead of a copy; its mode, parameters and buffers may then change.
         fused: Whether torch may fuse attention.
+        training: Whether the forward runs in training mode.
 
     Returns:
         The output, its FLOPs, and the operators that may multiply but have no formula for FLOPs. FLOPs are 0 with
@@ -335,7 +347,7 @@ def _run(
     inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
     model = model if single_use else light_copy(model, dtype)
     inputs = copy.deepcopy(inputs)
-    model.train().eval()  # either call may drop what a module remembers of its weights
+    model.train().eval().train(training)  # each call may drop what a module remembers of its weights
     model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
     if dtype is not None:
         for name, exact in (values or {}).items():

@@ -1,5 +1,7 @@
 """Which calls a checkpoint continues, and files that are damaged or of something else."""
 
+import collections
+import copy
 import dataclasses
 import functools
 import re
@@ -66,6 +68,25 @@ def through_a_helper(sign):
     return types.FunctionType((lambda w, n: helper(w.abs())).__code__, space)  # noqa: F821
 
 
+def through_a_package(factor):
+    """A function that reads a variable of a module in a package of one's own."""
+    outer, inner = types.ModuleType("package_of_ones_own"), types.ModuleType("package_of_ones_own.settings")
+    outer.settings, inner.FACTOR = inner, factor
+    return types.FunctionType((lambda w, n: w.abs() * package.settings.FACTOR).__code__, {"package": outer})  # noqa: F821
+
+
+def hooked(module, factor):
+    module.register_forward_hook(lambda m, inputs, output: output * factor)
+    return module
+
+
+class Magnitude(nn.Module):
+    """A score of one's own that is a module."""
+
+    def forward(self, weight, name):
+        return weight.abs()
+
+
 def with_default(factor):
     return lambda weight, name, factor=factor: weight.abs() * factor
 
@@ -110,6 +131,8 @@ SCORES = {
     "array": (lambda: with_factor(np.float32(1)), lambda: with_factor(np.float32(-1))),
     "global": (lambda: through_a_global(1.0), lambda: through_a_global(-1.0)),
     "helper": (lambda: through_a_helper(True), lambda: through_a_helper(False)),
+    "package": (lambda: through_a_package(1.0), lambda: through_a_package(-1.0)),
+    "hook": (lambda: hooked(Magnitude(), 1.0), lambda: hooked(Magnitude(), -1.0)),
     "attribute": (lambda: Power(1.0), lambda: Power(-1.0)),
     "class": (lambda: Power(1.0), lambda: NegativePower(1.0)),
     "partial": (lambda: by_power(1.0), lambda: by_power(-1.0)),
@@ -159,6 +182,7 @@ def test_another_forward_is_another_call(how, tmp_path):
         lambda: net(eps=1e-3),
         lambda: net(scale=2.0),
         lambda: changed(net()),
+        lambda: hooked(net(), 2.0),
     ],
 )
 def test_another_model_of_the_same_shapes_is_another_call(other, tmp_path):
@@ -176,6 +200,8 @@ def test_another_model_of_the_same_shapes_is_another_call(other, tmp_path):
         lambda x: types.SimpleNamespace(x=x.numpy()),
         lambda x: Rows({"x": x}["x"].to_sparse().to_dense()),
         lambda x: Slots(x.to_sparse()),
+        lambda x: types.SimpleNamespace(x=x, y=collections.defaultdict(lambda: x)),
+        lambda x: types.SimpleNamespace(x=x, y=copy.deepcopy(Rows(x))),  # copying adds __slotnames__ to the class
     ],
 )
 def test_batches_of_a_class_of_ones_own(make, tmp_path):

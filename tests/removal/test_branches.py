@@ -274,3 +274,104 @@ def test_statistics_of_a_batch_in_training_freeze_what_they_are_taken_over():
     model = Net(run, a=nn.Linear(4, 8), o=nn.Linear(8, 2), norm=nn.BatchNorm1d(3))
     found = discover(model, torch.zeros(3, 4))
     assert "native_batch_norm in norm: its mean and variance are those of the batch" in str(found)
+
+
+def grouped(m, x, mask=None):
+    """Attention of eight query heads with one key head, which is repeated where there is a mask."""
+    q, k, v = (layer(x).unflatten(-1, (-1, m.size)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    if mask is None:
+        return m.o(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+    k, v = (t.repeat_interleave(m.repeats(m), 1) for t in (k, v))
+    weights = (q @ k.mT * m.size**-0.5 + mask[:, None, None]).softmax(-1)
+    return m.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+REPEATS = {
+    "a quotient": (lambda m: m.n_rep, {"n_rep": 8}),
+    "two counts": (lambda m: m.n_head // m.n_kv, {"n_head": 8, "n_kv": 1}),
+    "a tuple": (lambda m: m.heads[0] // m.heads[1], {"heads": (8, 1)}),
+    "of a child": (lambda m: m.plan.n, {"plan": Net(None, n=8)}),
+    "beside an unread width": (lambda m: m.n_rep, {"n_rep": 8, "hidden_size": 32}),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_integers_that_only_another_branch_reads_follow(name):
+    repeats, numbers = REPEATS[name]
+    layers = {"q": nn.Linear(32, 32), "k": nn.Linear(32, 4), "v": nn.Linear(32, 4), "o": nn.Linear(32, 32)}
+    block = Net(grouped, repeats=repeats, size=4, **layers, **copy.deepcopy(numbers))
+    model = Net(lambda m, x, mask=None: m.head(x + m.block(x, mask)), block=block, head=nn.Linear(32, 3))
+    small = shrink(model, torch.randn(2, 7, 32), 0.5)[0]
+    assert small.block.q.out_features == small.block.o.in_features == 16 and small.block.o.out_features == 32
+    assert getattr(small.block, "hidden_size", 32) == 32
+    assert small(torch.randn(2, 7, 32), torch.zeros(2, 7)).shape == (2, 7, 3)
+
+
+def positions(m, x):
+    h = m.a(x)
+    return m.o(h + m.places[: h.shape[1]] if h.shape[1] > 8 else h)
+
+
+def slopes(m, x, biased=False):
+    q, k, v = m.qkv(x).unflatten(-1, (3, -1, 4)).movedim(-3, 0).transpose(2, 3)
+    bias = m.slopes[:, None, None] if biased else None
+    return m.o(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+
+BUFFERS = {
+    "positions of long inputs": (
+        positions,
+        {"a": nn.Linear(8, 32), "o": nn.Linear(32, 3)},
+        {"places": torch.randn(50, 32)},
+        lambda m: m(torch.randn(2, 20, 8)),
+    ),
+    "slopes of heads": (
+        slopes,
+        {"qkv": nn.Linear(8, 96), "o": nn.Linear(32, 3)},
+        {"slopes": torch.rand(8)},
+        lambda m: m(torch.randn(2, 5, 8), biased=True),
+    ),
+    "a mean in training": (
+        lambda m, x: m.o(m.a(x) - (m.mean.lerp_(m.a(x).mean((0, 1)), 0.1) if m.training else 0)),
+        {"a": nn.Linear(8, 32), "o": nn.Linear(32, 3)},
+        {"mean": torch.zeros(32)},
+        lambda m: m.train()(torch.randn(2, 5, 8)),
+    ),
+    "a queue in training": (
+        lambda m, x: m.o(m.a(x) + ((m.a(x) @ m.queue).sum() if m.training else 0)),
+        {"a": nn.Linear(8, 32), "o": nn.Linear(32, 3)},
+        {"queue": torch.randn(32, 20)},
+        lambda m: m.train()(torch.randn(2, 5, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_what_a_buffer_of_another_branch_is_combined_with_stays_and_the_report_says_so(name):
+    run, layers, buffers, other = BUFFERS[name]
+    model = Net(run, **copy.deepcopy(layers))
+    for buffer, values in buffers.items():
+        model.register_buffer(buffer, values.clone(), persistent=False)
+    small, report = shrink(model, torch.randn(2, 5, 8), 0.5)
+    assert any("which did not run, may read it; " in line for line in report.frozen)
+    assert other(small) is not None
+
+
+IN_TRAINING = {  # {name: (what training does with the hidden values, how many stay)}
+    "a width": (lambda m, h: h * torch.bernoulli(torch.full((m.width,), 0.9)), 16),
+    "groups of a width": (lambda m, h: h.view(len(h), 4, m.width // 4).roll(1, 1).flatten(1), 16),
+    "a shape in the code": (lambda m, h: h.view(len(h), 4, 8).roll(1, 1).flatten(1), 32),
+    "noise of a shape in the code": (lambda m, h: h + torch.randn(32), 32),
+    "channels in the code": (lambda m, h: h * torch.ones(1, 32), 32),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_the_smaller_model_runs_in_training_mode_too(name):
+    change, kept = IN_TRAINING[name]
+    layers = {"a": nn.Linear(8, 32), "b": nn.Linear(32, 24), "c": nn.Linear(24, 3)}
+    model = Net(lambda m, x: m.c(m.b(change(m, m.a(x)) if m.training else m.a(x)).relu()), width=32, **layers)
+    small, report = shrink(model, torch.randn(6, 8), 0.5)
+    assert (small.a.out_features, small.b.out_features) == (kept, 12)
+    assert small.train()(torch.randn(6, 8)).shape == (6, 3)
+    assert ("does not run in training mode" in str(report)) is (kept == 32)

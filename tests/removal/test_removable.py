@@ -22,10 +22,15 @@ from sparsekit_ao.schedules import ScheduleSL
 HEAD = "self_attn.head_dim"
 GROUPS = "model.layers.*.self_attn.num_key_value_groups"
 ATTRS = {  # what is found by itself, as a person listed it in test_architectures.py
-    "Llama": [{GROUPS: "u"}, {f"model.layers.**.{HEAD}": "u a"}],
-    "Mixtral": [{"model.layers.**.mlp.gate.hidden_dim": "u"}, {GROUPS: "u"}, {f"model.layers.**.{HEAD}": "u a"}],
+    "Llama": [{GROUPS: "u"}, {f"model.layers.**.{HEAD}": "u a"}, {"model.layers.*.mlp.intermediate_size": "u"}],
+    "Mixtral": [
+        {"model.layers.**.mlp.gate.hidden_dim": "u"},
+        {GROUPS: "u"},
+        {f"model.layers.**.{HEAD}": "u a"},
+        {"model.layers.*.mlp.experts.intermediate_dim": "u"},
+    ],
     "GPT-2": [
-        {"transformer.h.*.attn.split_size": "u d"},
+        {"transformer.h.*.attn.split_size": "u d", "transformer.h.*.attn.num_heads": "u"},
         {"transformer.h.*.attn.head_dim": "u", "transformer.h.*.attn.split_size": "u s"},
     ],
 }
@@ -53,7 +58,8 @@ def test_integers_are_found_and_all_that_is_suggested_is_pruned_at_once(name):
 def test_entries_of_tuples_and_products_are_found():
     model = fill(NETWORKS["ViT"][0]())
     heads = next(coupling for coupling in removable(model, torch.randn(2, 3, 12, 12)).couplings if coupling.attrs)
-    assert heads.attrs == {"blocks.*.attention.inner": "u d", "blocks.*.attention.shapes[1]": "u"}
+    read = {"blocks.*.attention.inner": "u d", "blocks.*.attention.shapes[1]": "u"}
+    assert heads.attrs == {**read, "blocks.*.attention.num_heads": "u"}  # which is not read
 
 
 def test_lists_and_tuples_keep_their_kind_and_are_rebuilt():
@@ -65,7 +71,7 @@ def test_lists_and_tuples_keep_their_kind_and_are_rebuilt():
     x = torch.randn(2, 5, 8)
     small, report = shrink(make(), x, EVERYTHING)
     assert small[0].shapes == [3, 2, 2] and small[0].inner == 4
-    assert report.changed == ("*.inner: 8 -> 4", "*.shapes[1]: 4 -> 2")
+    assert report.changed == ("*.inner: 8 -> 4", "*.shapes[1]: 4 -> 2", "*.num_heads: 4 -> 2")
     assert torch.equal(rebuilt(make(), small, report)(x), small(x))
 
 

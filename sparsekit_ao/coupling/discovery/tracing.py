@@ -183,14 +183,24 @@ class Trace(TorchDispatchMode):
                 freeze(axis, UNUSED)
 
     def _keep_readable(self) -> None:
-        """Freeze axes that layers which did not run could read: of tensors around them, with the sizes of a weight."""
+        """Freeze axes that layers which did not run could read: of tensors around them, with the sizes of a weight.
+
+        Buffers that the forward did not read count as well, unless it read one of the same shape in the same module,
+        as the frequencies of a rotary embedding, of which there is a copy.
+        """
         around = defaultdict[str, list[Tensor]](list)  # {module: the tensors of its forward}
         for module, value in [*self._passed, *((op.module, [op.tensors, op.outs]) for _, op in self._steps)]:
             around[module] += [tensor for _, tensor in tensors_in("", value)]
+        read = {(name.rpartition(".")[0], t.shape) for t, name in self.names.items() if name in self.used}
         for parameter, name in self.names.items():
-            if name in self.used or not isinstance(parameter, nn.Parameter):
+            path, is_buffer = name.rpartition(".")[0], not isinstance(parameter, nn.Parameter)
+            if (
+                name in self.used
+                or (is_buffer and (path, parameter.shape) in read)
+                or not parameter.is_floating_point()
+            ):
                 continue
-            path, sizes = name.rpartition(".")[0], {*parameter.shape[: None if parameter.ndim < 4 else 2]} - {1}
+            sizes = {*parameter.shape[: None if parameter.ndim < 4 else 2]} - {1}
             caller = max((m for m in around if f"{path}.".startswith(f"{m}.")), key=len, default="the model")
             for tensor in around[caller]:
                 for start, stop in itertools.combinations(range(tensor.dim() + 1), 2):
