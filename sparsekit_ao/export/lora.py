@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import SparsityError
 from ..masking import find_mask, installed, remove_mask, select
-from ..models.names import owner_of, parameter_of
+from ..models.names import owner_of, parameter_of, uncompiled_name
 from ..sparsifiers.base import MaskSparsifier
 from .weights import Conversion
 
@@ -111,7 +111,7 @@ def masked_tensors(
     if not masks:
         raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
     tensors = []
-    for name, mask in masks.items():
+    for name, mask in ((uncompiled_name(name), mask) for name, mask in masks.items()):
         module, key = next(filter(None, (_owner(model, name) for model in models)), (None, ""))
         if module is None:
             raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
@@ -125,7 +125,7 @@ def masked_tensors(
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
         kept = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
-        tensors.append((name, module, key, kept.to(parameter.device)))
+        tensors.append((name, module, key, kept if parameter.is_meta else kept.to(parameter.device)))
     return tensors
 
 

@@ -5,8 +5,9 @@ import inspect
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch.utils import _pytree
 
 from ..errors import SparsityError
 from ..masking import dense_state_dict_of, select
-from ..models.names import is_of_transformers, owner_of
+from ..models.loading import offloaded_values
+from ..models.names import is_of_transformers, owner_of, uncompiled_name
 from ..removal.compaction import Compaction
 from ..removal.manifest import cut_to
 from ..removal.modules import Zeros
@@ -71,6 +73,7 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     ('0.weight',)
     16
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not callable(getattr(model, "save_pretrained", None)):
         raise SparsityError(f"save_pretrained: {type(model).__name__} has no method save_pretrained")
     parameters = inspect.signature(model.save_pretrained).parameters.values()
@@ -81,9 +84,15 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         )
     if adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
-    if isinstance(sparsifier, Compaction):
-        return _save_compacted(model, sparsifier, Path(path), **kwargs)
-    return _save_masked(model, sparsifier, Path(path), **kwargs)
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    is_from_gguf = getattr(quantization, "quant_method", None) == "gguf"
+    with ExitStack() as stack:
+        if is_from_gguf and all(p.is_floating_point() for p in model.parameters()):  # transformers would refuse it
+            for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+                stack.callback(setattr, owner, name, vars(owner).pop(name, None))
+        if isinstance(sparsifier, Compaction):
+            return _save_compacted(model, sparsifier, Path(path), **kwargs)
+        return _save_masked(model, sparsifier, Path(path), **kwargs)
 
 
 def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
@@ -92,9 +101,11 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
 
     masks = {name: mask for name, _, _, mask in masked_tensors([model], sparsifier, "save_pretrained")}
     # Only transformers is known to read the values of a state dict file by file, so only its models get lazy values.
-    values = dense_state_dict_of(model, _LazyMasked.of if is_of_transformers(model, "PreTrainedModel") else select)
+    lazy = _LazyMasked.of if is_of_transformers(model, "PreTrainedModel") else select
+    values = _to_write(model, dense_state_dict_of(model, lazy))
+    read = _reader(model)
     for name, mask in masks.items():
-        wrong = ((values[name].detach() != 0) & ~mask.to(values[name].device)).nonzero()
+        wrong = ((value := read(name)) != 0).logical_and(~mask.to(value.device)).nonzero()
         if len(wrong):
             raise SparsityError(
                 f"save_pretrained: {name} is not zero at {wrong[0].tolist()}, which its mask drops ({len(wrong):,} "
@@ -109,7 +120,7 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
         save_file({name: torch.from_numpy(b) for name, b in bits.items()}, unchecked / MASKS, metadata=shapes)
         compared = set()
         for name, tensor in _read_back(model, unchecked, masks.keys()):
-            if not same_bits(tensor, values[name].contiguous()):
+            if not same_bits(tensor, read(name)):
                 raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {name}")
             compared.add(name)
         if missing := masks.keys() - compared:
@@ -196,26 +207,37 @@ def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str,
         return
     with tempfile.TemporaryDirectory(dir=folder) as offloaded:
         on_disk = {"device_map": {"": "disk"}, "offload_folder": offloaded} if find_spec("accelerate") else {}
-        loaded = type(model).from_pretrained(folder, **on_disk)  # on disk, so that memory holds one tensor at a time
+        # on disk, so that memory holds one tensor at a time
+        read = _reader(type(model).from_pretrained(folder, **on_disk))
         for name in names:
-            yield name, _tensor(loaded, name)
+            yield name, read(name)
 
 
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer, which is read from disk if accelerate has offloaded it there."""
-    module, key = owner_of(model, name)
-    if not hasattr(module, "_hf_hook"):
-        return getattr(module, key).detach()
-    from accelerate.utils import align_module_device
+def _reader(model: nn.Module) -> Callable[[str], Tensor]:
+    """Return a function of a name that reads a parameter or buffer, also one that accelerate has offloaded."""
+    offloaded = offloaded_values(model)
 
-    with align_module_device(module):
-        return getattr(module, key).detach()
+    def read(name: str) -> Tensor:
+        tensor = getattr(*owner_of(model, name))
+        return offloaded.get(id(tensor), tensor.detach)()
+
+    return read
+
+
+def _to_write(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict under the names that `from_pretrained` knows, with the values of offloaded tensors."""
+    has_map = hasattr(model, "hf_device_map")  # transformers then reads them, for one file after the other
+    read = _reader(model)
+    return {uncompiled_name(n): read(n) if t.is_meta and not has_map else t for n, t in state.items()}
 
 
 def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
     """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest."""
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
+    report = replace(report, manifest=json.loads(uncompiled_name(json.dumps(report.manifest))))
+    state = _to_write(model, model.state_dict())
+    kwargs = {"state_dict": dict(state)} | kwargs
     with _written_together(folder) as unchecked:
         if report.not_in_config == "":
             model.save_pretrained(unchecked, **kwargs)
@@ -234,8 +256,9 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 f"save_pretrained: the saved model cannot be loaded, so {folder} is left as it was: {why}. A model "
                 "that was made smaller twice can be saved if its config described it after the first time."
             ) from e
-        for key in model.state_dict():
-            tensor = _tensor(model, key).cpu()
+        read = _reader(model)
+        for key in state:
+            tensor = read(key).cpu()
             if key not in loaded or not tensor.equal(loaded[key].to(tensor.dtype).cpu()):
                 raise SparsityError(
                     f"save_pretrained: the saved model was loaded with other values of {key}, so {folder} is left as "
@@ -263,9 +286,10 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
         # Tensors keep the names that they have in the model, since `load_pretrained` does not convert names.
         kwargs = {"save_original_format": False} | kwargs
     removed_modules = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
-    absent = {key for key in manifest["tensors"] if key.startswith(removed_modules)} - model.state_dict().keys()
-    if absent:  # empty tensors make from_pretrained raise an error; it would fill in random values for missing ones
-        kwargs = {"state_dict": model.state_dict() | {key: torch.empty(0) for key in absent}} | kwargs
+    for key in manifest["tensors"]:
+        # Empty tensors make from_pretrained raise an error; it would fill in random values for missing ones.
+        if key.startswith(removed_modules):
+            kwargs["state_dict"].setdefault(key, torch.empty(0))
     apply_changes(model, undone(config_changes))
     try:
         model.save_pretrained(folder, **kwargs)

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,11 @@ class _Offloaded(NamedTuple):
 def is_offloaded(model: nn.Module) -> bool:
     """Whether accelerate keeps weights of the model outside of it."""
     return any(True for _ in _offloaded(model))
+
+
+def offloaded_values(model: nn.Module) -> dict[int, Callable[[], Tensor]]:
+    """{id of a placeholder: a function that reads the values} of all tensors that accelerate keeps elsewhere."""
+    return {id(each.placeholder): partial(each.values.__getitem__, each.key) for each in _offloaded(model)}
 
 
 def is_elsewhere(model: nn.Module) -> bool:

@@ -138,6 +138,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
+def uncompiled_name(name: str) -> str:
+    """A name as it is without wrappers of `torch.compile`."""
+    return name.replace("_orig_mod.", "")
+
+
 def module_in_copy(model: nn.Module, name: str) -> nn.Module:
     """A module of a copy by its name in the original; `copy.deepcopy` leaves out checkpoint wrappers of masked layers.
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import hf_models
+import numpy
 import pytest
 import torch
 from export_models import TWO_FOUR, batches, looks, masked, mlp, pruned, same
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
-from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns, prune
 from sparsekit_ao.export import pretrained
 from sparsekit_ao.masking import select, weight_mask
 from sparsekit_ao.removal import compact, shrink, shrink_layers
@@ -88,18 +89,114 @@ def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squa
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("kinds", [("blocks",), ("attention",)])
-def test_a_model_offloaded_to_disk_without_some_layers_is_saved(kinds, tmp_path):
-    pytest.importorskip("accelerate")
-    model, inputs = hf_models.make("Llama")
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])  # with an output layer of its own, and with a tied one
+@pytest.mark.parametrize("place", ["device_map", "disk_offload", "cpu_offload"])
+def test_an_offloaded_model_without_some_layers_is_saved(place, name, kinds, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = hf_models.make(name)
     model.save_pretrained(tmp_path / "dense")
-    on_disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
-    offloaded = type(model).from_pretrained(tmp_path / "dense", **on_disk)
+    if place == "device_map":
+        on_disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
+        model = type(model).from_pretrained(tmp_path / "dense", **on_disk)
+    else:
+        getattr(accelerate, place)(model, *([tmp_path / "offloaded"] if place == "disk_offload" else []))
     with torch.no_grad():
-        small, report = shrink_layers(offloaded, [inputs], 0.5, kinds=kinds)
+        small, report = shrink_layers(model, [inputs], 0.5, kinds=kinds)
         assert bool(report.not_in_config) == (kinds != ("blocks",)) and next(small.parameters()).is_meta
         export.save_pretrained(small, report, tmp_path / "small")
         again = export.load_pretrained(tmp_path / "small", type(model))
         assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+
+
+def test_a_pruned_model_that_is_offloaded_is_saved(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = hf_models.make("Llama")
+    masks = {f"model.layers.{k}.mlp.up_proj.weight": model.model.layers[k].mlp.up_proj.weight > 0 for k in range(2)}
+    with torch.no_grad():
+        for name, mask in masks.items():
+            model.get_parameter(name).mul_(mask)
+        want = model(**inputs).logits
+    accelerate.disk_offload(model, tmp_path / "offloaded")
+    export.save_pretrained(model, masks, tmp_path / "saved")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "saved").eval()(**inputs).logits, want)
+    masks[name] = ~mask
+    with pytest.raises(SparsityError, match=rf"{name} is not zero"):
+        export.save_pretrained(model, masks, tmp_path / "other")
+
+
+def of_a_compiled_part(model):
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch.compile
+@pytest.mark.parametrize("compiled", [torch.compile, of_a_compiled_part])
+@pytest.mark.parametrize("when", ["before prepare", "after prepare", "after squash_mask"])
+def test_a_compiled_model_is_saved_under_plain_names(when, compiled, tmp_path):
+    model, inputs = hf_models.make("Llama")
+    model = compiled(model) if when == "before prepare" else model
+    sparsifier = masked(model, pattern=patterns.n_m(2, 4))
+    if when == "after squash_mask":
+        sparsifier.squash_mask()
+    model = model if when == "before prepare" else compiled(model)
+    converted = export.save_pretrained(model, sparsifier, tmp_path).converted
+    assert set(converted) == export.load_masks(tmp_path).keys() and not any("_orig_mod" in name for name in converted)
+    plain = hf_models.make("Llama")[0]
+    again, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(again.eval()(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch.compile
+@pytest.mark.parametrize("kinds", [("blocks",), ("mlp",)])
+@pytest.mark.parametrize("compiled", [torch.compile, of_a_compiled_part])
+def test_a_compiled_model_without_some_layers_is_saved_under_plain_names(compiled, kinds, tmp_path):
+    model, inputs = hf_models.make("Llama")
+    small, report = shrink_layers(model, [inputs], 0.5, kinds=kinds)
+    export.save_pretrained(compiled(small), report, tmp_path)
+    again = export.load_pretrained(tmp_path, type(model))
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of gguf
+@pytest.mark.parametrize("pruned", ["prune", "shrink", "shrink_layers"])
+def test_a_model_of_a_gguf_file_is_saved_as_a_plain_one(pruned, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer, rows = gguf.GGUFWriter(tmp_path / "model.gguf", "llama"), numpy.random.default_rng(0)
+    for key, number in (("block_count", 2), ("context_length", 32), ("embedding_length", 32), ("vocab_size", 64)):
+        getattr(writer, f"add_{key}")(number)
+    for key, number in (("feed_forward_length", 64), ("head_count", 4), ("head_count_kv", 4)):
+        getattr(writer, f"add_{key}")(number)
+    writer.add_layer_norm_rms_eps(1e-5)
+    shapes = {"token_embd": (64, 32), "output_norm": (32,), "output": (64, 32)}
+    for k in range(2):
+        shapes |= {f"blk.{k}.{norm}_norm": (32,) for norm in ("attn", "ffn")}
+        shapes |= {f"blk.{k}.attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
+        shapes |= {f"blk.{k}.ffn_gate": (64, 32), f"blk.{k}.ffn_up": (64, 32), f"blk.{k}.ffn_down": (32, 64)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rows.normal(size=shape).astype(numpy.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    model = llama.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    inputs = {"input_ids": torch.arange(12).reshape(2, 6)}
+    if pruned == "prune":
+        model = prune(model, pattern="2:4", batches=[inputs], compensate=None)[0]
+        result = {name: p != 0 for name, p in model.named_parameters() if name.endswith("proj.weight")}
+    elif pruned == "shrink":
+        model, result = shrink(model, inputs)
+    else:
+        model, result = shrink_layers(model, [inputs], 0.5)
+    quantizer = model.hf_quantizer
+    export.save_pretrained(model, result, tmp_path / "saved")
+    assert model.hf_quantizer is quantizer and model.config.quantization_config is quantizer.quantization_config
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert not hasattr(again.config, "quantization_config")
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
