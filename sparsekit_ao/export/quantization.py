@@ -58,7 +58,6 @@ def quantize(
         raise SparsityError("quantize: there are no batches; an iterator that was used up before gives none")
     from torchao.quantization import quantize_
 
-    outputs, called = _outputs(model, batches, forward, layers)
     try:
         converted = copy.deepcopy(model)
     except Exception as e:
@@ -69,10 +68,7 @@ def quantize(
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
     all_layers = layers_of(model)
     quantized = _checked_tensors(all_layers, {layer.fqn for layer in layers}, converted)
-    try:
-        new_outputs, called_again = _outputs(converted, batches, forward, layers)
-    except Exception as e:
-        raise SparsityError(f"quantize: the converted model does not run: {e}") from e
+    difference, called, called_again = _compared(model, converted, batches, forward, layers)
     if lost := [layer.fqn for layer in layers if layer.fqn in called - called_again]:
         raise SparsityError(
             f"quantize: a copy of the model still calls the original module of {lost[0]}, as closures and compiled "
@@ -85,7 +81,7 @@ def quantize(
         left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in quantized},
         before=sum(layer.weight.nbytes for layer in all_layers if layer.fqn in quantized),
         after=sum(map(_bytes, quantized.values())),
-        difference=_largest_difference(outputs, new_outputs),
+        difference=difference,
         notes=tuple(notes),
     )
     return converted, report
@@ -115,34 +111,50 @@ def _sparse_kernel_refusals(layer: WeightToExport) -> list[str]:
     return refusals + ([] if device == "cuda" else [f"needs a weight on CUDA for sparse kernels, got one on {device}"])
 
 
-def _outputs(
-    model: nn.Module, batches: Sequence[Any], forward: Forward | None, layers: Sequence[WeightToExport]
-) -> tuple[list[Outputs], set[str]]:
-    """The tensors that a model returns for copies of each batch in eval mode, and the names of the layers called."""
-    outputs, called = list[Outputs](), set[str]()
-    copies = (_pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch) for batch in batches)
-    with ExitStack() as hooks, seeded([*model.parameters(), *model.buffers()]), torch.no_grad(), eval_mode(model):
-        for layer in layers:
-            hook = lambda *_, name=layer.fqn: called.add(name)  # noqa: E731
-            hooks.enter_context(model.get_submodule(layer.path).register_forward_pre_hook(hook))
-        for batch in copies:
-            result = (forward or call)(model, batch)
-            outputs.append([(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)])
-    return outputs, called
-
-
-def _largest_difference(wanted: Sequence[Outputs], outputs: Sequence[Outputs]) -> float:
-    if not any(wanted):
+def _compared(
+    model: nn.Module,
+    converted: nn.Module,
+    batches: Sequence[Any],
+    forward: Forward | None,
+    layers: Sequence[WeightToExport],
+) -> tuple[float, set[str], set[str]]:
+    """The largest difference of outputs in eval mode, batch by batch, and the layers that each of the models calls."""
+    differences, called, called_again = list[float](), set[str](), set[str]()
+    with ExitStack() as stack, torch.no_grad():
+        devices = stack.enter_context(seeded([*model.parameters(), *model.buffers()]))
+        for one, names in ((model, called), (converted, called_again)):
+            stack.enter_context(eval_mode(one))
+            for layer in layers:
+                hook = lambda *_, names=names, name=layer.fqn: names.add(name)  # noqa: E731
+                stack.enter_context(one.get_submodule(layer.path).register_forward_pre_hook(hook))
+        for batch in batches:
+            with torch.random.fork_rng(devices=devices):  # so that both draw the same random numbers
+                wanted = _outputs(model, batch, forward)
+            try:
+                outputs = _outputs(converted, batch, forward)
+            except Exception as e:
+                raise SparsityError(f"quantize: the converted model does not run: {e}") from e
+            if wanted or outputs:
+                differences.append(_difference(wanted, outputs))
+    if not differences:
         raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
-    if nan := [place for batch in wanted for place, tensor in batch if bool(tensor.isnan().any())]:
+    return max(differences), called, called_again
+
+
+def _outputs(model: nn.Module, batch: Any, forward: Forward | None) -> Outputs:
+    result = (forward or call)(model, _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch))
+    return [(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)]
+
+
+def _difference(wanted: Outputs, outputs: Outputs) -> float:
+    if nan := [place for place, tensor in wanted if bool(tensor.isnan().any())]:
         raise SparsityError(f"quantize: {nan[0]} of the model contains nan on these batches, and nan equals nothing")
-    largest = max(output_difference(a, b) for a, b in zip(wanted, outputs, strict=True) if a or b)
-    if largest == float("inf"):
+    if (difference := output_difference(wanted, outputs)) == float("inf"):
         raise SparsityError(
             "quantize: the converted model returns other shapes, other integers, inf or nan. Integers computed from "
             "outputs, such as an argmax, may change with rounding; compare what they are computed from"
         )
-    return largest
+    return difference
 
 
 def _is_quantized(tensor: Tensor) -> bool:

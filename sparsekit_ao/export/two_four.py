@@ -34,7 +34,7 @@ def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion
             "export.check(model, 'to_2_4') says on any machine which weights fit."
         )
     if tensors is None:
-        others = {layer.fqn: "; ".join(reasons) for layer in layers if (reasons := _cuda_refusals(layer))}
+        others = {layer.fqn: "; ".join(reasons) for layer in layers if (reasons := _cuda_refusals(layer.once()))}
         chosen = [layer for layer in layers if layer.fqn not in others]
         if not chosen:
             first = "; ".join(f"{name}: {why}" for name, why in list(others.items())[:5])

@@ -36,6 +36,7 @@ class WeightToExport:
         tensor_name: The name of the weight in the module.
         masked: Whether it has a mask, a `WeightMask` or another `FakeSparsity`.
         names: All names of the weight in the state dict after `squash_mask`; several if it or its module is shared.
+        computed: The values, where they are computed once for several uses.
     """
 
     path: str
@@ -43,11 +44,16 @@ class WeightToExport:
     tensor_name: str
     masked: bool
     names: tuple[str, ...]
+    computed: Tensor | None = field(default=None, repr=False)
 
     @property
     def weight(self) -> Tensor:
         """The values that the forward pass uses: masked, without gradient; computed anew each time if parametrized."""
-        return used_weight(self.module, self.tensor_name)
+        return used_weight(self.module, self.tensor_name) if self.computed is None else self.computed
+
+    def once(self) -> "WeightToExport":
+        """Return the same weight with its values, for several uses of them; nothing else should hold it."""
+        return replace(self, computed=self.weight)
 
     @property
     def fqn(self) -> str:
@@ -187,7 +193,7 @@ def report(model: nn.Module) -> LayerReport:
             patterns=tuple(_patterns_of(layer, kept)),
             targets={target: tuple(refusals(layer)) for target, refusals in REFUSALS.items()},
         )
-        for layer, kept in ((layer, layer.kept) for layer in layers_of(model))
+        for layer, kept in ((layer, layer.kept) for layer in map(WeightToExport.once, layers_of(model)))
     ]
     return LayerReport(rows=tuple(rows))
 
@@ -288,7 +294,7 @@ def checked_layers(
         empty = "tensors is empty; name weights, or leave it out to take the pruned ones"
         unpruned = "no weight is masked, and none has a tenth of zeros. Prune the model first, or pass tensors=[...]"
         raise SparsityError(f"{target}: {unpruned if tensors is None else empty}")
-    refused = [f"{layer.fqn}: {text}" for layer in chosen for text in refusals(layer)]
+    refused = [f"{layer.fqn}: {text}" for layer in chosen for text in refusals(layer.once())]
     if refused:
         lines = refused[:_SHOWN] + ([f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else [])
         hint = "" if tensors is not None else "\nPass tensors=[...] to convert only others."

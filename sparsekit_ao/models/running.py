@@ -170,15 +170,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Seed the generators of the CPU and of the tensors' devices; their states are restored afterwards."""
+def seeded(tensors: Iterable[Tensor]) -> Iterator[list[int]]:
+    """Seed the generators of the CPU and of the tensors' GPUs, whose indices are yielded; restore their states."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(0)
         for device in devices:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
-        yield
+        yield devices
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """export.quantize: torchao keeps every zero, in the orders that work; the others are clear errors."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -169,6 +170,33 @@ def test_both_models_see_the_same_inputs_and_random_numbers(function, bound):
     assert "other.weight: no batch calls its module" in str(report)
     assert all(map(torch.equal, kept, inputs)) and torch.equal(torch.get_rng_state(), state)
     assert all(m.training for m in [*model.modules(), *converted.modules()])
+
+
+class Counted(torch.Tensor):
+    """An output whose copies are counted while they live."""
+
+    living, most = 0, 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.clone:
+            cls.living += 1
+            cls.most = max(cls.most, cls.living)
+            weakref.finalize(result, cls.died)
+        return result
+
+    @classmethod
+    def died(cls):
+        cls.living -= 1
+
+
+def test_outputs_of_one_batch_are_kept_at_a_time(monkeypatch):
+    monkeypatch.setattr(Counted, "most", 0)
+    drawn = lambda self, x: nn.functional.dropout(self.layer(x), 0.5, training=True).as_subclass(Counted)  # noqa: E731
+    report = export.quantize(around(drawn), INT8, batches(9))[1]
+    assert 0 < report.difference < 0.1  # both models draw the same numbers for every batch
+    assert 2 <= Counted.most <= 4 and Counted.living == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`check` refuses what a function cannot take, with tensor, rule and first place; `report` names patterns."""
 
+import contextlib
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.ao.pruning import WeightNormSparsifier
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from sparsekit_ao import SparsityError, export, patterns
+from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
 from sparsekit_ao.export import weights
 from sparsekit_ao.export.weights import layers_of
 from sparsekit_ao.plot import plot_layers
@@ -230,3 +231,20 @@ def test_masked_models_are_exported_by_torch_with_their_masks():
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x))
     assert "0.parametrizations.weight.0.mask" in program.state_dict
+
+
+@pytest.mark.parametrize("make", [ScopeSparsifier, WeightNormSparsifier])
+def test_each_masked_weight_is_computed_once(make):
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)).half()
+    sparsifier, computed = make(), []
+    sparsifier.prepare(model, [{"tensor_fqn": f"{k}.weight", "sparsity_level": 0.5} for k in range(2)])
+    sparsifier.step()
+    for k in range(2):
+        model[k].parametrizations.weight[0].register_forward_hook(lambda *_, k=k: computed.append(k))
+    export.report(model)
+    assert computed == [0, 1]
+    for target in (*CONVERT, "to_gathered"):
+        computed.clear()
+        with contextlib.suppress(SparsityError):  # a weight may not fit
+            export.check(model, target)
+        assert computed == [0, 1], target
