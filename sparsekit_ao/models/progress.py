@@ -15,6 +15,10 @@ AFTER = 2.0  # seconds of work before it is shown
 logger = logging.getLogger("sparsekit_ao")
 
 
+class _Bar(tqdm):
+    monitor_interval = 0  # no thread that would stay in the process, even without a bar
+
+
 def progress_bar(
     items: Iterable[Any] | None,
     what: str,
@@ -34,7 +38,7 @@ def progress_bar(
     """
     is_shown = progress and sys.stderr is not None and sys.stderr.isatty() and (elements is None or elements >= LARGE)
     keys = {} if elements is None else {"delay": AFTER, "leave": False}
-    return tqdm(items, desc=what, unit=unit, total=total, disable=not is_shown, **keys)
+    return _Bar(items, desc=what, unit=unit, total=total, disable=not is_shown, miniters=1, **keys)
 
 
 def phases(what: str, names: Sequence[str]) -> Iterator[str]:

@@ -8,8 +8,10 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
+import importlib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -179,6 +181,15 @@ def seeded(tensors: Iterable[Tensor]) -> Iterator[list[int]]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
         yield devices
+
+
+def import_dynamo() -> None:
+    """Import what torch's optimizers and fake tensors import, which adds to the environment of the process."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    was_set = name in os.environ
+    importlib.import_module("torch._dynamo")
+    if not was_set:
+        os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import named_tensors, owner_of
-from ..models.running import TokenMask, eval_mode, first_tensor, keyed_generator
+from ..models.running import TokenMask, eval_mode, first_tensor, import_dynamo, keyed_generator
 from ..tables import Table, lines_of_error
 from .chain import CalibrationData, Stream
 from .walk import Walk, check_options, checkpoint_of, without_autocast_cache
@@ -475,6 +475,7 @@ class Teacher:
 
 def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
     """Return Adam and its schedule, in which the learning rate rises linearly and then falls to `LAST` by a cosine."""
+    import_dynamo()
     optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

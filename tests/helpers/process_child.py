@@ -125,6 +125,22 @@ def fail(before):
     assert int(mask.sum()) == mask.numel() // 2
 
 
+def prune_and_shrink(before):
+    """The first calls in the process, which import what torch's optimizers import."""
+    batches, small = [torch.randn(8, 32)], torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 8))
+    calls = {
+        "prune": lambda: sparsekit_ao.prune(small, pattern="2:4"),
+        "recover": lambda: sparsekit_ao.prune(small, pattern="2:4", batches=batches, recover=True),
+        "shrink": lambda: sparsekit_ao.shrink(small, batches[0]),
+    }
+    threads = set(threading.enumerate())
+    for what in sys.argv[1:] or calls:
+        calls[what]()
+        check(what, {"environment": before["environment"]})
+        assert set(threading.enumerate()) == threads, what
+
+
+prune_and_shrink(state())
 train(
     first := model(), torch.optim.SGD(first.parameters(), lr=0.1)
 )  # torch's optimizers import what sets environment variables and filters

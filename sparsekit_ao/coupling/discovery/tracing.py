@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...errors import SparsityError
 from ...masking import find_mask, parametrized_names
 from ...masking.normalized import computed_tensors
-from ...models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
+from ...models.running import arguments, import_dynamo, opaque_in, seeded, tensors_in, unfused_attention
 from .axis_rules import attention_scale, filled, rule_of
 from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
@@ -339,6 +339,7 @@ def trace(model: nn.Module, example_inputs: Any) -> Trace:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise SparsityError(f"discover: {name} has no shape yet; run one forward of the lazy module first")
+    import_dynamo()
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_drop)  # torch logs a traceback of the operation that fails, before the error below says where
     try:
