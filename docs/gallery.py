@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pictures import draw_matrix
+from pictures import DRAWINGS, PLOTS, draw_matrix
 from torch import Tensor, nn
 
 from sparsekit_ao import BlockSpec, ScopeSparsifier, ScopeSpec, View, patterns
@@ -283,7 +283,14 @@ def sections(folder: pathlib.Path | None = None) -> Iterator[str]:
 
 
 def write(folder: pathlib.Path) -> None:
-    """Write `gallery.md` and the pictures."""
+    """Write `gallery.md` and the pictures, which lie beside those of `pictures.write_all`.
+
+    Raises:
+        ValueError: A name is that of another picture, which would be overwritten.
+    """
+    names = [*DRAWINGS, *PLOTS, *(entry.name for entry in ENTRIES)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two pictures are called {min(twice)}.svg; rename one of them")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gallery.md").write_text("\n".join(sections(folder)))
 

@@ -245,7 +245,7 @@ def plot_digits(path: pathlib.Path) -> None:
     _save(figure, path)
 
 
-def plot_blocks(path: pathlib.Path) -> None:
+def plot_block_errors(path: pathlib.Path) -> None:
     """Error of each block of MiniLM at 2:4, before and after it was matched to the dense one."""
     rows = read(f"{MINILM['2_4']}_blocks")
     names = [r["block"].rpartition(".")[2] for r in rows]
@@ -322,7 +322,7 @@ PLOTS = {
     "one_shot": plot_one_shot,
     "sentences": plot_sentences,
     "digits": plot_digits,
-    "blocks": plot_blocks,
+    "block_errors": plot_block_errors,
     "quality": plot_quality,
     "walk_memory": plot_walk_memory,
 }

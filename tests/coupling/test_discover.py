@@ -16,7 +16,7 @@ from networks import Net
 from strategies import examples
 from torch import nn
 
-from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, prune, shrink
 from sparsekit_ao.coupling import discover
 from sparsekit_ao.coupling.discovery import axis_rules
 from sparsekit_ao.coupling.discovery.factors import AxisFactor, Factor, fixed, reshape_axes, unify
@@ -670,6 +670,19 @@ def test_errors_name_the_place_and_the_remedy(caplog):
     with pytest.raises(SparsityError, match="^discover: the forward failed in 0: RuntimeError: .*Check"):
         discover(nn.Sequential(nn.Linear(3, 4)), ROWS)
     assert not caplog.text and not logging.getLogger("torch._subclasses.fake_tensor").filters
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_list_that_is_one_argument_is_given_in_a_tuple(count):
+    def forward(self, images, targets=None):
+        if targets is not None:
+            return targets.items()
+        return self.layer(torch.stack([image[: image.shape[0]] for image in images]))
+
+    model, images = Net(forward, layer=nn.Linear(8, 4)), [torch.randn(8) for _ in range(count)]
+    with pytest.raises(SparsityError, match=r"give it in a tuple: \(images,\)"):
+        shrink(model, images)
+    assert prune(model, 0.5, batches=[(images,)])[1] and discover(model, (images,))
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12])

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, export, patterns
 from sparsekit_ao.export.quantization import _checked_tensors
+from sparsekit_ao.removal import shrink
 
 torchao = pytest.importorskip("torchao.quantization")
 
@@ -245,3 +246,13 @@ def test_weights_that_torchao_has_quantized_are_refused_by_prepare():
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model, exclude=["0.weight"])
     assert [g["tensor_fqn"] for g in sparsifier.groups] == ["1.weight"]
+
+
+def test_a_smaller_model_without_zeros_is_quantized_by_torchao_itself():
+    small, _ = shrink(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), batches()[0])
+    with pytest.raises(SparsityError, match="Smaller models have no zeros to keep: quantize them by torchao.quantize_"):
+        export.quantize(small, INT8, batches())
+    torchao.quantize_(small, INT8)
+    assert small(batches()[0]).isfinite().all()
+    with pytest.raises(SparsityError, match=r"tensors=\[...\]$"):
+        export.check(mlp(), "pack_2_4")

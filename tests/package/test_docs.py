@@ -69,6 +69,17 @@ def test_plots_read_the_csvs(tmp_path):
         assert 1000 < (tmp_path / f"{name}.svg").stat().st_size < 50_000
 
 
+def test_every_picture_of_a_page_is_written_once(tmp_path, monkeypatch):
+    gallery.write(tmp_path)
+    drawn = {path.stem for path in tmp_path.glob("*.svg")}
+    others = {*pictures.DRAWINGS, *pictures.PLOTS}
+    on_pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert not drawn & others and {*re.findall(r"_generated/(\w+)\.svg", on_pages)} == others
+    monkeypatch.setitem(pictures.PLOTS, "diagonals", pictures.PLOTS["digits"])
+    with pytest.raises(ValueError, match="two pictures are called diagonals.svg"):
+        gallery.write(tmp_path)
+
+
 @pytest.mark.parametrize("path", sorted(tutorial_pages.SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_every_tutorial_has_the_output_of_its_cells(path):
     text = tutorial_pages.page(path.stem)
