@@ -1,5 +1,6 @@
 """Gram matrices X^T X of a layer's inputs X, as tensors or by the rows of X; damped and inverted."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError
+
+USUAL = 2.0**16  # products of values between 1 / USUAL and USUAL neither over- nor underflow
+FREE = 1e-8  # share of the damping that an input gets whose weights may be anything, as it is zero in all tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,30 +67,50 @@ class RowGram:
         return type(self)(rows, -torch.cholesky_inverse(torch.linalg.cholesky(small)), 1 / added)
 
 
+def power_of_two(values: Tensor) -> float:
+    """Return 1, or the power of two that divides unusually large or small values so that the largest is about 1."""
+    largest = max(-float(values.min()), float(values.max())) if values.numel() else 0.0
+    if not largest or 1 / USUAL < largest < USUAL or not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** (math.frexp(largest)[1] - 1)
+
+
+def divided(values: Tensor, unit: float) -> Tensor:
+    """Return values divided by a power of two, which may itself be beyond their dtype; the values are exact."""
+    return values if unit == 1 else (values.double() / unit).to(values.dtype)
+
+
 def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
-    """Return G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is."""
-    scale = damp * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None]
+    """Return G + damp * mean(diag G) I of each group, as a tensor or by rows as `gram` is.
+
+    Inputs that are zero in all tokens do not count for the mean, and get next to no damping: their weights are free.
+    """
+    squares = gram.diagonal(dim1=1, dim2=2)
+    is_live = squares > 0
+    mean = squares.sum(1, keepdim=True) / is_live.sum(1, keepdim=True).clamp(min=1)
+    added = damp * torch.where(is_live, mean, FREE * mean.amax())
     if isinstance(gram, RowGram):
-        return replace(gram, added=gram.added + scale[:, None])
+        return replace(gram, added=gram.added + added[:, None])
     damped = gram.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(scale)
+    damped.diagonal(dim1=1, dim2=2).add_(added)
     return damped
 
 
 def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:
-    """Return (G + damp * mean(diag G) I)^-1 of each group, in float64 where Cholesky fails in float32.
+    """Return the inverse of what `damped_gram` gives, in float64 where Cholesky fails in float32.
 
     Raises:
         SparsityError: All inputs are zero.
     """
     if isinstance(gram, RowGram):
         gram = torch.eye(gram.added.shape[2], dtype=gram.added.dtype, device=gram.added.device) @ gram
-    if not bool((gram.diagonal(dim1=1, dim2=2).mean(1) > 0).all()):
+    if not bool((gram.diagonal(dim1=1, dim2=2) > 0).any()):
         raise SparsityError(f"{name}: all inputs of this layer are zero in the calibration data")
-    damped = damped_gram(gram, damp)
+    unit = power_of_two(gram)
+    damped = damped_gram(divided(gram, unit), damp)
     factor, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed.any()):
         factor, failed = torch.linalg.cholesky_ex(damped.double())
         if bool(failed.any()):
             raise SparsityError(f"{name}: X^T X is singular; use more calibration tokens or a larger damp than {damp}")
-    return torch.cholesky_inverse(factor).to(gram.dtype)
+    return divided(torch.cholesky_inverse(factor), unit).to(gram.dtype)

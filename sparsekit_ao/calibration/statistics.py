@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from .adapters import LayerAdapter
-from .gram import RowGram
+from .gram import RowGram, divided, power_of_two
 
 INPUTS = ("input_square", "input_gram")
 GRADIENTS = ("gradient", "gradient_square", "movement")
@@ -87,10 +87,17 @@ class Statistics:
 
     @property
     def gram(self) -> "Tensor | RowGram | None":
-        """Return G as `input_gram`, or by its rows if these were kept; None if neither was recorded."""
-        if self.rows:
-            return RowGram.of(torch.cat(self.rows, 1))
-        return self.input_gram if "input_gram" in self.sums else None
+        """Return G as `input_gram`, or by its rows if these were kept; None if neither was recorded.
+
+        It is divided by a power of two if the inputs are so large or small that squares of outputs would not be right.
+        """
+        if not self.rows and "input_gram" not in self.sums:
+            return None
+        values = torch.cat(self.rows, 1) if self.rows else self.input_gram
+        if not bool(torch.isfinite(values).all()):  # sums of finite ones may overflow
+            raise SparsityError(f"{self.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
+        values = divided(values, power_of_two(values))
+        return RowGram.of(values) if self.rows else values
 
     @property
     def gradient(self) -> Tensor:

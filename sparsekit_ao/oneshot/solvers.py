@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..calibration import RowGram, damped_inverse
+from ..calibration import RowGram, damped_inverse, divided, power_of_two
 from ..errors import SparsityError
 from ..scores import joint_saliency
 from ..selection import keep_mask
@@ -61,6 +61,7 @@ def relative_error(weight: Tensor, gram: Gram, solution: Tensor) -> float:
     >>> relative_error(w, g, w * torch.tensor([1, 1, 0, 1]))
     0.5
     """
+    weight, solution = (divided(w, power_of_two(weight)) for w in (weight, solution))
     rest = weight - solution
     lost, total = ((rest @ gram) * rest).double().sum(), ((weight @ gram) * weight).double().sum()
     return float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0

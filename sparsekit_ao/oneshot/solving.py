@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import masking
-from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target, damped_gram
+from ..calibration import (
+    GRADIENTS,
+    INPUTS,
+    Recorder,
+    RowGram,
+    Statistics,
+    Target,
+    damped_gram,
+    divided,
+    power_of_two,
+)
 from ..distributed import copy_values, has_process_group, is_sharded, rank
 from ..errors import SparsityError
 from ..models.names import connected
@@ -382,7 +392,9 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
     if method is None or statistics is None or gram is None:
         layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
     else:
-        weight, gram = statistics.matrix(layer.weight), damped_gram(gram.to(layer.weight.dtype), DAMP)
+        unit = power_of_two(layer.weight)  # solvers square weights
+        weight = statistics.matrix(divided(layer.weight, unit))
+        gram = damped_gram(gram.to(layer.weight.dtype), DAMP)
         if layer.mask is None and method in SOLVERS:
             mask, solution = SOLVERS[method](weight, gram, matrix_scopes(layer, groups, statistics))
             layer.mask = statistics.from_matrix(mask)
@@ -394,7 +406,7 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
     if statistics is None or solution is None:
         layer.compensated = layer.weight * layer.mask
     else:
-        layer.compensated = statistics.from_matrix(solution)
+        layer.compensated = statistics.from_matrix(solution) * unit
     layer.seconds = time.perf_counter() - start
 
 

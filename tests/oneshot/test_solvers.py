@@ -7,7 +7,7 @@ import torch
 from pruned_models import STRUCTURES, correlated, layer_of, prepared
 from torch import nn
 
-from sparsekit_ao import SparsityError
+from sparsekit_ao import SparsityError, prune
 from sparsekit_ao.calibration import RowGram, damped_gram
 from sparsekit_ao.oneshot.solvers import (
     SOLVERS,
@@ -205,3 +205,50 @@ def test_sparsegpt_keeps_an_exact_number_of_single_elements(columns, level):
     weight, _, gram = problem(4, columns, 400)
     mask, solution = sparsegpt(weight, gram, scopes_of(weight, sparsity_level=level))
     assert int(mask.sum()) == round(4 * columns * (1 - level)) and not solution[~mask].any()
+
+
+def pruned_with_dead_inputs(method, pattern, tokens=256, inputs=1.0, weights=1.0):
+    """A layer of 32 inputs, of which every fourth is zero and has large weights, pruned to a half, and its row."""
+    generator = torch.Generator().manual_seed(0)
+    (x,) = correlated(1, tokens, 32)
+    x[:, ::4] = 0
+    model = nn.Sequential(nn.Linear(32, 16, bias=False))
+    dense = torch.randn(16, 32, generator=generator)
+    dense[:, ::4] *= 20
+    model[0].weight.data = dense * weights
+    level = 0.5 if pattern is None else None
+    pruned, report = prune(model, level, pattern=pattern, batches=[x * inputs], compensate=method, progress=False)
+    return pruned[0].weight.detach(), report.rows[0]
+
+
+@pytest.mark.parametrize("tokens", [256, 12])
+@pytest.mark.parametrize("pattern", ["2:4", None])
+@pytest.mark.parametrize("method", SOLVERS)
+def test_weights_that_read_only_zeros_are_dropped_first_at_every_scale(method, pattern, tokens):
+    expected, row = pruned_with_dead_inputs(method, pattern, tokens)
+    assert not expected[:, ::4].any() and int((expected != 0).sum()) == 256 and row.after < row.before < 0.6
+    for inputs in (2.0**-66, 2.0**-40, 2.0**20, 2.0**56, *([2.0**-100, 2.0**64] if tokens < 32 else [])):
+        weight, scaled = pruned_with_dead_inputs(method, pattern, tokens, inputs)
+        assert int((weight != 0).sum()) == 256 and not weight[:, ::4].any()
+        assert scaled.after == pytest.approx(row.after, rel=0.02 if tokens < 32 or inputs > 1e-12 else 0.1)
+    for weights in (2.0**-70, 2.0**70):
+        weight, scaled = pruned_with_dead_inputs(method, pattern, tokens, weights=weights)
+        torch.testing.assert_close(weight / weights, expected)
+        assert scaled.after == pytest.approx(row.after)
+
+
+@pytest.mark.parametrize("method", SOLVERS)
+def test_groups_that_read_only_zeros_keep_their_budget(method):
+    (x,) = correlated(1, 400, 8)
+    x = x.mT.reshape(4, 8, 10, 10).clone()
+    x[:, 2] = 0
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, groups=8, bias=False))
+    (row,) = prune(model, 0.5, batches=[x], compensate=method, progress=False)[1]
+    assert row.density == 0.5 and row.after <= row.before < 0.7
+
+
+def test_inputs_whose_squares_overflow_when_they_are_summed_are_refused():
+    batches = [torch.randn(8, 32) * 2.0**60 for _ in range(8)]
+    with pytest.raises(SparsityError, match=r"weight: the inputs of this layer are not finite \(NaN, inf or overflow"):
+        prune(nn.Linear(32, 8), 0.5, batches=[x * 16 for x in batches], progress=False)
+    assert prune(nn.Linear(32, 8), 0.5, batches=batches[:2], progress=False)[1].rows[0].after < 1
