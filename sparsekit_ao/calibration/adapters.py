@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from ..errors import SparsityError
 from ..masking import parametrized_names, shape_of
 from ..models.names import is_of_transformers
 from .products import Place, Product
@@ -76,6 +77,7 @@ class LayerAdapter:
     ) -> None:
         self.module: Any = module
         self.input_dims, self.group_dims, self.parts, self.is_known = input_dims, group_dims, parts, is_known
+        self._orders: set[bool] = set()  # see `token_rows`
 
     def _order(self, ndim: int) -> tuple[int, ...]:
         inner = (*self.group_dims, *self.input_dims)
@@ -145,7 +147,7 @@ class LayerAdapter:
         product = read.filled(product)
         x = product.inputs()
         if product.batch is None:
-            rows = token_rows(x, token_mask, product.counts)
+            rows = token_rows(x, token_mask, self._orders, product.counts)
             yield from ((group, rows) for group in read.groups)
             return
         if product.ends is None:
@@ -171,7 +173,8 @@ class LayerAdapter:
 
         There is one group where all groups read the same.
         """
-        yield token_rows(product.inputs(), token_mask, product.counts)[None]
+        orders = {False} if product.is_batch_first else self._orders
+        yield token_rows(product.inputs(), token_mask, orders, product.counts)[None]
 
     def squares(self, product: Product, token_mask: Tensor | None) -> tuple[Tensor, int]:
         """Sums of squares over tokens, float32 [groups, inputs], and the number of tokens."""
@@ -206,7 +209,7 @@ class _Embedding(LayerAdapter):
 
     def squares(self, product: Product, token_mask: Tensor | None) -> tuple[Tensor, int]:
         x = product.inputs()
-        tokens = x.reshape(-1) if token_mask is None or token_mask.shape != x.shape else x[token_mask.bool()]
+        tokens = token_rows(x[..., None], token_mask, self._orders)[:, 0]
         return torch.bincount(tokens, minlength=len(product.weight)).float()[None], tokens.numel()
 
 
@@ -268,20 +271,32 @@ class _TransposedConvolution(_Convolution):
         yield from unfolded(padded, kernel, (1,) * n, of["dilation"], self.groups, self.sampled)
 
 
-def token_rows(x: Tensor, token_mask: Tensor | None, counts: Tensor | None = None) -> Tensor:
+def token_rows(x: Tensor, token_mask: Tensor | None, orders: set[bool], counts: Tensor | None = None) -> Tensor:
     """[..., inputs] as [tokens, inputs], without tokens for which the mask, of the leading shape, is False.
 
     Inputs may also be [tokens, batch, inputs] or flattened, [batch x tokens, inputs]. Where the model gathered tokens,
     `counts`, bool [tokens], says which of them are taken. Inputs of another leading shape (such as a pooled token)
-    are taken whole.
+    are taken whole. If there are as many sequences as tokens, the mask alone does not tell the first two dimensions
+    apart. Their order is then that of earlier inputs of the layer: `orders` stores whether tokens were first in them.
     """
     if counts is not None and len(counts) == len(x):
         return x[counts].reshape(-1, x.shape[-1])
     if token_mask is not None:
         keep = token_mask.bool().to(x.device)
-        for mask in (keep, keep.mT) if keep.ndim == 2 else (keep,):
-            if mask.shape == x.shape[:-1]:
-                return x[mask]
+        masks = {False: keep, True: keep.mT} if keep.ndim == 2 else {False: keep}
+        fitting = {order: mask for order, mask in masks.items() if mask.shape == x.shape[:-1]}
+        if len(fitting) == 1:
+            orders.update(fitting)
+        elif fitting and not torch.equal(*fitting.values()):
+            if len(orders) != 1:
+                raise SparsityError(
+                    f"a token mask of {len(keep)} sequences of as many tokens fits inputs {tuple(x.shape)} both as "
+                    "[batch, tokens, inputs] and as [tokens, batch, inputs]; let the first batch have another number "
+                    "of sequences than of tokens, or give token_mask=False to count all tokens"
+                )
+            fitting = {order: fitting[order] for order in orders}
+        if fitting:
+            return x[next(iter(fitting.values()))]
         if x.ndim == 2 and keep.ndim > 1 and keep.numel() == len(x):
             return x[keep.reshape(-1)]
     return x.reshape(-1, x.shape[-1])

@@ -45,6 +45,7 @@ class Product:
     settings: Mapping[str, Any] = field(default_factory=dict)  # arguments of a convolution: stride, padding and so on
     is_computed: bool = False  # whether the inputs are computed from `read`, rather than a view of it
     counts: Tensor | None = None  # bool: which rows of `read` count; None if that is not known
+    is_batch_first: bool = False  # whether it is known that inputs of three dimensions are [batch, tokens, inputs]
 
 
 class Place(NamedTuple):
@@ -359,14 +360,14 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> I
     is_separate = named.get("use_separate_proj_weight")
     weights = [named[f"{n}_proj_weight"] for n in "qkv"] if is_separate else [*named["in_proj_weight"].chunk(3)]
     for x, weight in zip(reads, weights, strict=True):
-        yield Product(read=x, weight=weight, inputs=partial(_batch_first, x), contracted=(1,))
+        yield Product(read=x, weight=weight, inputs=partial(_batch_first, x), contracted=(1,), is_batch_first=True)
     query, weight = reads[0], named["out_proj_weight"]
 
     def heads() -> Tensor:
         identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
         return _batch_first(func(**{**named, "out_proj_weight": identity, "out_proj_bias": None, "dropout_p": 0.0})[0])
 
-    yield Product(read=query, weight=weight, inputs=heads, is_computed=True, contracted=(1,))
+    yield Product(read=query, weight=weight, inputs=heads, is_computed=True, contracted=(1,), is_batch_first=True)
 
 
 def _batch_first(x: Tensor) -> Tensor:
@@ -397,7 +398,8 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> I
             before = _before(hidden, start, sizes, time, is_reversed=k == 1)
             for read, weight in ((x, of_layer[k * count]), (before, of_layer[k * count + 1])):
                 as_inputs = full_tensor if sizes is not None or is_batch_first else _batch_first
-                yield Product(read=read, weight=weight, inputs=partial(as_inputs, read), contracted=(1,))
+                inputs = partial(as_inputs, read)
+                yield Product(read=read, weight=weight, inputs=inputs, contracted=(1,), is_batch_first=True)
         x = output
 
 

@@ -414,10 +414,10 @@ class Teacher:
         optimizer, schedule = _optimizer(student, rate, self.passes * count)
         # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
         compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
-        rows = 0
-        for k in compared:
+        rows, orders = 0, set[bool]()
+        for k in dict.fromkeys((0, *compared)):  # the first batch may tell the order of dimensions
             expected = target(k)
-            rows += len(token_rows(expected, masks[k])) if expected.ndim else 0
+            rows += (k in compared) * len(token_rows(expected, masks[k], orders)) if expected.ndim else 0
         holds_out = rows >= ENOUGH
 
         def error(k: int, held_out: bool) -> tuple[Tensor, Tensor]:  # as `_error`, of the rows of batch k
@@ -425,7 +425,7 @@ class Teacher:
             with torch.no_grad():
                 expected = target(k)
             refuse_unfit(actual, expected, name or "the model")
-            actual, expected = token_rows(actual, masks[k]), token_rows(expected, masks[k])
+            actual, expected = (token_rows(x, masks[k], orders) for x in (actual, expected))
             if k in compared and holds_out:
                 order = torch.randperm(len(actual), generator=keyed_generator(self.seed, k)).to(actual.device)
                 drawn = order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..calibration import RowGram, damped_inverse, divided, power_of_two
+from ..calibration.gram import RowGram, damped_inverse, divided, power_of_two
 from ..errors import SparsityError
 from ..scores import joint_saliency
 from ..selection import keep_mask

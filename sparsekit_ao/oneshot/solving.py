@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import masking
-from ..calibration import (
-    GRADIENTS,
-    INPUTS,
-    Recorder,
-    RowGram,
-    Statistics,
-    Target,
-    damped_gram,
-    divided,
-    power_of_two,
-)
+from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target
+from ..calibration.gram import damped_gram, divided, power_of_two
 from ..distributed import copy_values, has_process_group, is_sharded, rank
 from ..errors import SparsityError
 from ..models.names import connected

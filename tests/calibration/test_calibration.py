@@ -310,6 +310,63 @@ def test_a_token_mask_fits_inputs_whose_first_dimension_is_tokens():
     torch.testing.assert_close(found.input_square[0], read[0][keep.T].square().sum(0))
 
 
+class TokensFirst(nn.Module):
+    """A model of token numbers [batch, tokens] that computes with [tokens, batch, width], or with batches first."""
+
+    def __init__(self, kind, is_batch_first):
+        super().__init__()
+        self.is_batch_first, self.embedding = is_batch_first, nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=is_batch_first)
+        self.inner = {
+            "linear": lambda: nn.Linear(8, 8),
+            "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=is_batch_first),
+            "raw": lambda: Raw(8),
+            "mixed": lambda: nn.Sequential(nn.Linear(8, 8), nn.Unflatten(2, (1, 8)), nn.Flatten(2), nn.Linear(8, 8)),
+            "embedding": nn.Identity,
+        }[kind]()
+
+    def forward(self, ids):
+        return self.inner(self.lstm(self.embedding(ids if self.is_batch_first else ids.T))[0])
+
+
+class Raw(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x):
+        return torch.einsum("abi,oi->abo", x, self.weight)
+
+
+@pytest.mark.parametrize("kind", ["linear", "encoder", "raw", "mixed", "embedding"])
+def test_a_mask_of_as_many_sequences_as_tokens_is_that_of_the_layout_seen_before(kind):
+    first, square = torch.randint(20, (2, 5)), torch.randint(20, (4, 4))
+    masks = {2: torch.arange(5) < torch.tensor([[5], [3]]), 4: torch.arange(4) < torch.tensor([[4], [1], [2], [3]])}
+    sums = []
+    torch.manual_seed(0)
+    state = TokensFirst(kind, True).state_dict()
+    for is_batch_first in (True, False):
+        model = TokensFirst(kind, is_batch_first)
+        model.load_state_dict(state)
+        matrices = [{"tensor_fqn": name} for name, p in model.named_parameters() if p.ndim > 1]
+        sparsifier = prepared(model, config=matrices)
+        with pytest.raises(SparsityError, match="mask of 4 sequences of as many tokens.*let the first batch have"):
+            sparsifier.calibrate([square], token_mask=lambda ids: masks[len(ids)])
+        assert not sparsifier.statistics
+        sparsifier.calibrate([first, square], token_mask=lambda ids: masks[len(ids)])
+        sums.append({name: found.input_square for name, found in sparsifier.statistics.items()})
+    assert sums[0].keys() == sums[1].keys() and len(sums[0]) > 2
+    for name, expected in sums[0].items():
+        torch.testing.assert_close(sums[1][name], expected)
+
+
+def test_a_symmetric_mask_of_as_many_sequences_as_tokens_needs_no_layout():
+    sparsifier, x = prepared(mlp()), torch.randn(4, 4, 8)
+    for keep in (torch.ones(4, 4), torch.eye(4)):
+        sparsifier.calibrate([x], token_mask=lambda batch, keep=keep: keep)
+    assert sparsifier.statistics["0.weight"].tokens == 20
+
+
 def test_attention_called_by_keywords_leaves_the_random_numbers_alone():
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
     sparsifier = prepared(attention, config=[{"tensor_fqn": ["out_proj.weight", "in_proj_weight"]}], score="obs")

@@ -218,6 +218,24 @@ def test_padding_does_not_count():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
+def test_padding_does_not_count_where_tokens_come_before_batches():
+    torch.manual_seed(0)
+    dense = Model(blocks=2)
+    masks = {n: torch.arange(8) < torch.tensor([[k % 8 + 1] for k in range(n)]) for n in (3, 8)}
+    batches, reports = [torch.randn(n, 8, 8) for n in (3, 8, 8, 8)], []
+    for tokens_first in (False, True):
+
+        def forward(model, x, tokens_first=tokens_first):
+            return model(x.transpose(0, 1) if tokens_first else x)
+
+        options = {"token_mask": lambda x: masks[len(x)], "progress": False}
+        reports.append(prune(dense, 0.5, batches=batches, forward=forward, recover=True, **options)[1])
+        with pytest.raises(SparsityError, match="let the first batch have another number of sequences than of tokens"):
+            recover(copy.deepcopy(dense), dense, batches[1:], forward, **options)
+    for first, row in zip(reports[0].recovery, reports[1].recovery, strict=True):
+        assert row.after == pytest.approx(first.after, rel=0.01)
+
+
 def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
