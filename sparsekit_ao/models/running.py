@@ -162,14 +162,20 @@ def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | No
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Set eval mode inside; afterwards every module is in the mode that it had."""
+    """Set eval mode inside, without caches of generation; afterwards every module is in the mode that it had."""
     modes = [(m, m.training) for m in model.modules()]
+    owned: list[Any] = [getattr(m, "config", None) for m, _ in modes]
+    configs = [config for config in owned if getattr(config, "use_cache", None) is True]
     try:
         model.eval()
+        for config in configs:
+            config.use_cache = False
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+        for config in configs:
+            config.use_cache = True
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import gallery
 import pytest
 import torch
+import transformers
 from hf_models import deep, make
 from networks import Net
 from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, prepared
@@ -203,6 +205,52 @@ def test_language_models_blocks_first_and_then_logits_and_models_made_smaller():
     thin, _ = removal.shrink(model, inputs, 0.5)
     assert sum(p.numel() for p in thin.parameters()) < sum(p.numel() for p in model.parameters())
     assert all(row.after < row.before for row in recover(thin, model, batches))
+
+
+class Remembers(nn.Module):
+    """A recurrent model whose state stays on it from one forward pass to the next, as those of RecurrentGemma."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.state = SimpleNamespace(use_cache=True), None
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, input_ids):
+        x = torch.nn.functional.one_hot(input_ids % 8, 8).float()
+        x = x if self.state is None else x + self.state[: len(x), -1:]
+        for block in self.blocks:
+            x = block(x)
+        self.state = x if self.config.use_cache else None
+        return x
+
+
+_SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+_HEADS = {"num_attention_heads": 4, "intermediate_size": 48}
+REMEMBERING = {
+    "RecurrentGemma": {**_SMALL, **_HEADS, "lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent"]},
+    "Rwkv": {**_SMALL, "attention_hidden_size": 32, "context_length": 16},
+    "xLSTM": {**_SMALL, "num_blocks": 2, "num_heads": 4},
+    "GPT2": {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("name", [*REMEMBERING, "own"])
+def test_models_that_keep_a_cache_are_recovered_and_keep_it_afterwards(name):
+    torch.manual_seed(0)
+    if name == "own":
+        dense = Remembers()
+    else:
+        config = getattr(transformers, f"{name}Config")(**REMEMBERING[name])
+        dense = getattr(transformers, f"{name}Model")(config).eval()
+    batches = [{"input_ids": torch.randint(50, (2, 7))} for _ in range(2)]
+    report = prune(dense, 0.5, batches=batches, recover=True, progress=False)[1]
+    assert report.blocks == 2 and len(report.recovery) == 2 and dense.config.use_cache
+    model, _ = prune(dense, 0.5, batches=batches, progress=False)
+    rows = recover(model, dense, batches, passes=2, progress=False)
+    assert all(row.after <= row.before < 1 for row in rows) and model.config.use_cache
+    with pytest.raises(ZeroDivisionError):
+        prune(model, 0.5, batches=batches, forward=lambda m, b: 1 // 0, progress=False, inplace=True)
+    assert model.config.use_cache
 
 
 def test_padding_does_not_count():
