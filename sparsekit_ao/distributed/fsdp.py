@@ -54,7 +54,7 @@ def reshard(model: nn.Module | None) -> None:
 def abandon_forward(model: nn.Module) -> None:
     """Shard every FSDP2 module of a model again after an exception that ended a forward pass in the middle."""
     for _, module in _wrapped(model) if has_process_group() else ():
-        if module._get_fsdp_state()._is_root is not False and hasattr(module, "reset_iter_state"):  # since torch 2.13
+        if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):  # since torch 2.13
             module.reset_iter_state()
     reshard(model)
 

@@ -142,7 +142,8 @@ def _of_tensor(tensor: Tensor) -> Iterable[Any]:
     if tensor.layout != torch.strided:
         return (*about, *torch.Tensor.__reduce_ex__(tensor.detach(), 4)[1])
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return (*about, flat.view(torch.uint8).numpy().data) if flat.numel() else about
+    # `Tensor.numpy` would fix the size of the storage, which FSDP2 frees when a gathered weight is sharded again.
+    return (*about, np.from_dlpack(flat.view(torch.uint8)).data) if flat.numel() else about
 
 
 def _of_function(function: Any) -> Iterable[Any]:

@@ -218,7 +218,8 @@ class Layers:
                     layer = Layer(
                         target=target,
                         statistics=self._statistics(name, recorded),
-                        weight=weight if weight.dtype == torch.float64 else weight.float(),
+                        # a copy, since the CPU backend uses `Tensor.numpy`; see `_of_tensor` in identity.py
+                        weight=weight.to(torch.promote_types(weight.dtype, torch.float32), copy=has_process_group()),
                         pruning_groups=self._single[name],
                         mask=self.given_masks.get(name),
                     )

@@ -119,6 +119,45 @@ def one_walk_over_ranks():
         prune(Model(width=16 + rank), pattern="2:4", batches=own)
 
 
+class Blocks(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * 2
+
+
+SHARDED_BLOCKS = {
+    "linear": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+    "two": lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU()),
+    "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.Conv1d(5, 5, 1), nn.GELU()),
+    "norm": lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()),
+}
+
+
+def without_batches(block, is_run, folder):
+    """A sharded model is pruned in place, before and after a forward pass, as the model that every process has."""
+    torch.manual_seed(0)
+    dense = Blocks(SHARDED_BLOCKS[block])
+    data = {"batches": [torch.randn(4, 5, 8)], "compensate": "least_squares"}
+    for number, keys in enumerate(({}, {"sparsity_level": 0.75, "score": "lamp"}, data)):
+        expected, rows = prune(dense, progress=False, **keys)
+        sharded, x = wrapped(copy.deepcopy(dense)), torch.randn(4, 5, 8)
+        if is_run:
+            sharded(x)
+        checkpoint = f"{folder}/{block}_{number}" if is_run else None
+        model, report = prune(sharded, inplace=True, progress=False, checkpoint=checkpoint, **keys)
+        assert model is sharded and [r.tensor for r in report] == [r.tensor for r in rows] and not report.left_out
+        for name, p in expected.named_parameters():
+            assert torch.equal(sharded.get_parameter(name).full_tensor(), p), name
+        torch.testing.assert_close(sharded(x), expected(x))
+
+
 def another_call_on_a_rank(folder):
     """Ranks whose models, functions or checkpoints differ raise an error on all of them, and do not wait."""
     rank, eps = distributed.get_rank(), 1e-5 * (1 + distributed.get_rank())
@@ -165,5 +204,9 @@ def prepared_for_two_of_four(model):
 def cases():
     for case in (sums, unreached, of_fsdp, one_walk_over_ranks):
         yield f"statistics: {case.__name__}", case
+    for block in SHARDED_BLOCKS:
+        for is_run in (False, True):
+            folder = os.environ["SPARSEKIT_TEST_FOLDER"]
+            yield f"{block} without batches, {is_run}", functools.partial(without_batches, block, is_run, folder)
     folder = f"{os.environ['SPARSEKIT_TEST_FOLDER']}/another_call"
     yield "another call on a rank", functools.partial(another_call_on_a_rank, folder)
