@@ -322,7 +322,8 @@ def unfolded(
     windows = x.permute(order)  # [groups, batch, *positions, channels, *kernel], a view
     positions = windows.shape[1 : 2 + n]
     if sampled is not None and positions.numel() > sampled:
-        drawn = torch.randperm(positions.numel(), generator=torch.Generator().manual_seed(0))[:sampled].to(x.device)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randperm(positions.numel(), generator=generator, device="cpu")[:sampled].to(x.device)
         for some in drawn.split(max(1, UNFOLDED // max(windows[0, 0, ..., 0].numel(), 1))):
             yield windows[(slice(None), *torch.unravel_index(some, positions))].flatten(2)
         return

@@ -170,7 +170,8 @@ def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield what `expert_scores` returns, which is filled at the end; inside, the experts run, all of them or some."""
     tensors = dict(named_tensors(checked_model(model, "expert_scores")))
     paths = [fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)]
-    sums = {path: torch.zeros(2, len(tensors[f"{path}.down_proj"]), dtype=torch.float64) for path in paths}
+    counts = {path: len(tensors[f"{path}.down_proj"]) for path in paths}
+    sums = {path: torch.zeros(2, count, dtype=torch.float64, device="cpu") for path, count in counts.items()}
     if not paths:
         raise SparsityError(f"expert_scores: {type(model).__name__} has no packed experts; see expert_couplings")
     scores: dict[str, Tensor] = {}

@@ -427,7 +427,8 @@ class Teacher:
             refuse_unfit(actual, expected, name or "the model")
             actual, expected = (token_rows(x, masks[k], orders) for x in (actual, expected))
             if k in compared and holds_out:
-                order = torch.randperm(len(actual), generator=keyed_generator(self.seed, k)).to(actual.device)
+                generator = keyed_generator(self.seed, k)
+                order = torch.randperm(len(actual), generator=generator, device="cpu").to(actual.device)
                 drawn = order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]
                 actual, expected = actual[drawn], expected[drawn]
             return _error(actual, expected, metric)
@@ -449,7 +450,7 @@ class Teacher:
         scale = float(_over_ranks(first)) or 1.0
         try:
             for number in range(1, self.passes + 1):
-                for k in torch.randperm(count, generator=draws).tolist():
+                for k in torch.randperm(count, generator=draws, device="cpu").tolist():
                     optimizer.zero_grad()
                     with torch.enable_grad():
                         loss = error(k, held_out=False)[0] / scale

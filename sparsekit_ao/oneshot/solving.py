@@ -451,12 +451,12 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: S
         scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
         return statistics.matrix(scopes.to(device)), statistics.matrix(blocks.to(device))
 
-    keep = torch.as_tensor(pruning.budget(groups), dtype=torch.int64)
+    keep = torch.as_tensor(pruning.budget(groups), dtype=torch.int64, device=device)
     return MatrixScopes(
         name=layer.target.name,
         project=project,
         labels=labels,
-        keep=keep.to(device).expand(scope.grid_shape).reshape(-1),
+        keep=keep.expand(scope.grid_shape).reshape(-1),
         blocks_per_scope=scope.numblk_per_scope(),
         is_plain=not scope.is_partial and len(layer.pruning_groups) == 1,
     )

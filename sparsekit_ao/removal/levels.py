@@ -245,7 +245,7 @@ def _cost_with(model: nn.Module, couplings: Sequence[Coupling], cost: Cost, coun
     removals = []
     for source, coupling in enumerate(couplings):
         for bound in coupling.bind(model):
-            keep = torch.arange(bound.grid[-1]) < counts.get(coupling.name, bound.grid[-1])
+            keep = torch.arange(bound.grid[-1], device="cpu") < counts.get(coupling.name, bound.grid[-1])
             removals.append(Removal(bound=bound, keep=keep.expand(bound.grid), source=source))
     small = light_copy(model)
     remove_units(small, removals)

@@ -67,7 +67,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
     names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
     tensors, grid = plain_tensors(model, names), coupling.grid
     if coupling.listed:  # units are modules of lists
-        zero = torch.tensor([[not any(tensors[fqn].any() for fqn in names) for names in coupling.listed]])
+        zero = torch.tensor([[not any(tensors[fqn].any() for fqn in names) for names in coupling.listed]], device="cpu")
         zero = zero.reshape(1, *grid)
     else:
         parameters = [m for m in coupling.members if m.is_parameter]

@@ -631,7 +631,7 @@ def _random_removals(
         for bound in coupling.bind(model):
             units, kept = bound.grid[-1], _count_kept(bound, ratio)
             kept = rounded(min(kept, units - multiple) if units > multiple else kept, units, multiple)
-            keep = torch.rand(bound.grid, generator=generator).argsort(-1) < kept
+            keep = torch.rand(bound.grid, generator=generator, device="cpu").argsort(-1) < kept
             removals.append(Removal(bound=bound, keep=keep))
     return known
 

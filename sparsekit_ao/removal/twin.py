@@ -222,7 +222,7 @@ def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
     for path, some in kept.items():
         blocks = [*model.get_submodule(path[:-1]).children()]
         memo |= {id(block): nn.Identity() for at, block in enumerate(blocks) if at not in some}
-        keep = torch.zeros(len(blocks), dtype=torch.bool).index_fill_(0, torch.tensor(some), True)
+        keep = torch.tensor([at in some for at in range(len(blocks))], device="cpu")
         keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path[:-1],)}
         bound = BoundCoupling(name="blocks", unit="u", sizes={"u": len(blocks)}, **keys)
         removals.append(Removal(bound=bound, keep=keep))

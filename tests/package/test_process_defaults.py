@@ -1,15 +1,28 @@
 """Masks do not depend on torch's default dtype and device, inference mode or the flushing of subnormal numbers."""
 
 import contextlib
+import copy
 import sys
 
 import pytest
 import torch
 from grids import grid
+from hf_models import make
 from kernel_cases import generator
 from torch import nn
 
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, StraightThrough, WeightNormSparsifier, patterns
+from sparsekit_ao import (
+    DynamicSparsifier,
+    ScopeSparsifier,
+    StraightThrough,
+    WeightNormSparsifier,
+    one_shot,
+    patterns,
+    prune,
+    recover,
+    removal,
+    shrink,
+)
 from sparsekit_ao.selection import cpu
 
 PATTERNS = {
@@ -124,3 +137,71 @@ def test_masks_are_the_same_under_every_default(name, dtype, setting, monkeypatc
     assert expected[1] == found[1]
     assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(expected[2], found[2], strict=True))
+
+
+def stack():
+    blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(16, 8), nn.Sequential(*blocks), nn.Linear(8, 4)), [
+        torch.arange(i, i + 9) for i in (0, 7)
+    ]
+
+
+def pictures():
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4)).eval()
+    return model, [torch.randn(4, 3, 8, 8, generator=generator()) for _ in range(2)]
+
+
+def one_shot_copy(model, batches, recovers):
+    model = copy.deepcopy(model)
+    sparsifier = ScopeSparsifier(pattern="2:4")
+    sparsifier.prepare(model, [{"tensor_fqn": "1.*.weight"}])
+    one_shot(sparsifier, batches, recover=recovers, progress=False)
+    sparsifier.squash_mask()
+    return model
+
+
+def recovered(model, batches):
+    small, _ = prune(model, 0.5, progress=False)
+    recover(small, model, batches, passes=2, outputs="mse", progress=False)
+    return small
+
+
+def pruned_by(**keys):
+    return lambda model, batches: prune(model, batches=batches, progress=False, **keys)[0]
+
+
+CALLS = {
+    "admm": (stack, pruned_by()),
+    "2:4 by obs": (stack, pruned_by(pattern="2:4", compensate="obs")),
+    "sparsegpt": (stack, pruned_by(compensate="sparsegpt")),
+    "random": (stack, lambda model, _: prune(model, score="random", progress=False)[0]),
+    "prune and recover": (stack, pruned_by(recover=True, device="cpu", stream_memory=0)),
+    "taylor": (stack, pruned_by(score="taylor", compensate=None, forward=lambda m, x: m(x).square().mean())),
+    "convolutions": (pictures, pruned_by()),
+    "one_shot": (stack, lambda model, batches: one_shot_copy(model, batches, False)),
+    "one_shot and recover": (stack, lambda model, batches: one_shot_copy(model, batches, True)),
+    "recover": (stack, recovered),
+    "shrink": (stack, lambda model, batches: shrink(model, batches[0])[0]),
+    "shrink by cost": (pictures, lambda model, batches: shrink(model, batches[0], cost="parameters")[0]),
+    "shrink and recover": (stack, lambda model, batches: shrink(model, batches=batches, score="obs", recover=True)[0]),
+    "shrink by batches": (pictures, lambda model, batches: shrink(model, batches=batches, score="obd")[0]),
+    "Llama": (lambda: make("Llama"), lambda model, inputs: shrink(model, inputs)[0]),
+    "shrink_layers": (lambda: make("Llama"), lambda model, inputs: removal.shrink_layers(model, [inputs], 0.5)[0]),
+    "Mixtral": (lambda: make("Mixtral"), lambda model, inputs: prune(model, batches=[inputs], progress=False)[0]),
+    "shrink_experts": (lambda: make("Mixtral"), lambda model, inputs: removal.shrink_experts(model, [inputs])[0]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_pruned_and_smaller_models_are_the_same_under_every_default_device(name, monkeypatch):
+    monkeypatch.setattr("sparsekit_ao.oneshot.walk.SAMPLED", 2000)
+    monkeypatch.setattr("sparsekit_ao.oneshot.matching.ENOUGH", 4)
+    torch.manual_seed(0)
+    make_model, run = CALLS[name]
+    model, batches = make_model()
+    expected = run(model, batches).state_dict()
+    forget()
+    with default_device("meta"):  # any tensor that is made without a device would have no values
+        found = run(model, batches).state_dict()
+    assert expected.keys() == found.keys() and all(map(torch.equal, expected.values(), found.values()))
