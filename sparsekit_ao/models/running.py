@@ -12,9 +12,11 @@ import importlib
 import inspect
 import math
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -179,14 +181,30 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_generators(devices: Iterable[int] | None = None) -> Iterator[None]:
+    """Restore the generators of numpy, Python and torch, the latter of the CPU and these devices, or all if None."""
+    if devices is None:
+        devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
 def seeded(tensors: Iterable[Tensor]) -> Iterator[list[int]]:
-    """Seed the generators of the CPU and of the tensors' GPUs, whose indices are yielded; restore their states."""
+    """Seed all generators, torch's of the CPU and of the tensors' GPUs, whose indices are yielded; restore them."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with kept_generators(devices):
         torch.default_generator.manual_seed(0)
         for device in devices:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         yield devices
 
 

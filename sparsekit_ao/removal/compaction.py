@@ -286,6 +286,8 @@ def verified(
     others = reference.with_other_inputs() if reference.tolerance < 1 and not isinstance(comparison, str) else None
     if others is not None and isinstance(text := compared(others, small), str):
         comparison = f"{text} with other values of inputs that are equal along a dimension (pass typical inputs)"
+    if isinstance(comparison, str):
+        reference.check_repeats()
     if with_config and (why := comparison if isinstance(comparison, str) else reference.not_trainable(small)):
         raise SparsityError(f"the smaller model {why}")  # `shrink` tries the couplings by themselves
     if isinstance(comparison, str):

@@ -21,7 +21,7 @@ from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable
 from ..models.progress import progress_bar
-from ..models.running import Forward, call, check_batches, checked_list, eval_mode, first_tensor
+from ..models.running import Forward, call, check_batches, checked_list, eval_mode, first_tensor, kept_generators
 from ..oneshot.chain import CalibrationData
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
@@ -36,6 +36,7 @@ from .verify import Reference
 _NAMES = {"mlp": "mlp|ffn|feed_?forward|moe|expert", "attention": "attn|attention"}
 
 
+@kept_generators()
 def shrink_experts(
     model: nn.Module,
     batches: Sequence[Any],
@@ -109,6 +110,7 @@ def _expert_scores(
     return scores
 
 
+@kept_generators()
 def shrink_layers(
     model: nn.Module,
     batches: Sequence[Any],

@@ -19,7 +19,7 @@ from ..masking import dense_weight
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of
 from ..models.progress import phases
-from ..models.running import TokenMask, check_example, eval_mode, token_mask_of
+from ..models.running import TokenMask, check_example, eval_mode, kept_generators, token_mask_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import Teacher, refuse_unfit
 from ..oneshot.walk import Walk, checkpoint_of
@@ -55,6 +55,7 @@ _LIMIT = 0.9  # the default of `max_sparsity`: the largest fraction of its units
 _Place = tuple[str, int, tuple[int, int] | None]
 
 
+@kept_generators()
 @with_hints
 def shrink(
     model: nn.Module,

@@ -466,7 +466,7 @@ def misfits(model: nn.Module) -> list[str]:
     try:
         config: Any = copy.deepcopy(model.config)
         getattr(config, "validate", tuple)()  # as `save_pretrained` does
-        with torch.device("meta"):
+        with seeded([]), torch.device("meta"):
             fresh = type(model)(config).state_dict()
     except Exception as e:  # the config refuses the numbers, or the model cannot be constructed without values
         return [f"{type(model).__name__}(config) raises {e}"] * (len(shapes) + 1)

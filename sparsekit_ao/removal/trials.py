@@ -414,6 +414,8 @@ class Trials:
         except SparsityError as e:
             return str(e)
         comparison = compared(self.reference, small, single_use=True)
+        if isinstance(comparison, str) and not self._problems:  # the first trial
+            self.reference.check_repeats()
         if isinstance(comparison, str):
             return comparison
         return self.reference.not_trainable(small) if self.in_training else ""

@@ -144,6 +144,16 @@ class Reference:
                 return "" if model is self.model else f"does not run in training mode: {e}"
         return ""
 
+    def check_repeats(self) -> None:
+        """Raise an error if the masked model gives other outputs when it runs once more."""
+        again = list(tensors_in("output", _run(self.model, self._inputs, self.dtype, fused=self._fused)[0]))
+        if not (error := output_difference(self._outputs, again)) <= self.tolerance:
+            raise SparsityError(
+                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e}), "
+                "so no smaller one can be compared with it. Its forward may read a clock, or random numbers that seeds "
+                "of torch, numpy and random do not determine; pass those as an input, or take them out"
+            )
+
     def check_lengths(self) -> None:
         """Raise an error if inputs have one entry in a dimension along which the model combines entries.
 

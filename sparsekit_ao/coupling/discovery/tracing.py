@@ -14,7 +14,6 @@ import linecache
 import logging
 import math
 import os
-import random
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
@@ -148,15 +146,12 @@ class Trace(TorchDispatchMode):
         read = {id(tensor) for _, op in self._steps for tensor in op.tensors}
         if all(id(tensor) in read for tensor in self.names if isinstance(tensor, nn.Parameter)):
             return None
-        steps, passed, states = len(self._steps), len(self._passed), (random.getstate(), np.random.get_state())
+        steps, passed = len(self._steps), len(self._passed)
         try:
             model.train()
             return run()
         except Exception:  # it needs labels, for example
             del self._steps[steps:], self._passed[passed:], self._modules[:]
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
     def follow(self, inputs: Any, outputs: dict[str, Any]) -> None:
         """Apply the rules of all operations in their order; the outputs decide which results are used.
