@@ -149,8 +149,8 @@ class Reference:
         again = list(tensors_in("output", _run(self.model, self._inputs, self.dtype, fused=self._fused)[0]))
         if not (error := output_difference(self._outputs, again)) <= self.tolerance:
             raise SparsityError(
-                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e}), "
-                "so no smaller one can be compared with it. Its forward may read a clock, or random numbers that seeds "
+                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e}), so "
+                "no smaller one can be compared with it. Its forward may read a clock, or random numbers that the seeds "
                 "of torch, numpy and random do not determine; pass those as an input, or take them out"
             )
 
