@@ -28,6 +28,7 @@ LARGE = 1 << 16  # tensors of at least this many elements are not stored, but co
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
 _PART = 1 << 20  # how many elements of a weight are converted at a time
 _EXACT = 1e-4  # with a larger tolerance, outputs may change, so it does not matter what zeros change
+_HIDDEN = 0.5  # a parameter is hidden if more than this part of its rows or columns is; a ReLU stops fewer
 _ROUNDINGS = 16  # differences of at most this many times the model's own rounding error are computed again in float64
 
 
@@ -149,9 +150,10 @@ class Reference:
         again = list(tensors_in("output", _run(self.model, self._inputs, self.dtype, fused=self._fused)[0]))
         if not (error := output_difference(self._outputs, again)) <= self.tolerance:
             raise SparsityError(
-                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e}), so "
-                "no smaller one can be compared with it. Its forward may read a clock, or random numbers that the seeds "
-                "of torch, numpy and random do not determine; pass those as an input, or take them out"
+                "the model itself gives two answers to the same example_inputs (a relative difference of "
+                f"{error:.1e}), so no smaller one can be compared with it. Its forward may read a clock, or random "
+                "numbers that the seeds of torch, numpy and random do not determine; pass those as an input, or take "
+                "them out"
             )
 
     def check_lengths(self) -> None:
@@ -160,7 +162,7 @@ class Reference:
         Attention over one token gives the same outputs whatever its queries and keys are, so a wrong removal of these
         would not be seen. Inputs are extended by two entries in each dimension of size 1, before the existing one. If
         the model runs, and outputs at the last entry depend on the values of the new ones, the dimension is a length
-        and not a batch.
+        and not a batch. A length of one is allowed all the same where it hides no parameter, as in convolutions.
         """
         tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
         single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
@@ -176,7 +178,8 @@ class Reference:
                     continue
                 # Compare with inputs of the same shape, which round in the same way, to exclude that rounding differs.
                 same = self._extended(longer, None)
-                if same is None or _last_differs(self._outputs, same, other, 1e-6):
+                is_length = same is None or _last_differs(self._outputs, same, other, 1e-6)
+                if is_length and self._hides(longer, tensor):
                     args, kwargs = self._inputs
                     places = {id(t): place for place, t in tensors_in("example_inputs", kwargs or args)}
                     raise SparsityError(
@@ -225,12 +228,48 @@ class Reference:
         reference.unrounded = self.unrounded
         return reference
 
+    def _hides(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor) -> bool:
+        """Return whether rows or columns of parameters change longer inputs' outputs, and those of no single entry.
+
+        Gradients say so. If there are none, as in a forward that does without, everything may be hidden.
+        """
+        alone = None
+        try:
+            for entry in (0, 1, 2, None):
+                inputs = self._longer(longer, changed, entry)
+                model = plain_weights(light_copy(self._dense or self.model, self.dtype))
+                with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
+                    outputs = tensors_in("output", _run(model, inputs, self.dtype, single_use=True, gradients=True)[0])
+                    sums = [(_real(t) * _real(_other_values(t.detach()))).sum() for _, t in outputs if t.requires_grad]
+                    read = [p for p in model.parameters() if p.requires_grad and p.numel()]
+                    gradients = torch.autograd.grad(sums, read, materialize_grads=True)
+                sizes = [g[..., None, None].abs().movedim(d, 0).flatten(1).amax(1) for g in gradients for d in range(2)]
+                shares = [size / max(float(size.max()) for size in sizes) for size in sizes]
+                if entry is not None:
+                    alone = [*map(torch.maximum, alone or shares, shares)]
+        except Exception:
+            return True
+        shown = [(one[all_ > 1e-5], all_[all_ > 1e-5]) for one, all_ in zip(alone or (), shares, strict=True)]
+        return any(int((one < 1e-3 * all_).sum()) > _HIDDEN * len(all_) for one, all_ in shown)
+
     def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
-        """Return the outputs for longer inputs, or None if the model does not run with them.
+        """Return the outputs for longer inputs, or None if the model does not run with them."""
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                output = _run(self.model, self._longer(longer, changed), self.dtype)[0]
+        except Exception:  # the model fixes the size of the dimension, or does not take a new value
+            return None
+        return list(tensors_in("output", output))
+
+    def _longer(
+        self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None, entry: int | None = None
+    ) -> Arguments:
+        """Return longer inputs.
 
         Args:
             longer: Each (tensor, dimension) that gets two more entries, which repeat the tensor's values.
             changed: The tensor whose new entries have other values instead; None for no tensor.
+            entry: The only one of the three entries that is returned, if it is given.
         """
 
         def extended(tensor: Tensor) -> Tensor:
@@ -238,15 +277,10 @@ class Reference:
             for d in [d for t, d in longer if t is tensor]:
                 other = _other_values(tensor) if is_changed else tensor
                 tensor = torch.cat([other, other.flatten().roll(1).view(other.shape), tensor], d)
+                tensor = tensor if entry is None else tensor.narrow(d, entry, 1)
             return tensor
 
-        try:
-            inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
-            with warnings.catch_warnings(action="ignore"):
-                output = _run(self.model, inputs, self.dtype)[0]
-        except Exception:  # the model fixes the size of the dimension, or does not take a new value
-            return None
-        return list(tensors_in("output", output))
+        return _pytree.tree_map_only(Tensor, extended, self._inputs)
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """Return the difference of float64 copies, or None if rounding does not explain the difference in float32.
@@ -326,6 +360,7 @@ def _run(
     single_use: bool = False,
     fused: bool = False,
     training: bool = False,
+    gradients: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
     """Run a forward in eval mode, or in training mode.
 
@@ -336,6 +371,7 @@ def _run(
         single_use: Whether the model itself runs instead of a copy; its mode, parameters and buffers may then change.
         fused: Whether torch may fuse attention.
         training: Whether the forward runs in training mode.
+        gradients: Whether autograd records the parameters.
 
     Returns:
         The output, its FLOPs, and the operators that may multiply but have no formula for FLOPs. FLOPs are 0 with
@@ -358,7 +394,8 @@ def _run(
     model = model if single_use else light_copy(model, dtype)
     inputs = copy.deepcopy(inputs)
     model.train().eval().train(training)  # each call may drop what a module remembers of its weights
-    model.requires_grad_(False)  # the counter cannot hook views of parameters that were made without gradients
+    for p in model.parameters():  # the counter cannot hook views of parameters that were made without gradients
+        p.requires_grad_(gradients and p.is_floating_point())
     if dtype is not None:
         for name, exact in (values or {}).items():
             model.get_parameter(name).data = exact.to(dtype)
@@ -368,7 +405,8 @@ def _run(
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     nothing = contextlib.nullcontext()
     # The counter has no formula for fused attention.
-    with seeded(tensors), nothing if fused else unfused_attention(), nothing if single_use or fused else count:
+    unfused, counting = nothing if fused else unfused_attention(), nothing if single_use or fused else count
+    with seeded(tensors), unfused, counting, torch.set_grad_enabled(gradients):
         output = model(*args, **kwargs)
     return output, count.get_total_flops(), tuple(uncounted)
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, SparsityError
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.removal import compact, shrink
+from sparsekit_ao.removal import compact, removable, shrink
 
 
 class LinearAttention(nn.Module):
@@ -285,3 +286,60 @@ def test_one_token_is_refused_where_the_model_combines_tokens_and_a_batch_of_one
 def test_one_channel_is_no_length(shape):
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
     assert shrink(model, torch.randn(shape))[1].couplings[0].kept == 4
+
+
+class Steps(nn.Module):
+    """A recurrence, whose weights of hidden states one step does not show."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.head = kind(8, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x)[0])
+
+
+LATENT = nn.ConvTranspose2d(16, 32, 4), nn.BatchNorm2d(32), nn.ReLU()
+SHOWN = {
+    "2D": (nn.Sequential(*LATENT, nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh()), (8, 16, 1, 1)),
+    "one latent": (nn.Sequential(*LATENT, nn.ConvTranspose2d(32, 3, 4, 2, 1)), (1, 16, 1, 1)),
+    "1D": (nn.Sequential(nn.ConvTranspose1d(16, 32, 4), nn.ReLU(), nn.ConvTranspose1d(32, 3, 4, 2)), (8, 16, 1)),
+    "padding": (nn.Sequential(nn.Conv1d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv1d(32, 3, 3, padding=1)), (1, 16, 1)),
+    "pixels": (nn.Sequential(nn.Conv2d(16, 32, 1), nn.PixelShuffle(2), nn.Conv2d(8, 3, 3, padding=1)), (4, 16, 1, 1)),
+    "resized": (
+        nn.Sequential(nn.Upsample(scale_factor=4, mode="bilinear"), *LATENT, nn.Conv2d(32, 3, 3)),
+        (2, 16, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_one_entry_is_taken_where_it_hides_no_weight(name):
+    model, shape = SHOWN[name]
+    report = shrink(model.eval(), torch.randn(shape))[1]
+    assert report.after.parameters < 0.6 * report.before.parameters and report.difference <= 1e-5
+
+
+def test_one_image_of_a_language_model_is_taken():
+    model, inputs = hf_models.make("LLaVA")
+    assert len(inputs["pixel_values"]) == 1
+    assert len(removable(model, inputs).couplings) > 5
+
+
+ENCODER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+GPT = {"input_ids": torch.tensor([[3], [7]])}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Steps(nn.GRU), torch.randn(2, 1, 8)),
+        (Steps(nn.LSTM), torch.randn(1, 1, 8)),
+        (nn.Sequential(nn.TransformerEncoder(ENCODER, 2), nn.Linear(8, 3)), torch.randn(2, 1, 8)),
+        (hf_models.make("GPT-2")[0], GPT),  # a packed weight, of which the values' part is shown
+        (hf_models.make("Bloom")[0], GPT),  # here these parts alternate
+    ],
+)
+def test_one_entry_is_refused_where_it_hides_a_weight_or_a_part_of_one(model, inputs):
+    with pytest.raises(SparsityError, match="has one entry in dimension 1, but the model combines entries along it"):
+        shrink(model.eval(), inputs)
