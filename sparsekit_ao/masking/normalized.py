@@ -78,8 +78,12 @@ def undo_weight_norms(model: nn.Module) -> Normed:
 
 
 @torch.no_grad()
-def redo_weight_norms(model: nn.Module, normed: Normed) -> None:
-    """Normalize weights again, in place; a direction of a weight of zeros is all ones, its length 0."""
+def redo_weight_norms(model: nn.Module, normed: Normed) -> dict[str, Tensor]:
+    """Normalize weights again, in place; a direction of a weight of zeros is all ones, its length 0.
+
+    Returns {name of the parameter of lengths: its values before they were rounded to the dtype of the weight}.
+    """
+    exact = dict[str, Tensor]()
     for path, name, dim, is_new in normed:
         module = model.get_submodule(path)
         if is_new:
@@ -95,9 +99,12 @@ def redo_weight_norms(model: nn.Module, normed: Normed) -> None:
             module.register_parameter(f"{name}_v", v)
             module.register_forward_pre_hook(norm)
         g.requires_grad_(v.requires_grad)
+        key = f"parametrizations.{name}.original0" if is_new else f"{name}_g"
+        exact[f"{path}.{key}".lstrip(".")] = torch.norm_except_dim(v.double(), 2, dim)
         v.masked_fill_((g == 0).expand_as(v), 1.0)
         if not is_new:
             setattr(module, name, norm.compute_weight(module))
+    return exact
 
 
 def _normed_weight(module: nn.Module) -> tuple[str, WeightNorm | nn.Module, int] | None:

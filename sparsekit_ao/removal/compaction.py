@@ -280,8 +280,7 @@ def verified(
     """Return the model of a reference without some units, if it gives the same outputs; see `compact`, `fit_config`."""
     model = reference.model
     small, changes, notes, unrounded = without_units(model, removals)
-    reference.unrounded = unrounded
-    redo_weight_norms(small, reference.normed)
+    reference.unrounded = unrounded | redo_weight_norms(small, reference.normed)
     comparison = compared(reference, small)
     others = reference.with_other_inputs() if reference.tolerance < 1 and not isinstance(comparison, str) else None
     if others is not None and isinstance(text := compared(others, small), str):
@@ -299,6 +298,8 @@ def verified(
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
         )
     notes += _fused_notes(reference, small)
+    is_rounded = reference.normed and reference.dtype is not None
+    notes += ["lengths of weights of weight_norm are rounded to 16 bits after the comparison"] if is_rounded else []
     not_in_config = None
     if with_config and has_config(model):
         # If outputs may change, they still must not change by the config.

@@ -504,6 +504,24 @@ def test_weights_of_weight_norm_lose_units_and_are_normalized_anew(norm):
     assert all(p.grad is not None for p in again.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("first", "second", "shape"),
+    [
+        (nn.Linear(16, 64), nn.Linear(64, 8), (32, 16)),
+        (nn.Conv1d(4, 64, 3), nn.Conv1d(64, 8, 1), (8, 4, 9)),
+        (nn.ConvTranspose2d(4, 64, 3), nn.Conv2d(64, 8, 3), (2, 4, 5, 5)),
+    ],
+)
+def test_lengths_of_weight_norm_that_16_bits_round_are_a_note(first, second, shape, norm, dtype):
+    model = nn.Sequential(NORMS[norm](copy.deepcopy(first)), nn.ReLU(), NORMS[norm](copy.deepcopy(second))).to(dtype)
+    small, report = shrink(model, torch.randn(shape, dtype=dtype), EVERYTHING)
+    assert report.couplings[0].kept == 32 and report.difference <= 1e-5
+    assert any("rounded to 16 bits" in note for note in report.notes)
+    assert all(p.dtype == dtype for p in small.parameters())
+
+
 def test_a_weight_of_zeros_keeps_a_direction():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 2))
     model[0].parametrizations.weight.original0[:3] = 0.0
