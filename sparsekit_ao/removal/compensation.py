@@ -26,7 +26,7 @@ def compensated(
     Layers are visited in the order of the forward pass; those of one block are recorded together, before any of them
     changes. For the inputs X that a layer has then, with all units of the layers before it, ||X V^T - X W^T||^2 is
     minimized over the weights V that are zero where they multiply a removed unit. Weights stay as they are that several
-    modules share, or whose inputs cannot be recorded. All other parameters are shared with the model.
+    modules share, that are complex, or whose inputs cannot be recorded. All other parameters are shared with the model.
 
     Args:
         model: Without other parametrizations than masks; not changed.
@@ -38,7 +38,9 @@ def compensated(
     for removal, member in ((r, m) for r in removals if not r.is_empty for m in r.bound.members):
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
         shape = tuple(tensor.shape)
-        if len(shape) > 1 and names[id(tensor)] == 1:  # also weights that read and write one stream
+        if (
+            len(shape) > 1 and names[id(tensor)] == 1 and not tensor.is_complex()
+        ):  # also weights that read and write one stream
             kept[member.fqn] = kept.get(member.fqn, True) & kept_elements(member, removal, shape)
     ids = {id(tensor) for tensor in plain_tensors(model, list(kept)).values()}
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in ids})

@@ -78,6 +78,9 @@ def shrink_experts(
     if coupling is None:
         raise SparsityError("shrink_experts: the model has no router, a matrix with a row for each expert")
     bounds = coupling.bind(model)
+    if len({bound.grid for bound in bounds}) > 1:  # which no field of a config describes
+        attrs = {path: axes for path, axes in coupling.attrs.items() if not path.startswith("config.")}
+        bounds = replace(coupling, attrs=attrs).bind(model)
     owners = [model.get_submodule(member.fqn.rpartition(".")[0]) for bound in bounds for member in bound.members]
     scores, removals = _expert_scores(model, owners, batches, forward), []
     for bound in bounds:
@@ -87,7 +90,7 @@ def shrink_experts(
         keep = keep_mask(scores[path].reshape(-1, units), kept).reshape(bound.grid)
         removals.append(Removal(bound=bound, keep=keep))
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
-    if (kept := int(removals[0].keep.sum())) < least:
+    if (kept := min(int(removal.keep.sum()) for removal in removals)) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
     return _without(model, removals, batches, forward)
 
@@ -305,7 +308,9 @@ def _without(
         why = f"{type(small).__name__} constructs {', '.join(dropped)}, whatever per_layer_config says"
         report = replace(report, not_in_config=why)
     fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
-    return small, replace(report, fits=fits, notes=(*report.notes, "what is removed is not zero"))
+    kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
+    notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
+    return small, replace(report, fits=fits, notes=(*report.notes, *notes), left_out=(*report.left_out, *kept))
 
 
 def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -425,7 +426,10 @@ def _removed(
         A list of (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
     """
     if errors and not scores:
-        raise list(errors.values())[-1]  # the score fits no coupling at all
+        cause = list(errors.values())[-1]
+        raise SparsityError(
+            f"shrink: the score fits no coupling ({cause}); score=None takes norms where nothing else fits"
+        )
     rated = [c for c in couplings if any(bool(rows.any()) for rows in scores.get(c.name, ()))]
     zero = [c.name for c in couplings if c.name in scores and c not in rated]
     left_out = [(name, str(error)) for name, error in errors.items()]
@@ -551,7 +555,8 @@ def _scored(
         return _all_scored(model, couplings, score, **how), {}
     except SparsityError as e:  # there is at least one coupling, since an empty list raises none
         if len(couplings) == 1:
-            return {}, {couplings[0].name: e}
+            why = re.sub(r"^config\[\d+\]: ", "", str(e)).replace("use 'sum' or 'mean'", "score=None takes norms there")
+            return {}, {couplings[0].name: SparsityError(why)}
     half = len(couplings) // 2
     parts = couplings[:half], couplings[half:]
     (scores, errors), (others, more) = (_scored(model, part, score, **how) for part in parts)
@@ -575,7 +580,9 @@ def _all_scored(
     # A built-in score only reads weights, so the copy may share them with the model.
     is_read_only = not callable(score)
     shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_read_only}
+    shared |= {id(p): nn.Parameter(p.detach().abs()) for p in model.parameters() if score == NORM and p.is_complex()}
     copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=of_elements)
+    sparsifier.mask_class = None  # scores need no masks, and torch has none for a Parameter of the name `keys`
     sparsifier.prepare(copied, joint_entries(couplings, copied))
     if needs:
         sparsifier.calibrate(data.batches, data.forward, token_mask=token_mask)
@@ -602,10 +609,8 @@ def _all_scored(
 
     rated = {coupling.name: [rows_of(bound) for bound in coupling.bind(copied)] for coupling in couplings}
     for coupling in couplings if score == NORM else ():
-        pairs = zip(coupling.bind(model), rated[coupling.name], strict=True)
-        rated[coupling.name] = [_squares(bound, rows.double(), model) for bound, rows in pairs]
-    for module in copied.modules():
-        module._buffers.clear()  # frees the masks now; their modules refer to each other and are freed much later
+        pairs = zip(coupling.bind(copied), rated[coupling.name], strict=True)
+        rated[coupling.name] = [_squares(bound, rows.double(), copied) for bound, rows in pairs]
     return rated
 
 

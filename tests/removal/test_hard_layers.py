@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from compact_models import rebuilt
-from stock import EVERYTHING
+from networks import Net
+from stock import EVERYTHING, refuses
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -201,3 +202,89 @@ def test_weights_that_a_hook_computes_stay_and_the_reason_is_given(kind, norm):
     assert small[4].weight.shape[:2] == (6, 16) and any("2.weight is computed by a hook" in t for t in report.frozen)
     nn.utils.remove_spectral_norm(model[2])
     assert shrink(model, x, 0.5)[0][2].weight.shape[:2] == (8, 8)
+
+
+class Memory(nn.Module):
+    """Learned keys and values under the names that are given."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names, self.first, self.last = names, nn.Linear(8, 16), nn.Linear(16, 4)
+        for name in names:
+            setattr(self, name, nn.Parameter(torch.randn(24, 16)))
+
+    def forward(self, x):
+        keys, values = (getattr(self, name) for name in self.names)
+        return self.last((self.first(x).relu() @ keys.mT).relu() @ values)
+
+
+@pytest.mark.parametrize("how", [{}, {"score": "norm"}, {"batches": [torch.randn(64, 8)]}])
+@pytest.mark.parametrize("names", [("keys", "values"), ("items", "pop"), ("update", "clear"), ("first_one", "keys")])
+def test_parameters_lose_units_under_names_that_methods_of_dicts_have(names, how):
+    model = Memory(*names).eval()
+    small, report = shrink(model, torch.randn(5, 8), EVERYTHING, **how)
+    assert [getattr(small, name).shape for name in names] == [(12, 8), (12, 8)] and report.difference <= 1e-5
+    assert {*small.state_dict()} == {*model.state_dict()} and not hasattr(model, "parametrizations")
+
+
+class Frequencies(nn.Module):
+    """A product for each of the lowest frequencies, as in Fourier neural operators (arXiv 2010.08895)."""
+
+    def __init__(self, i, o):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(i, o, 4, dtype=torch.cfloat))
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x)[..., :4]
+        return torch.fft.irfft(torch.einsum("bim,iom->bom", spectrum, self.weight), n=x.shape[-1])
+
+
+class Complex(nn.Module):
+    """Products of complex numbers only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(12, 16, dtype=torch.cfloat), nn.Linear(16, 3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return torch.view_as_real(self.inner(torch.complex(x, x)))
+
+
+@pytest.mark.parametrize("how", [{}, {"score": "norm"}, {"cost": "parameters"}, {"batches": [torch.randn(4, 2, 12)]}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(Frequencies(2, 16), Frequencies(16, 3)),
+        lambda: nn.Sequential(Frequencies(2, 16), nn.Conv1d(16, 16, 1), nn.ReLU(), Frequencies(16, 3)),
+        lambda: nn.Sequential(nn.Conv1d(2, 16, 1), nn.ReLU(), Frequencies(16, 16), nn.Conv1d(16, 3, 1)),
+        Complex,
+    ],
+)
+def test_complex_weights_are_scored_by_their_norms(make, how):
+    torch.manual_seed(0)
+    model, more = make().eval(), {"max_sparsity": {"*": 0.9, "width": 0.9}} if "cost" in how else {"ratio": EVERYTHING}
+    report = shrink(model, torch.randn(4, 2, 12), **more, **how)[1]
+    assert report.after.parameters < 0.6 * report.before.parameters and report.difference <= 1e-5
+
+
+def test_units_of_largest_complex_values_stay():
+    model = nn.Sequential(Frequencies(2, 16), Frequencies(16, 3)).eval()
+    with torch.no_grad():
+        model[0].weight[:, :8] *= 100j
+    small = shrink(model, torch.randn(4, 2, 12), EVERYTHING, "norm")[0]
+    assert torch.equal(small[0].weight, model[0].weight[:, :8])
+
+
+def test_a_score_that_fits_nothing_names_the_weight_and_what_fits():
+    model = nn.Sequential(Frequencies(2, 16), Frequencies(16, 3)).eval()
+    with refuses("shrink: the score fits no coupling ('0.weight' is torch.complex64"):
+        shrink(model, torch.randn(4, 2, 12), EVERYTHING, "wanda")
+
+
+def test_units_that_no_weight_reads_are_left_out_with_advice_that_shrink_takes():
+    towers = nn.ModuleList(nn.Sequential(nn.Linear(n, 32), nn.ReLU(), nn.Linear(32, 16)) for n in (8, 6))
+    model = Net(lambda m, x, y: m.towers[0](x) @ m.towers[1](y).mT, towers=towers).eval()
+    inputs = torch.randn(5, 8), torch.randn(7, 6)
+    left_out = shrink(model, inputs, EVERYTHING, "obs")[1].left_out
+    assert len(left_out) == 1 and left_out[0].endswith("score=None takes norms there")
+    assert shrink(model, inputs, EVERYTHING)[0].towers[0][2].out_features == 8

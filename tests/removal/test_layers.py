@@ -240,6 +240,28 @@ def test_experts_whose_router_has_a_bias_of_one_row_are_removed(tmp_path):
     assert torch.equal(again.double()(ids).logits, small(ids).logits)
 
 
+@pytest.mark.parametrize(("ratio", "kept"), [(0.5, (2, 2)), (0.7, (2, 1))])
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"])
+def test_layers_that_differ_in_their_number_of_experts_lose_a_fraction_of_their_own(name, ratio, kept):
+    keys = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    model, ids = tiny(name, **keys, num_hidden_layers=2), torch.arange(3, 12)[None]
+    experts, router = model.model.layers[1].mlp.experts, model.model.layers[1].mlp.gate
+    for module, names in ((experts, ("gate_up_proj", "down_proj")), (router, ("weight",))):
+        for tensor in names:
+            setattr(module, tensor, nn.Parameter(getattr(module, tensor)[:3].detach().clone()))
+        vars(module).update({key: 3 for key, value in vars(module).items() if key.endswith("experts") and value == 4})
+    small, report = shrink_experts(model, [ids], ratio)
+    assert tuple(len(layer.mlp.experts.down_proj) for layer in small.model.layers) == kept
+    assert bool(report.not_in_config) == (kept[0] != kept[1]) and small(ids).logits.isfinite().all()
+
+
+def test_nothing_is_said_of_what_is_removed_where_groups_are_too_small_to_lose_an_expert():
+    keys = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = tiny("DeepseekV3ForCausalLM", **keys, num_hidden_layers=1, num_key_value_heads=4, first_k_dense_replace=0)
+    report = shrink_experts(model, [torch.arange(3, 12)[None]], 0.25)[1]
+    assert report.difference == 0 and not report.notes and "drops none of 2" in report.left_out[0]
+
+
 def test_experts_packed_in_other_tensors_are_named():
     model = tiny("JetMoeForCausalLM", kv_channels=8, num_local_experts=4, num_hidden_layers=1)
     with pytest.raises(SparsityError, match=r"may be packed in model.layers.0.mlp.input_linear.weight \(4, 96, 32\)"):
