@@ -169,7 +169,7 @@ class Coupling:
             for member, shape in zip(self.members, shapes, strict=True)
             if len(shape) > 1 and not all(axis.isdigit() for axis in shape[1])
         ]
-        if len({*matrices}) < len(matrices) or any("**" in member for member in self.members):
+        if len({*matrices}) < len(matrices) or any("**" in member for member, *_ in matrices):
             return "width"
         if "experts" in path:
             is_packed = first.split(".")[-2:-1] == ["experts"] and len(shapes[0]) > 2

@@ -36,7 +36,7 @@ def refuse_uncopyable(model: nn.Module, where: str) -> None:
         for key, value in vars(module).items():
             try:
                 copy.deepcopy(value, memo)
-            except TypeError as e:
+            except (TypeError, RuntimeError) as e:  # such as a lock, or a tensor of an earlier forward
                 raise SparsityError(
                     f"{where}: the model cannot be copied, because of {f'{path}.{key}'.strip('.')} ({e}). Delete "
                     "this attribute and set it again afterwards; prune can also change the model itself, inplace=True"

@@ -239,17 +239,22 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def output_error(dense: Any, output: Any, token_mask: Tensor | None = None) -> float:
-    """Return the relative error of the first tensor Y of a model's outputs, ||Y - Y_dense|| / ||Y_dense - its mean||.
+    """Return the relative error of a model's output Y, ||Y - Y_dense|| / ||Y_dense - its mean||.
 
-    The mean is over all rows, so outputs that are the same for every input have an error of 1; a single row is compared
-    with 0. NaN if the tensors are not floats of one shape. Rows that a mask [batch, tokens] leaves out do not count.
+    Y is the first output that differs, among the tensors of floats; losses, which have one element, do not count. The
+    mean is over all rows, so outputs that are the same for every input have an error of 1; a single row is compared
+    with 0. NaN if there is no such tensor. Rows that a mask [batch, tokens] leaves out do not count.
 
     >>> output_error(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[2.0, 5.0], [2.0, 5.0]]))
     1.0
     """
-    wanted, got = first_tensor(dense), first_tensor(output)
-    if wanted is None or got is None or wanted.shape != got.shape or not wanted.is_floating_point() or not wanted.ndim:
-        return math.nan
+    pairs = zip(*([t for _, t in tensors_in("", value)] for value in (dense, output)), strict=False)
+    pairs = [(a, b) for a, b in pairs if a.shape == b.shape and a.is_floating_point() and a.ndim and a.numel() > 1]
+    errors = (_tensor_error(a, b, token_mask) for a, b in pairs)
+    return next((error for error in errors if error != 0), 0.0 if pairs else math.nan)
+
+
+def _tensor_error(wanted: Tensor, got: Tensor, token_mask: Tensor | None) -> float:
     if token_mask is not None and token_mask.shape == wanted.shape[: token_mask.ndim] and wanted.ndim > token_mask.ndim:
         wanted, got = (t[token_mask.to(t.device).bool()] for t in (wanted, got))
     features = 1 if wanted.ndim > 3 else wanted.ndim - 1  # channels of images, else the last dimension

@@ -224,8 +224,8 @@ def counts_within(
     if taken > len(steps):
         raise SparsityError(
             f"shrink: a ratio of {ratio} allows a cost of {target:.6g}, but without all units that may be dropped the "
-            f"model still costs {cost_at(counts(len(steps))):.6g} of {dense:.6g}; lower the ratio, raise max_sparsity, "
-            "or exclude less"
+            f"model still costs {cost_at(counts(len(steps))):.6g} of {dense:.6g}; lower the ratio, raise max_sparsity "
+            "(what passes between blocks stays unless it is named: max_sparsity={'width': 0.9}), or exclude less"
         )
     while taken and not (fixed and cost_at(counts(taken)) > CLOSE * target):
         _, names, kept = steps[taken - 1]

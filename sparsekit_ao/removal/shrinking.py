@@ -18,7 +18,7 @@ from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
 from ..errors import SparsityError, with_hints
 from ..masking import dense_weight
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
-from ..models.names import connected, named_tensors, owner_of, parameter_of
+from ..models.names import connected, named_tensors, owner_of, parameter_of, sharing_memory
 from ..models.progress import phases
 from ..models.running import TokenMask, check_example, eval_mode, kept_generators, token_mask_of
 from ..oneshot.chain import CalibrationData
@@ -577,9 +577,9 @@ def _all_scored(
     needs = needs_of(of_elements)
     if any(need.startswith("input") for need in needs):
         couplings = [replace(coupling, member_scores="consumers") for coupling in couplings]
-    # A built-in score only reads weights, so the copy may share them with the model.
-    is_read_only = not callable(score)
-    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if is_read_only}
+    # A built-in score only reads weights, so the copy may share them with the model. What shares memory is copied.
+    read_only, sharing = [] if callable(score) else [*model.parameters()], sharing_memory(model)
+    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in read_only if id(p) not in sharing}
     shared |= {id(p): nn.Parameter(p.detach().abs()) for p in model.parameters() if score == NORM and p.is_complex()}
     copied, sparsifier = copy.deepcopy(model, shared), ScopeSparsifier(score=of_elements)
     sparsifier.mask_class = None  # scores need no masks, and torch has none for a Parameter of the name `keys`

@@ -155,12 +155,13 @@ def _for_trials(model: nn.Module) -> nn.Module:
         is_factor = p.is_floating_point() and p.numel() > 0 and not name.endswith("bias")
         if is_factor and float(p.detach().abs().max()) < _TINY:
             values = torch.rand(p.shape, generator=keyed_generator(0, name), dtype=torch.float32, device="cpu")
-            values = values + 0.5 if p.ndim < 2 else (2 * values - 1) / math.sqrt(p[0].numel())
+            is_positive = p.ndim < 2 or bool((p > 0).all())  # such as a standard deviation
+            values = values + 0.5 if is_positive else (2 * values - 1) / math.sqrt(p[0].numel())
             shared[id(p)] = nn.Parameter(values.to(p), p.requires_grad)
     copied = copy.deepcopy(model, shared)
-    configs = {id(config): config for module in copied.modules() if (config := getattr(module, "config", None))}
-    for config in configs.values():
-        if getattr(config, "_attn_implementation", None) == "sdpa":
+    for module in copied.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict") and getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = "eager"
     return copied
 
@@ -203,7 +204,9 @@ def _removable_part(
 
         def make_trials(running: nn.Module, some: Sequence[Coupling], failures: _Failures | None = None) -> Trials:
             known = _random_removals(running, some, ratio, multiples)
-            return Trials(_for_trials(running), known, reference_of, bar.update, failures)
+            with contextlib.suppress(SparsityError):  # a model may not run with random values, as of probabilities
+                return Trials(_for_trials(running), known, reference_of, bar.update, failures)
+            return Trials(running, known, reference_of, bar.update, failures)
 
         def found_in(twin: Twin) -> tuple[list[Coupling], dict[Coupling, str]] | None:
             try:
