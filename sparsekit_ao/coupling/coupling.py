@@ -165,11 +165,11 @@ class Coupling:
         # a plain chain of layers, one matrix writes the units (first axis) and the next one reads them (second axis).
         # Depthwise convolutions and norms do neither.
         matrices = [
-            (re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member), *(self.unit in d for d in shape[:2]))
+            (re.sub(r"(?<![^.])\d+(?=\.[^.]+\.)", "*", member), [self.unit in d for d in shape[:2]])
             for member, shape in zip(self.members, shapes, strict=True)
             if len(shape) > 1 and not all(axis.isdigit() for axis in shape[1])
         ]
-        if len({*matrices}) < len(matrices) or any("**" in member for member, *_ in matrices):
+        if any("**" in name or matrices.count((name, places)) > 1 for name, places in matrices):
             return "width"
         if "experts" in path:
             is_packed = first.split(".")[-2:-1] == ["experts"] and len(shapes[0]) > 2

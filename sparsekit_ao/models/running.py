@@ -248,8 +248,8 @@ def output_error(dense: Any, output: Any, token_mask: Tensor | None = None) -> f
     >>> output_error(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[2.0, 5.0], [2.0, 5.0]]))
     1.0
     """
-    pairs = zip(*([t for _, t in tensors_in("", value)] for value in (dense, output)), strict=False)
-    pairs = [(a, b) for a, b in pairs if a.shape == b.shape and a.is_floating_point() and a.ndim and a.numel() > 1]
+    both = zip(tensors_in("", dense), tensors_in("", output), strict=False)
+    pairs = [(a, b) for (_, a), (_, b) in both if a.shape == b.shape and a.is_floating_point() and a.numel() > 1]
     errors = (_tensor_error(a, b, token_mask) for a, b in pairs)
     return next((error for error in errors if error != 0), 0.0 if pairs else math.nan)
 

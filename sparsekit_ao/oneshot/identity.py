@@ -5,6 +5,7 @@ their code and what it reads (constants, defaults, closure, global variables), o
 would save of them. What an installed package defines counts by its name.
 """
 
+import contextlib
 import copyreg
 import re
 import sys
@@ -25,9 +26,10 @@ from ..errors import SparsityError
 _PLAIN = (type(None), bool, int, float, complex, str)
 _NO_PARTS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "_abc_impl"}
 _NO_PARTS |= {"__slotnames__"}  # pickle adds it to a class
-# Attributes in which other libraries keep where a model was loaded from and lies, and caches; they differ by process.
+# Attributes in which other libraries keep where a model was loaded from and lies, and caches, and variables that name a
+# rank or a device; they differ by process.
 _PASSING = re.compile(
-    "_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
+    "((local|global)_)?rank|device(_id)?|_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
 )
 _OF_MODULES = {*vars(nn.Module())} - {"_parameters", "_buffers", "_modules"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # without their keys, which count all hooks of a process
@@ -160,13 +162,12 @@ def _of_function(function: Any) -> Iterable[Any]:
         inside = {f"{module.__name__}.{name}": getattr(module, name) for name in names if hasattr(module, name)}
         modules += [value for key, value in inside.items() if key not in reads]  # the loop goes on with these
         reads |= inside
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            cells.append(None)
-    return function.__code__, function.__defaults__, function.__kwdefaults__, cells, vars(function), reads
+    cells = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            cells[name] = cell.cell_contents
+    own = (_state(cells), vars(function), _state(reads))
+    return function.__code__, function.__defaults__, function.__kwdefaults__, *own
 
 
 def _names(code: types.CodeType) -> list[str]:

@@ -584,7 +584,7 @@ def checkpoint_of(
         ]
     if has_process_group():
         calls: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(calls, (*call[:2], folder is None))  # a forward may name the rank's device
+        torch.distributed.all_gather_object(calls, (*call, folder is None))
         if len({is_none for *_, is_none in calls}) > 1:
             raise SparsityError(f"{caller}: some ranks have a checkpoint= and others have none; give it on every rank")
         if len(set(calls)) > 1:

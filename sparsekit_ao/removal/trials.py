@@ -160,7 +160,7 @@ def _for_trials(model: nn.Module) -> nn.Module:
             shared[id(p)] = nn.Parameter(values.to(p), p.requires_grad)
     copied = copy.deepcopy(model, shared)
     for module in copied.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "to_dict") and getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = "eager"
     return copied

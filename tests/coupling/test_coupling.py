@@ -282,6 +282,7 @@ KINDS = [
     ({"embed.weight": "o u", "l.**.attn.q.weight": "o u"}, "width"),
     ({"embed.weight": "o u", "l.0.attn.q.weight": "o u", "l.1.attn.q.weight": "o u"}, "width"),
     ({"features.0.0.weight": "u i h w", "features.1.0.weight": "o u h w"}, "features channels"),  # a chain of layers
+    ({"0.0.weight": "u i h w", "0.**.bias": "u", "0.1.weight": "u", "1.0.weight": "o u h w"}, "channels"),
     ({"f.2.conv.0.0.weight": "u i h w", "f.2.conv.1.0.weight": "u 1 h w", "f.2.conv.1.1.weight": "u"}, "conv channels"),
     ({"blocks.0.fc.weight": "u i", "blocks.1.fc.weight": "u i", "blocks.1.norm.weight": "u"}, "width"),  # a sum
     ({"l.*.mlp.experts.gate_up_proj": "o (d u) h", "l.*.mlp.experts.down_proj": "o i u"}, "expert units"),

@@ -170,6 +170,7 @@ def another_call_on_a_rank(folder):
         return prune(model, 0.5, batches=[rows(8 + rank)], forward=forward, compensate=None, **keys)[0].state_dict()
 
     place = torch.device("cpu") if rank else torch.device("cpu", 0)
+    call(forward=lambda m, b: m(b.to("cpu" if rank < 2 else rank)))  # which names its rank, as for a GPU
     expected = call(checkpoint=folder, score=lambda w, n: w.to(place).abs())
     shutil.rmtree(folder) if rank == 0 else None
     distributed.barrier()

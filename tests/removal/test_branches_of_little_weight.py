@@ -1,8 +1,11 @@
 """Removals in branches that change the outputs by little, and integers that only some ways of attention read."""
 
+import copy
+
 import pytest
 import torch
 import transformers
+from networks import Net
 from torch import nn
 
 from sparsekit_ao.removal import shrink
@@ -63,6 +66,55 @@ def test_heads_are_counted_where_their_branch_changes_little(case, form, dtype):
     small, report = shrink(model, torch.randn(2, 7, 6, dtype=dtype), 0.5)
     assert [attention.h for attention in small[1:3]] == [2, 2] and small[1].o.in_features == 16
     assert report.difference <= 1e-5
+
+
+FACTORS = {  # {name: (a module's part, the factor of a branch that it gives)}
+    "sigmoid of a gate": (nn.Parameter(torch.tensor(-14.0)), torch.sigmoid),
+    "exponential": (nn.Parameter(torch.tensor(-14.0)), torch.exp),
+    "a float": (1e-6, lambda factor: factor),
+    "powers": (nn.Parameter(torch.tensor(0.02)), lambda factor: factor**4),
+    "a large bias": (nn.Parameter(torch.full((), 1e-6)), lambda factor: factor),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_heads_are_counted_or_kept_where_a_stronger_branch_hides_them(name):
+    torch.manual_seed(0)
+    part, factor = FACTORS[name]
+    attention, mlp = Attention(1, "packed"), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def run(m, x):
+        x = m.embed(x)
+        return m.head(m.mlp(x) + x + factor(m.part) * (m.attention(x) - x))
+
+    parts = {"embed": nn.Linear(6, 32), "attention": attention, "mlp": mlp, "head": nn.Linear(32, 3)}
+    model = Net(run, part=copy.deepcopy(part), **parts).eval()
+    small, _ = shrink(model, torch.randn(2, 7, 6), 0.5)
+    heads = small.attention
+    assert small.mlp[0].out_features == 32 and heads.o.in_features == 8 * heads.h
+
+
+POSITIVE = {  # functions of a parameter that must be positive
+    "logarithm": lambda m, x: m.head(x) + m.part.log(),
+    "root": lambda m, x: m.head(x) / m.part.sqrt(),
+    "probabilities": lambda m, x: m.head(x) + torch.distributions.Categorical(m.part).entropy(),
+    "deviations": lambda m, x: torch.distributions.Normal(m.head(x), m.part[0]).cdf(torch.zeros(())),
+    "power": lambda m, x: m.head(x) * m.part**0.5,
+}
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_parameters_that_are_small_and_positive_stay_so_in_trials(name):
+    layers = {"body": nn.Linear(8, 16), "head": nn.Linear(16, 200), "part": nn.Parameter(torch.full((1, 200), 5e-3))}
+    small = shrink(Net(lambda m, x: POSITIVE[name](m, m.body(x).relu()), **layers), torch.randn(6, 8), 0.5)[0]
+    assert small.body.out_features == 8
+
+
+@pytest.mark.parametrize("config", [torch.zeros(3), {"to_dict": 1}, [1, 2], None])
+def test_an_attribute_of_the_name_config_may_be_anything(config):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model.config = config
+    assert shrink(model, torch.randn(3, 4), 0.5)[0][0].out_features == 4
 
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}

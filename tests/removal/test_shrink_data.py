@@ -322,6 +322,25 @@ def test_reports_begin_with_how_far_the_outputs_are_from_those_of_the_dense_mode
     assert report.error_to_dense > 0.7 and "they have little in common" in str(report).splitlines()[1]
 
 
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda x, y: (x.mean(-1), y),
+        lambda x, y: {"positions": torch.arange(len(x)).float(), "logits": y},
+        lambda x, y: (y.argmax(-1), y),
+        lambda x, y: (y.square().mean(), y),
+        lambda x, y: [None, (x, [y])],
+    ],
+)
+def test_the_error_is_that_of_the_first_output_of_floats_that_differs(outputs):
+    dense = Net(lambda m, x: outputs(x, m.b(m.a(x).relu())), a=nn.Linear(8, 32), b=nn.Linear(32, 5))
+    x = torch.randn(64, 8)
+    for model, report in (shrink(dense, x, 0.75), prune(dense, 0.75, batches=[x], progress=False)):
+        wanted, got = (one.b(one.a(x).relu()).detach() for one in (dense, model))
+        expected = float((got - wanted).norm() / (wanted - wanted.mean(0)).norm())
+        assert report.error_to_dense == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_padding_does_not_count_in_the_error_of_outputs(scale):
     class Tokens(nn.Module):

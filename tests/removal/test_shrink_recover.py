@@ -143,7 +143,8 @@ def test_what_is_no_model_or_cannot_be_copied_is_named(call):
     for wrong in (model.parameters(), "model.pt", model.state_dict(), Labels):
         with pytest.raises(SparsityError, match=f"{call.__name__}: model must be a torch.nn.Module, got"):
             call(wrong, batches=batches)
-    for value in (threading.Lock(), (x for x in "ab")):
+    features = {"of an earlier forward": model.fc(batches[0])}
+    for value in (threading.Lock(), (x for x in "ab"), features):
         model.blocks[0].held = value
         with pytest.raises(
             SparsityError, match=rf"{call.__name__}: the model cannot be copied, because of blocks.0.held"

@@ -250,6 +250,14 @@ DISTINCT = {
 }
 
 
+def test_units_of_weights_that_share_memory_are_removed_from_a_copy_that_does_not():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[2].weight = nn.Parameter(model[0].weight.data.t())
+    small = shrink(model, torch.randn(8, 16), 0.5)[0]
+    assert [len(small[at].weight) for at in (0, 2)] == [8, 8]
+    assert model[2].weight.data_ptr() == model[0].weight.data_ptr()
+
+
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_weights_that_share_memory_are_left_out_or_refused(name):
     model = of_one_buffer(OVERLAPPING[name])
