@@ -84,10 +84,9 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         )
     if adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
-    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
-    is_from_gguf = getattr(quantization, "quant_method", None) == "gguf"
+    read_from = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "quant_method", None)
     with ExitStack() as stack:
-        if is_from_gguf and all(p.is_floating_point() for p in model.parameters()):  # transformers would refuse it
+        if read_from == "gguf" and all(p.is_floating_point() for p in model.parameters()):  # transformers refuses it
             for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
         if isinstance(sparsifier, Compaction):
@@ -207,8 +206,7 @@ def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str,
         return
     with tempfile.TemporaryDirectory(dir=folder) as offloaded:
         on_disk = {"device_map": {"": "disk"}, "offload_folder": offloaded} if find_spec("accelerate") else {}
-        # on disk, so that memory holds one tensor at a time
-        read = _reader(type(model).from_pretrained(folder, **on_disk))
+        read = _reader(type(model).from_pretrained(folder, **on_disk))  # so that memory holds one tensor at a time
         for name in names:
             yield name, read(name)
 
@@ -226,8 +224,7 @@ def _reader(model: nn.Module) -> Callable[[str], Tensor]:
 
 def _to_write(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict under the names that `from_pretrained` knows, with the values of offloaded tensors."""
-    has_map = hasattr(model, "hf_device_map")  # transformers then reads them, for one file after the other
-    read = _reader(model)
+    read, has_map = _reader(model), hasattr(model, "hf_device_map")  # then transformers reads them, file by file
     return {uncompiled_name(n): read(n) if t.is_meta and not has_map else t for n, t in state.items()}
 
 
@@ -236,8 +233,8 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
     report = replace(report, manifest=json.loads(uncompiled_name(json.dumps(report.manifest))))
-    state = _to_write(model, model.state_dict())
-    kwargs = {"state_dict": dict(state)} | kwargs
+    kwargs = {"state_dict": _to_write(model, model.state_dict())} | kwargs
+    names = [*kwargs["state_dict"]]
     with _written_together(folder) as unchecked:
         if report.not_in_config == "":
             model.save_pretrained(unchecked, **kwargs)
@@ -257,7 +254,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 "that was made smaller twice can be saved if its config described it after the first time."
             ) from e
         read = _reader(model)
-        for key in state:
+        for key in names:
             tensor = read(key).cpu()
             if key not in loaded or not tensor.equal(loaded[key].to(tensor.dtype).cpu()):
                 raise SparsityError(
@@ -286,10 +283,9 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
         # Tensors keep the names that they have in the model, since `load_pretrained` does not convert names.
         kwargs = {"save_original_format": False} | kwargs
     removed_modules = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
-    for key in manifest["tensors"]:
-        # Empty tensors make from_pretrained raise an error; it would fill in random values for missing ones.
-        if key.startswith(removed_modules):
-            kwargs["state_dict"].setdefault(key, torch.empty(0))
+    absent = {key: torch.empty(0) for key in manifest["tensors"] if key.startswith(removed_modules)}
+    # Empty tensors make from_pretrained raise an error; it would fill in random values for missing ones.
+    kwargs["state_dict"] = absent | kwargs["state_dict"]
     apply_changes(model, undone(config_changes))
     try:
         model.save_pretrained(folder, **kwargs)

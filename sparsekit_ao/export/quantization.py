@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from ..errors import SparsityError
 from ..models.names import owner_of
-from ..models.running import Forward, call, check_batches, eval_mode, seeded, tensors_in
+from ..models.running import Forward, call, checked_list, eval_mode, seeded, tensors_in
 from ..removal.verify import Outputs, output_difference
 from .weights import Conversion, WeightToExport, checked_layers, layers_of, linear_refusals, two_four_refusals
 
@@ -52,10 +52,7 @@ def quantize(
     _check_order(model, config)
     packs = "sparse" in str(getattr(config, "packing_format", "")).lower()
     layers, _ = checked_layers(model, "quantize", _sparse_kernel_refusals if packs else linear_refusals, tensors)
-    check_batches(batches, None, forward, "quantize")
-    batches = list(batches)
-    if not batches:
-        raise SparsityError("quantize: there are no batches; an iterator that was used up before gives none")
+    batches = checked_list(batches, forward, "quantize")
     from torchao.quantization import quantize_
 
     try:
@@ -68,7 +65,7 @@ def quantize(
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
     all_layers = layers_of(model)
     quantized = _checked_tensors(all_layers, {layer.fqn for layer in layers}, converted)
-    difference, called, called_again = _compared(model, converted, batches, forward, layers)
+    difference, called, called_again = _compared((model, converted), batches, forward or call, layers)
     if lost := [layer.fqn for layer in layers if layer.fqn in called - called_again]:
         raise SparsityError(
             f"quantize: a copy of the model still calls the original module of {lost[0]}, as closures and compiled "
@@ -112,17 +109,13 @@ def _sparse_kernel_refusals(layer: WeightToExport) -> list[str]:
 
 
 def _compared(
-    model: nn.Module,
-    converted: nn.Module,
-    batches: Sequence[Any],
-    forward: Forward | None,
-    layers: Sequence[WeightToExport],
+    models: tuple[nn.Module, nn.Module], batches: Sequence[Any], forward: Forward, layers: Sequence[WeightToExport]
 ) -> tuple[float, set[str], set[str]]:
     """The largest difference of outputs in eval mode, batch by batch, and the layers that each of the models calls."""
-    differences, called, called_again = list[float](), set[str](), set[str]()
+    differences, called, (model, converted) = list[float](), (set[str](), set[str]()), models
     with ExitStack() as stack, torch.no_grad():
         devices = stack.enter_context(seeded([*model.parameters(), *model.buffers()]))
-        for one, names in ((model, called), (converted, called_again)):
+        for one, names in zip(models, called, strict=True):
             stack.enter_context(eval_mode(one))
             for layer in layers:
                 hook = lambda *_, names=names, name=layer.fqn: names.add(name)  # noqa: E731
@@ -138,11 +131,11 @@ def _compared(
                 differences.append(_difference(wanted, outputs))
     if not differences:
         raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
-    return max(differences), called, called_again
+    return max(differences), *called
 
 
-def _outputs(model: nn.Module, batch: Any, forward: Forward | None) -> Outputs:
-    result = (forward or call)(model, _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch))
+def _outputs(model: nn.Module, batch: Any, forward: Forward) -> Outputs:
+    result = forward(model, _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch))
     return [(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)]
 
 

@@ -293,9 +293,8 @@ def checked_layers(
     if not chosen:
         empty = "tensors is empty; name weights, or leave it out to take the pruned ones"
         unpruned = "no weight is masked, and none has a tenth of zeros. Prune the model first, or pass tensors=[...]"
-        unpruned += ". Smaller models have no zeros to keep: quantize them by torchao.quantize_" * (
-            target == "quantize"
-        )
+        if target == "quantize":
+            unpruned += ". Smaller models have no zeros to keep: quantize them by torchao.quantize_"
         raise SparsityError(f"{target}: {unpruned if tensors is None else empty}")
     refused = [f"{layer.fqn}: {text}" for layer in chosen for text in refusals(layer.once())]
     if refused:
