@@ -46,7 +46,7 @@ def check_example(model: nn.Module, example_inputs: Any, caller: str) -> None:
         raise SparsityError(
             f"{caller}: example_inputs is one batch, a tensor, a tuple of positional arguments or a dict of keyword "
             f"arguments, and {type(model).__name__} does not take this {kind} of {len(args) + len(kwargs)} ({why}); "
-            "if it is a list of batches, give the first, batches[0]; if it is one argument, give it in a tuple: (images,)"
+            "if it is a list of batches, give the first, batches[0]; if it is one argument, give a tuple: (images,)"
         )
 
 

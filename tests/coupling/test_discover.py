@@ -680,7 +680,7 @@ def test_a_list_that_is_one_argument_is_given_in_a_tuple(count):
         return self.layer(torch.stack([image[: image.shape[0]] for image in images]))
 
     model, images = Net(forward, layer=nn.Linear(8, 4)), [torch.randn(8) for _ in range(count)]
-    with pytest.raises(SparsityError, match=r"give it in a tuple: \(images,\)"):
+    with pytest.raises(SparsityError, match=r"give a tuple: \(images,\)"):
         shrink(model, images)
     assert prune(model, 0.5, batches=[(images,)])[1] and discover(model, (images,))
 

@@ -396,7 +396,7 @@ def _traced(model: nn.Module, example_inputs: Any, mode: FakeTensorMode | None) 
             output = run()
         except Exception as e:
             remedy = "; if it reads values, move it from the meta device to one that has them" if mode else ""
-            remedy += "; if its argument is a list, give it in a tuple: (images,)" * isinstance(example_inputs, list)
+            remedy += "; if the list is one argument, give a tuple: (images,)" * isinstance(example_inputs, list)
             raise _ForwardError(
                 f"discover: the forward failed in {recorded.where}: {type(e).__name__}: {e}. Check that "
                 f"model(*example_inputs), or model(**example_inputs) for a dict, runs{remedy}."
