@@ -25,6 +25,10 @@ from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
 METHODS = (None, "least_squares", *SOLVERS)
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
 MOST_INPUTS = 32_768  # inputs of a layer whose Gram matrix is inverted
+UNSEEN = (
+    "no inputs recorded, as no product of the forward with this weight is of a known kind (it may be one of groups): "
+    "pruned by magnitude where the score needs inputs, not compensated"
+)
 Masks = Mapping[str, Tensor]
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
@@ -225,8 +229,8 @@ class Layers:
                     )
                     with torch.autocast(weight.device.type, enabled=False):
                         prune_layer(layer, self.groups, self.method)
-                        is_unseen = layer.statistics is None and self.method is not None
-                        note = "no inputs recorded: not compensated" if is_unseen else ""
+                        reads_inputs = self.method is not None or any(needs_of(p.score) for p in self._single[name])
+                        note = UNSEEN if layer.statistics is None and reads_inputs else ""
                         solved[name] = _solved(layer, weight.dtype, self.notes.get(name, note))
         _exchange(solved, owners, {name: self._dense(name) for name in names})
         rows = []

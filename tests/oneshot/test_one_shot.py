@@ -337,6 +337,39 @@ def test_the_report_says_where_a_method_chose_the_mask_without_the_score(method)
     assert row.note or first.mask("0.weight").view(8, 2, 4)[..., :2].all()  # the first two of four
 
 
+class Grouped(nn.Linear):
+    """A Linear that multiplies each group of its inputs by other rows of its weight, as DeepSeek-V4's `o_a_proj`."""
+
+    def forward(self, x):
+        x = x.unflatten(-1, (-1, self.in_features))
+        rows = self.weight.view(x.shape[-2], -1, self.in_features)
+        return torch.bmm(x.flatten(0, -3).transpose(0, 1), rows.mT).transpose(0, 1).reshape(*x.shape[:-2], -1)
+
+
+class Summed(nn.Linear):
+    def forward(self, x):
+        return (x[:, None] * self.weight).sum(-1)
+
+
+class Mapped(nn.Linear):
+    def forward(self, x):
+        return torch.vmap(lambda row: self.weight @ row)(x)
+
+
+@pytest.mark.parametrize("kind", [Grouped, Summed, Mapped])
+@pytest.mark.parametrize("keys", [{}, {"compensate": "obs"}, {"compensate": None, "score": "wanda"}])
+def test_the_report_says_that_a_layer_was_pruned_by_magnitude_and_why(kind, keys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), kind(4 if kind is Grouped else 16, 16), nn.Linear(16, 8))
+    pruned, report = prune(model, 0.5, batches=[torch.randn(32, 8)], progress=False, **keys)
+    notes = {row.tensor: row.note for row in report}
+    assert notes["0.weight"] == notes["2.weight"] == ""
+    assert re.search("no product of the forward with this weight is of a known kind.*pruned by magnitude", str(report))
+    assert notes["1.weight"].endswith("pruned by magnitude where the score needs inputs, not compensated")
+    by_magnitude = prune(model, 0.5, exclude=["0", "2"], progress=False)[0]
+    assert torch.equal(pruned[1].weight, by_magnitude[1].weight)
+
+
 def test_no_gram_matrix_is_recorded_that_nothing_needs(monkeypatch):
     model = nn.Sequential(nn.Conv1d(4, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
     monkeypatch.setattr(LayerAdapter, "gram", lambda *_: pytest.fail("a Gram matrix was recorded"))
