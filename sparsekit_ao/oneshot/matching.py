@@ -437,8 +437,10 @@ class Teacher:
             errors = torch.stack([torch.stack(error(k, held_out=True)) for k in compared])
             loss, divisor = _over_ranks(errors.double().sum(0)).tolist()
             if not math.isfinite(loss):
+                lower = f"; call recover(pruned, dense, batches, rate=r) with r below {self.rate:g}"
                 raise SparsityError(
-                    f"recover: the outputs of {name or 'the model'} are not finite; lower rate={self.rate:g}"
+                    f"recover: the outputs of {name or 'the model'} are not finite"
+                    f"{lower if optimizer.state else ' before it is trained'}"
                 )
             return (math.sqrt if metric == "mse" else float)(loss / (divisor or 1))
 

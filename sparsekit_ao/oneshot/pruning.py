@@ -179,7 +179,7 @@ def one_shot(
     >>> sparsifier.squash_mask()
     """
     start = time.perf_counter()
-    check_method(compensate)
+    check_method(compensate, "one_shot")
     check_options("one_shot", device, stream_memory, checkpoint)
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
@@ -271,7 +271,7 @@ def prune(
     checked_model(model, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
-    check_method(compensate)
+    check_method(compensate, "prune")
     check_options("prune", device, stream_memory, checkpoint)
     if is_elsewhere(model) and not inplace:
         raise SparsityError(

@@ -534,6 +534,21 @@ def test_masks_may_come_from_a_file_and_layers_without_adapters_are_reported():
     assert not merged.down.weight[~masks["down.weight"]].any()
 
 
+def test_adapters_are_merged_into_what_prune_returned_with_the_masks_that_the_error_names():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model, report = prune(nn.Sequential(OrderedDict(up=nn.Linear(64, 128), down=nn.Linear(128, 64))), pattern="2:4")
+    masks = {row.tensor: model.get_parameter(row.tensor) != 0 for row in report}
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
+    advice = r"give \{row.tensor: model.get_parameter\(row.tensor\) != 0 for row in report\}"
+    with pytest.raises(SparsityError, match="merge_lora: expected a sparsifier .* that prune returned, " + advice):
+        export.merge_lora(lora, report)
+    masks_of_adapted = {row.tensor: model.get_parameter(row.tensor) != 0 for row in report}
+    assert all(torch.equal(masks[name], mask) for name, mask in masks_of_adapted.items())
+    merged, merge = export.merge_lora(lora, masks_of_adapted)
+    assert merge.converted == ("up.weight",) and torch.equal(merged.up.weight != 0, masks["up.weight"])
+
+
 def test_weight_norms_of_adapters_are_those_of_masked_weights():
     merged = {}
     for squash in (False, True):

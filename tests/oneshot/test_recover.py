@@ -15,6 +15,7 @@ from stock import same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
+from sparsekit_ao.oneshot.matching import Teacher
 from sparsekit_ao.removal import shrink_layers
 
 
@@ -253,6 +254,28 @@ def test_models_that_keep_a_cache_are_recovered_and_keep_it_afterwards(name):
     assert model.config.use_cache
 
 
+@pytest.mark.parametrize("call", ["prune", "shrink", "one_shot"])
+def test_training_that_diverges_advises_a_call_that_takes_a_rate(call, monkeypatch):
+    monkeypatch.setitem(Teacher.__init__.__kwdefaults__, "rate", 1e30)
+    torch.manual_seed(0)
+    dense, batches = Model(blocks=2), correlated()
+    calls = {
+        "prune": lambda **keys: prune(dense, 0.5, batches=batches, progress=False, **keys)[0],
+        "shrink": lambda **keys: removal.shrink(dense, batches=batches, score="obd", exclude=["width"], **keys)[0],
+        "one_shot": lambda **keys: one_shot(prepared(copy.deepcopy(dense)), batches, progress=False, **keys),
+    }
+    text = r"are not finite; call recover\(pruned, dense, batches, rate=r\) with r below 1e\+30"
+    with pytest.raises(SparsityError, match=text):
+        calls[call](recover=True)
+    if call != "one_shot":  # the advice works
+        recover(calls[call](), dense, batches, rate=0.01, progress=False)
+    broken = copy.deepcopy(dense)
+    with torch.no_grad():
+        broken.blocks[0].up.weight.fill_(3e38)
+    with pytest.raises(SparsityError, match="are not finite before it is trained"):
+        recover(broken, dense, batches, progress=False)
+
+
 def test_padding_does_not_count():
     sparsifier, dense, batches = pruned()
     x = torch.stack(batches)  # [6, 32, 8]
@@ -356,7 +379,7 @@ def mistakes():
     yield "the dense model has no module 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
     yield r"\(32, 16\), but the dense model returns \(32, 24\)", lambda: recover(model, Model(width=24), x)
     yield "first.weight has no values: it is on the meta device", lambda: recover(Model().to("meta"), dense, x)
-    yield "lower rate=1e", lambda: recover(Model(), dense, x, rate=1e30)
+    yield "with r below 1e", lambda: recover(Model(), dense, x, rate=1e30)
     yield "recover, forward and token_mask need batches", lambda: prune(model, recover=True)
     yield "must return a tensor, got str", lambda: recover(nn.Linear(8, 8), nn.Linear(8, 8), x, lambda m, b: str(m(b)))
 
