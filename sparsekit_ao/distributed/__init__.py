@@ -7,6 +7,7 @@ from .fsdp import (
     abandon_forward,
     fsdp_records,
     gathered,
+    is_managed,
     move_record,
     refuse_gathered,
     refuse_sharded_first,

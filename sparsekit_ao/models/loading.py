@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..distributed import gathered, is_sharded
+from ..distributed import gathered, is_managed, is_sharded
 from ..errors import SparsityError
 
 Device = torch.device | str | int | None
@@ -54,7 +54,8 @@ def offloaded_values(model: nn.Module) -> dict[int, Callable[[], Tensor]]:
 
 def is_elsewhere(model: nn.Module) -> bool:
     """Whether weights of the model are offloaded or sharded, so that a copy of it does not hold them."""
-    return is_offloaded(model) or any(map(is_sharded, model.parameters()))
+    is_any_sharded = any(map(is_sharded, model.parameters())) or any(map(is_managed, model.modules()))
+    return is_any_sharded or is_offloaded(model)  # FSDP2 may have left weights gathered after a forward pass
 
 
 def refuse_unloadable(model: nn.Module, caller: str) -> None:

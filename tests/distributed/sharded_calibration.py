@@ -62,12 +62,12 @@ def of_fsdp():
         many.calibrate([data], lambda model, batch: model(batch).square().sum(), needs=["gradient"])
 
 
-def wrapped(model):
+def wrapped(model, blocks=True):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for block in model.blocks:
+    for block in model.blocks if blocks else ():
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -134,6 +134,7 @@ class Blocks(nn.Module):
 SHARDED_BLOCKS = {
     "linear": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
     "two": lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU()),
+    "model": lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU()),
     "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
     "convolution": lambda: nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.Conv1d(5, 5, 1), nn.GELU()),
     "norm": lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()),
@@ -147,9 +148,11 @@ def without_batches(block, is_run, folder):
     data = {"batches": [torch.randn(4, 5, 8)], "compensate": "least_squares"}
     for number, keys in enumerate(({}, {"sparsity_level": 0.75, "score": "lamp"}, data)):
         expected, rows = prune(dense, progress=False, **keys)
-        sharded, x = wrapped(copy.deepcopy(dense)), torch.randn(4, 5, 8)
+        sharded, x = wrapped(copy.deepcopy(dense), blocks=block != "model"), torch.randn(4, 5, 8)
         if is_run:
             sharded(x)
+        with pytest.raises(SparsityError, match="sharded over ranks, so a copy would not have them; give inplace=True"):
+            prune(sharded, progress=False, **keys)
         checkpoint = f"{folder}/{block}_{number}" if is_run else None
         model, report = prune(sharded, inplace=True, progress=False, checkpoint=checkpoint, **keys)
         assert model is sharded and [r.tensor for r in report] == [r.tensor for r in rows] and not report.left_out
