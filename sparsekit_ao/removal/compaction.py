@@ -30,6 +30,7 @@ from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 # What trials were told to remove, by coupling (without attributes) and multiple. Only couplings that are not in it,
 # such as layers that are divided later, are searched for units of zeros.
 Known = dict[tuple[Coupling, int], list[Removal]]
+_LITTLE = 0.25  # where less than this part of the parameters is removed, the first line of a report says what helps
 UNLISTED = "possibly a removed size (list it in attrs): "
 
 
@@ -155,8 +156,12 @@ class Compaction(Table[KeptUnits]):
         return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
 
     def above(self) -> list[str]:
-        """Return how far the outputs are from those of the dense model."""
-        return lines_of_error(self.error_to_dense)
+        """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
+        removed = 1 - self.after.parameters / max(self.before.parameters, 1)
+        is_little = removed < _LITTLE and any("uniform=False removes it" in text for text in self.left_out)
+        what = f"only {removed:.1%} of the parameters are removed, since the config can hold no more"
+        little = [f"{what}; uniform=False removes what is left out for this reason"] if is_little else []
+        return little + lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""

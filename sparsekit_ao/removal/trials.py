@@ -567,8 +567,9 @@ def in_config(
 ) -> tuple[Discovery, dict[str, int]]:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
-    Couplings that fail are tried again together with all failing ones that have as many units, since one field of the
-    config may hold the number of all of them. Trials run on a short twin if its config describes it.
+    Couplings that fail are tried again together with failing ones that have as many units, since one field of the
+    config may hold the number of all of them. Those whose tensors still misfit are left out. Trials run on a short twin
+    if its config describes it.
 
     Args:
         model, discovery, reference_of, ratio: The model, and what `find_removable` found in it with this ratio.
@@ -591,9 +592,14 @@ def in_config(
     together = {coupling: [coupling] for coupling in couplings}  # {coupling: those that one field holds with it}
     failing = {coupling: why for coupling in couplings if (why := trials.misfit([coupling]))}
     units_of = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in couplings}
+    names = {c: {m.fqn for bound in c.bind(trials.reference.model) for m in bound.members} for c in failing}
     for number in dict.fromkeys(units_of[coupling] for coupling in failing):
         equal = [coupling for coupling in failing if units_of[coupling] == number]
-        if len(equal) > 1 and not trials.misfit(equal):
+        while len(equal) > 1 and (why := trials.misfit(equal)):
+            misfit = why.partition(" is ")[0]  # a tensor whose number no field holds
+            fewer = [coupling for coupling in equal if misfit not in names[coupling]]
+            equal = fewer if fewer != equal else []
+        if len(equal) > 1:
             failing = {coupling: why for coupling, why in failing.items() if coupling not in equal}
             together |= dict.fromkeys(equal, equal)
     raised = dict(multiples)

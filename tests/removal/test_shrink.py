@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import hf_models
 import pytest
 import torch
+import transformers
 from compact_models import close, rebuilt
 from discovered import fill
 from networks import NETWORKS, Net
@@ -346,6 +347,35 @@ def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_l
         torch.testing.assert_close(next(iter(again(**inputs).values())), next(iter(small(**inputs).values())))
     texts = str(report).splitlines()
     assert "fits: transformers" in texts and any("fits: vLLM" in text for text in texts)
+
+
+def test_the_first_line_says_where_the_config_allows_little_and_what_helps():
+    model, inputs = hf_models.make("HuBERT")
+    report = shrink(model, inputs)[1]
+    share = report.after.parameters / report.before.parameters
+    assert share > 0.75 and str(report).startswith(
+        f"only {1 - share:.1%} of the parameters are removed, since the config"
+    )
+    more = shrink(model, inputs, uniform=False)[1]  # as it advises
+    assert more.after.parameters / more.before.parameters < 0.6 and "only" not in str(more).partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"hidden_size": 32, "intermediate_size": 64},  # the number of units of a Mamba layer too
+        {"hidden_size": 32, "intermediate_size": 64, "expert_layer_period": 4},
+        {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2},
+    ],
+)
+def test_dense_mlps_and_experts_that_share_a_field_of_the_config_go_together(keys):
+    common = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    common |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    common |= {"num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4, "pad_token_id": 0}
+    model = fill(transformers.JambaForCausalLM(transformers.JambaConfig(**(common | keys))))
+    small, report = shrink(model, {"input_ids": torch.arange(14).view(2, 7)})
+    assert small.config.intermediate_size == keys["intermediate_size"] // 2 and report.not_in_config == ""
+    assert {"mlp", "expert units"} <= {row.kind for row in report.couplings}
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 4), (4, 4), (12, 12)])
