@@ -22,8 +22,12 @@ def computed_tensors(model: nn.Module) -> list[Tensor]:
 
 def refuse_uncopyable(model: nn.Module, where: str) -> None:
     """Raise an error unless the model is plain: a module with weights of torch that can be copied."""
-    if isinstance(checked_model(model, where), nn.parallel.DistributedDataParallel):
-        raise SparsityError(f"{where}: model is a DistributedDataParallel; give its .module, and wrap the result again")
+    modules = checked_model(model, where).named_modules()
+    for path in (path for path, module in modules if isinstance(module, nn.parallel.DistributedDataParallel)):
+        wrapped = path or "model"
+        raise SparsityError(
+            f"{where}: {wrapped} is a DistributedDataParallel; give its .module, and wrap the result again"
+        )
     # What is in `memo` counts as copied: neither weights nor other modules are.
     memo: dict[int, Any] = {
         id(t): t.detach() for t in (*model.parameters(), *model.buffers(), *computed_tensors(model))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..coupling import Coupling
 from ..coupling.discovery.tracing import code_line
+from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..oneshot.matching import RecoveryReport
@@ -268,11 +269,15 @@ def compact(
 
 
 def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
-    """Raise an error unless the tolerance is a number and parameters have values."""
+    """Raise an error unless the tolerance is a number and parameters have values, on one rank."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
-    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if name is not None:
+    if name := next((name for name, p in model.named_parameters() if is_sharded(p)), ""):
+        raise SparsityError(
+            f"{where}{name} is sharded over ranks. Remove units from the whole model, before parallelize_module or "
+            "fully_shard, and shard the smaller one"
+        )
+    if name := next((name for name, p in model.named_parameters() if p.is_meta), ""):
         raise SparsityError(
             f"{where}{name} is on the meta device, so it has no values to be compared; load the weights first, without "
             "accelerate's offloading. To give a model without values the shapes of a smaller one, use cut_to."

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..calibration import GRADIENTS
 from ..coupling import BoundCoupling, Coupling, Discovery, joint_entries
-from ..errors import SparsityError, with_hints
+from ..errors import SparsityError, checked_model, with_hints
 from ..masking import dense_weight
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
 from ..models.names import connected, named_tensors, owner_of, parameter_of, sharing_memory
@@ -162,8 +162,8 @@ def shrink(
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
     """
+    check_comparable("shrink: ", checked_model(model, "shrink"), tolerance)
     refuse_uncopyable(model, "shrink")
-    check_comparable("shrink: ", model, tolerance)
     example_inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
     needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
     _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))

@@ -10,8 +10,9 @@ from stock import refuses
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from sparsekit_ao import NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
+from sparsekit_ao import Coupling, NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
 from sparsekit_ao.distributed import copy_values, full_tensor, is_sharded, local, placed_like
+from sparsekit_ao.removal import compact, removable, shrink
 
 CONFIGS = {
     "global": [{"tensor_fqn": "*.weight", "scope_coupling": "all"}],
@@ -366,6 +367,26 @@ def meshes_are_checked_first():
     assert all(bool(local(many.mask(g["tensor_fqn"])).all()) for g in many.groups)
 
 
+def removal_is_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, x = init_device_mesh("cpu", (distributed.get_world_size(),)), batch(0)[0]
+    rows = parallelize_module(mlp(width=24), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    hidden = Coupling({"0.weight": "u i", "0.bias": "u", "2.weight": "o u"})
+    for model in (shard(mlp()), rows):
+        for call in (lambda m: shrink(m, x), lambda m: removable(m, x), lambda m: compact(m, hidden, x)):
+            with refuses(
+                "0.weight is sharded over ranks. Remove units from the whole model, before parallelize_module"
+            ):
+                call(model)
+    wrapped = nn.parallel.DistributedDataParallel(mlp())
+    for model, name in ((wrapped, "model"), (nn.Sequential(wrapped, nn.Tanh()), "0")):
+        with refuses(f"shrink: {name} is a DistributedDataParallel; give its .module"):
+            shrink(model, x)
+    assert shrink(wrapped.module, x)[1].difference <= 1e-5
+
+
 def state_dicts():
     one, many = pair()
     for state in (one.state_dict(), many.state_dict()):  # whole masks and sharded ones, into both
@@ -399,6 +420,7 @@ def cases():
         one_tensor_by_hand,
         another_parametrization_below,
         state_dicts,
+        removal_is_refused,
         what_torch_may_change,
         masks_of_other_meshes,
     ):
