@@ -126,7 +126,7 @@ def of_offloaded(method: str) -> dict[str, object]:
             )
         else:
             options = {"compensate": "admm", "recover": True} if method == "recovered" else {"compensate": method}
-            prune(model, pattern="2:4", batches=batches, exclude=["lm_head"], inplace=True, **options)
+            prune(model, "2:4", batches=batches, exclude=["lm_head"], inplace=True, **options)
         seconds, peak = time.perf_counter() - start, high_water() - before
         model.save_pretrained(folder / "pruned")
         again = walk_memory.AutoModelForCausalLM.from_pretrained(folder / "pruned", dtype=torch.bfloat16)

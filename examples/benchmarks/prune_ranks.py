@@ -45,7 +45,7 @@ def measure(sentences: int, layers: int, is_reversed: bool) -> dict[str, Any]:
     for recover in (False, True):
         start = time.perf_counter()
         options: dict[str, Any] = {"exclude": ["pooler"], "recover": recover, "progress": False}
-        pruned, report = prune(dense, pattern="2:4", batches=batches[rank::world], **options)
+        pruned, report = prune(dense, "2:4", batches=batches[rank::world], **options)
         found[f"seconds {recover}"] = time.perf_counter() - start
         found[f"cosine {recover}"] = similarity(embed(pruned, texts), embed(dense, texts)) if rank == 0 else None
         if not recover:

@@ -93,14 +93,14 @@ def measure(size: str, blocks: int) -> dict[str, object]:
             written(folder / "first", "tiny", 2)
             first = loaded(folder / "first", 2, folder / "first offloaded")
             ids = list(torch.randint(SIZES["tiny"][3], (2, 2, 64)))
-            prune(first, pattern="2:4", batches=ids, exclude=["lm_head"], inplace=True, **options)
+            prune(first, "2:4", batches=ids, exclude=["lm_head"], inplace=True, **options)
             del first
         model = loaded(folder / "dense", blocks, folder / "offloaded")
         before, numel = resident(), sum(p.numel() for p in model.parameters())
         block = sum(p.numel() for p in model.model.layers[0].parameters())
         reset_high_water()
         start = time.perf_counter()
-        _, report = prune(model, pattern="2:4", batches=batches, exclude=["lm_head"], inplace=True, **options)
+        _, report = prune(model, "2:4", batches=batches, exclude=["lm_head"], inplace=True, **options)
         seconds, peak = time.perf_counter() - start, high_water() - before
         resident_in_all = high_water()
         with torch.no_grad():

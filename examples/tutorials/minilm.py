@@ -71,7 +71,7 @@ evaluate("dense", dense)
 # Two of every four consecutive weights in a row become zero. Dropping the two smallest is quick, but it costs much of
 # the quality:
 
-without_data, _ = prune(dense, pattern="2:4", exclude=["pooler"])
+without_data, _ = prune(dense, "2:4", exclude=["pooler"])
 evaluate("2:4 by magnitude", without_data)
 
 # %%
@@ -79,7 +79,7 @@ evaluate("2:4 by magnitude", without_data)
 # then trained to match the outputs of the same block in the dense model. This still needs no labels. Padding does not
 # count, because the batches have an `attention_mask`.
 
-sparse, report = prune(dense, pattern="2:4", batches=calibration, exclude=["pooler"], recover=True)
+sparse, report = prune(dense, "2:4", batches=calibration, exclude=["pooler"], recover=True)
 evaluate("2:4, recovered", sparse)
 
 # %%

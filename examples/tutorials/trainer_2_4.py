@@ -17,7 +17,7 @@ from sparsekit_ao import ScopeSparsifier
 from sparsekit_ao.integrations.transformers import SparsifierCallback
 
 model = minilm("AutoModelForSequenceClassification", num_labels=len(PACKAGES))
-sparsifier = ScopeSparsifier(pattern="2:4")
+sparsifier = ScopeSparsifier("2:4")
 sparsifier.prepare(model, exclude=["classifier", "*.pooler*"])
 callback = SparsifierCallback(sparsifier)
 

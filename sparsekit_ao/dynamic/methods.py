@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..errors import SparsityError, is_number
+from ..patterns import Pattern
 from ..schedules import check_positive, cosine, cubic
 from .budgets import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
@@ -108,7 +109,7 @@ def GMP(
     return DynamicSparsifier(None, optimizer, **{**chosen, **arguments})
 
 
-def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThrough:
+def STE(sparsity_level: float | Pattern | str | None = None, **arguments: Any) -> StraightThrough:
     """Use only kept weights in the forward pass but train all: straight-through estimation (STE, arXiv 1308.3432).
 
     `sparsity_level` is the fraction of blocks dropped in each scope, 0.5 by default.
@@ -119,7 +120,9 @@ def STE(sparsity_level: float | None = None, **arguments: Any) -> StraightThroug
     return StraightThrough(sparsity_level, **arguments)
 
 
-def SRSTE(sparsity_level: float | None = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
+def SRSTE(
+    sparsity_level: float | Pattern | str | None = None, *, decay: float = 2e-4, **arguments: Any
+) -> StraightThrough:
     """Train as `STE` does, with a decay of dropped weights, for N:M sparsity (SR-STE, arXiv 2102.04010).
 
     `sparsity_level` is the fraction dropped in each scope, 0.5 by default. Call `attach` with the optimizer, in whose

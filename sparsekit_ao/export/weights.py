@@ -176,7 +176,7 @@ def report(model: nn.Module) -> LayerReport:
 
     >>> from sparsekit_ao import ScopeSparsifier, export, patterns
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 4)).half()
-    >>> sparsifier = ScopeSparsifier(pattern=patterns.n_m(2, 4))
+    >>> sparsifier = ScopeSparsifier(patterns.n_m(2, 4))
     >>> sparsifier.prepare(model, [{"tensor_fqn": "0.weight"}])
     >>> sparsifier.step()
     >>> [(row.tensor, row.density, row.patterns, "to_2_4" in row.taken_by) for row in export.report(model)]
@@ -212,7 +212,7 @@ def check(model: nn.Module, target: str, tensors: Sequence[str] | None = None) -
             there is no such target or tensor, or there is nothing to check.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32)).half()
-    >>> sparsifier = sparsekit_ao.ScopeSparsifier(pattern=sparsekit_ao.patterns.n_m(2, 4))
+    >>> sparsifier = sparsekit_ao.ScopeSparsifier(sparsekit_ao.patterns.n_m(2, 4))
     >>> sparsifier.prepare(model)
     >>> sparsifier.step()
     >>> [layer.fqn for layer in sparsekit_ao.export.check(model, "to_2_4")]

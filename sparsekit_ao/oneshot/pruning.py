@@ -21,7 +21,6 @@ from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config
 from ..sparsifiers.scope import ScopeSparsifier
-from ..sparsifiers.stages import checked_pattern
 from ..tables import Table, lines_of_error
 from .chain import CalibrationData
 from .matching import RecoveryReport, Teacher, check_ranks
@@ -211,7 +210,7 @@ def one_shot(
 @with_hints
 def prune(
     model: nn.Module,
-    sparsity_level: float | None = None,
+    sparsity_level: float | Pattern | str | None = None,
     *,
     pattern: Pattern | str | None = None,
     batches: Iterable[Any] | None = None,
@@ -242,7 +241,7 @@ def prune(
     Args:
         model: A model on any device, in any dtype. Unless `inplace`, a copy is pruned. In a copy, weights under
             weight_norm are pruned too.
-        sparsity_level: The fraction of each weight that is dropped, in [0, 1]; 0.5 by default.
+        sparsity_level: The fraction of each weight that is dropped, in [0, 1], or the pattern; 0.5 by default.
         pattern: One of `patterns`, or its text ("2:4"). None (default) drops single elements.
         batches, forward, token_mask, compensate: As for `one_shot`. Batches are inputs without labels, unless the score
             needs gradients; `forward` must then return the loss of a batch.
@@ -263,7 +262,7 @@ def prune(
             that is pruned in place is interrupted in the middle, each of its blocks is either finished or as it was.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
-    >>> pruned, report = prune(model, pattern="2:4", batches=[torch.randn(64, 16) for _ in range(4)])
+    >>> pruned, report = prune(model, "2:4", batches=[torch.randn(64, 16) for _ in range(4)])
     >>> int((pruned[0].weight == 0).sum()), int((model[0].weight == 0).sum()), [row.density for row in report]
     (256, 0, [0.5, 0.5])
     """
@@ -292,7 +291,7 @@ def prune(
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
     data = replace(data, model=pruned)
-    more = [] if batches is None else _other_entries(data, checked_pattern(pattern, ""))
+    more = [] if batches is None else _other_entries(data, sparsifier.defaults.get("pattern"))
     resolved = sparsifier.resolved(pruned, exclude, more)
     refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})

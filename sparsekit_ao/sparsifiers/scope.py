@@ -82,15 +82,19 @@ class BudgetSparsifier(MaskSparsifier):
     #: the cache of `pruning_groups`: what the pruning groups depend on, and the pruning groups
     _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
 
-    def __init__(self, sparsity_level: float | None = None, *, nnz: int | None = None, **structure: Any) -> None:
+    def __init__(
+        self, sparsity_level: float | Pattern | str | None = None, *, nnz: int | None = None, **structure: Any
+    ) -> None:
         known = (*self.structure_defaults, *self.optional_keys)
         for key in structure:
             if key not in known:
                 hint, takes = hint_of_key(key, ("sparsity_level", *known)), ", ".join(sorted(known))
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}.{hint} It takes {takes}")
         sparsity_level, nnz, structure = copied(sparsity_level), copied(nnz), copied(structure)
-        if isinstance(sparsity_level, Pattern):
-            raise SparsityError(f"sparsity_level must be a number, got {sparsity_level}; give a pattern as pattern=")
+        if isinstance(sparsity_level, (Pattern, str)):
+            if structure.get("pattern") is not None:
+                raise SparsityError(f"give one pattern, got {sparsity_level!r} and pattern={structure['pattern']!r}")
+            sparsity_level, structure["pattern"] = None, sparsity_level
         if isinstance(sparsity_level, nn.Module):
             kind = type(sparsity_level).__name__
             raise SparsityError(f"sparsity_level must be a number, got a {kind}; give the model to prepare(model)")
@@ -220,7 +224,7 @@ class BudgetSparsifier(MaskSparsifier):
 
         >>> from sparsekit_ao import ScopeSparsifier
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        >>> [group["tensor_fqn"] for group in ScopeSparsifier(pattern="2:4").resolved(model).groups]
+        >>> [group["tensor_fqn"] for group in ScopeSparsifier("2:4").resolved(model).groups]
         ['0.weight']
         """
         config, exclude, _ = self._chosen_config(model, None, exclude, more)
@@ -383,7 +387,8 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
     other. Every argument except `update_every` and `until` is a default that a config entry may override.
 
     Args:
-        sparsity_level: Fraction of blocks dropped in each scope, in [0, 1]; 0.5 by default.
+        sparsity_level: Fraction of blocks dropped in each scope, in [0, 1]; 0.5 by default. Or the pattern, such as
+            "2:4"; see `pattern`.
         nnz: Number of blocks kept in each scope, instead of a level. A scheduler that changes a group's
             `sparsity_level` overrides it.
         block_shape: Number of elements of a block along each dimension. () (default) makes every element a block, and
@@ -442,7 +447,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
 
     def __init__(
         self,
-        sparsity_level: float | None = None,
+        sparsity_level: float | Pattern | str | None = None,
         *,
         nnz: int | None = None,
         pattern: Pattern | str | None = None,

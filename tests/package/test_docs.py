@@ -110,9 +110,9 @@ def test_the_errors_that_are_explained_are_those_of_the_library():
 
 def test_the_line_of_a_report_that_a_page_quotes_is_in_one():
     (quoted,) = re.findall(r'line that begins with\s"(.+?)"', (ROOT / "docs/compact.md").read_text())
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 4))
-    model[0].width = 32
-    report = sparsekit_ao.shrink(model, torch.randn(2, 8))[1]
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 4))
+    model[0].width = 32  # of the inputs or of the outputs
+    report = sparsekit_ao.shrink(model, torch.randn(2, 32))[1]
     assert report.unlisted and any(line.startswith(quoted) for line in str(report).splitlines())
 
 

@@ -9,7 +9,7 @@ import torch
 from stock import linear_model, reloaded
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns
+from sparsekit_ao import ScopeSparsifier, SparsityError, keep_mask, patterns, prune
 
 
 class Language(nn.Module):
@@ -293,6 +293,18 @@ def test_packed_experts_are_matrices_of_their_own(is_transposed):
     mask = prepared(Experts(), [{"tensor_fqn": "up", **patterns.n_m(2, 4)}]).mask("up")
     grouped = mask.unflatten(1, (-1, 4)).sum(2) if is_transposed else mask.unflatten(2, (-1, 4)).sum(3)
     assert grouped.eq(2).all()
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4x2", "rows", patterns.n_m(1, 4), patterns.columns(0.25)])
+def test_a_pattern_may_stand_in_the_place_of_the_level(pattern):
+    masks = []
+    for sparsifier in (ScopeSparsifier(pattern), ScopeSparsifier(pattern=pattern)):
+        torch.manual_seed(0)
+        masks.append(prepared(nn.Sequential(nn.Linear(16, 8)), None, sparsifier).mask("0.weight"))
+    assert torch.equal(*masks)
+    torch.manual_seed(0)
+    pruned, report = prune(nn.Sequential(nn.Linear(16, 8)), pattern)
+    assert torch.equal(pruned[0].weight != 0, masks[0]) and report[0].density == masks[0].float().mean()
 
 
 def test_an_entry_overrides_the_default_pattern_and_its_budget():
