@@ -22,12 +22,8 @@ def computed_tensors(model: nn.Module) -> list[Tensor]:
 
 def refuse_uncopyable(model: nn.Module, where: str) -> None:
     """Raise an error unless the model is plain: a module with weights of torch that can be copied."""
-    modules = checked_model(model, where).named_modules()
-    for path in (path for path, module in modules if isinstance(module, nn.parallel.DistributedDataParallel)):
-        wrapped = path or "model"
-        raise SparsityError(
-            f"{where}: {wrapped} is a DistributedDataParallel; give its .module, and wrap the result again"
-        )
+    if isinstance(checked_model(model, where), nn.parallel.DistributedDataParallel):
+        raise SparsityError(f"{where}: model is a DistributedDataParallel; give its .module, and wrap the result again")
     # What is in `memo` counts as copied: neither weights nor other modules are.
     memo: dict[int, Any] = {
         id(t): t.detach() for t in (*model.parameters(), *model.buffers(), *computed_tensors(model))
@@ -83,10 +79,7 @@ def undo_weight_norms(model: nn.Module) -> Normed:
 
 @torch.no_grad()
 def redo_weight_norms(model: nn.Module, normed: Normed) -> dict[str, Tensor]:
-    """Normalize weights again, in place; a direction of a weight of zeros is all ones, its length 0.
-
-    Returns {name of the parameter of lengths: its values before they were rounded to the dtype of the weight}.
-    """
+    """Normalize again, in place (zeros get a direction of ones); return {parameter of lengths: its exact values}."""
     exact = dict[str, Tensor]()
     for path, name, dim, is_new in normed:
         module = model.get_submodule(path)

@@ -180,13 +180,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_generators(devices: Iterable[int] | None = None) -> Iterator[None]:
-    """Restore the generators of numpy, Python and torch, the latter of the CPU and these devices, or all if None."""
-    if devices is None:
-        devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+def kept_generators() -> Iterator[None]:
+    """Restore the states of the generators of torch (on all devices), numpy and Python."""
     states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
             yield
     finally:
         random.setstate(states[0])
@@ -197,7 +195,7 @@ def kept_generators(devices: Iterable[int] | None = None) -> Iterator[None]:
 def seeded(tensors: Iterable[Tensor]) -> Iterator[list[int]]:
     """Seed all generators, torch's of the CPU and of the tensors' GPUs, whose indices are yielded; restore them."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    with kept_generators(devices):
+    with kept_generators():
         torch.default_generator.manual_seed(0)
         for device in devices:
             with torch.cuda.device(device):

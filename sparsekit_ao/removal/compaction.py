@@ -31,7 +31,6 @@ from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 # What trials were told to remove, by coupling (without attributes) and multiple. Only couplings that are not in it,
 # such as layers that are divided later, are searched for units of zeros.
 Known = dict[tuple[Coupling, int], list[Removal]]
-_LITTLE = 0.25  # where less than this part of the parameters is removed, the first line of a report says what helps
 UNLISTED = "possibly a removed size (list it in attrs): "
 
 
@@ -159,7 +158,7 @@ class Compaction(Table[KeptUnits]):
     def above(self) -> list[str]:
         """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
         removed = 1 - self.after.parameters / max(self.before.parameters, 1)
-        is_little = removed < _LITTLE and any("uniform=False removes it" in text for text in self.left_out)
+        is_little = removed < 0.25 and any("uniform=False removes it" in text for text in self.left_out)
         what = f"only {removed:.1%} of the parameters are removed, since the config can hold no more"
         little = [f"{what}; uniform=False removes what is left out for this reason"] if is_little else []
         return little + lines_of_error(self.error_to_dense)
@@ -273,10 +272,7 @@ def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
     if name := next((name for name, p in model.named_parameters() if is_sharded(p)), ""):
-        raise SparsityError(
-            f"{where}{name} is sharded over ranks. Remove units from the whole model, before parallelize_module or "
-            "fully_shard, and shard the smaller one"
-        )
+        raise SparsityError(f"{where}{name} is sharded; remove units before parallelize_module or fully_shard")
     if name := next((name for name, p in model.named_parameters() if p.is_meta), ""):
         raise SparsityError(
             f"{where}{name} is on the meta device, so it has no values to be compared; load the weights first, without "
@@ -308,8 +304,8 @@ def verified(
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
         )
     notes += _fused_notes(reference, small)
-    is_rounded = reference.normed and reference.dtype is not None
-    notes += ["lengths of weights of weight_norm are rounded to 16 bits after the comparison"] if is_rounded else []
+    if reference.normed and reference.dtype is not None:
+        notes.append("lengths of weights of weight_norm are rounded to 16 bits after the comparison")
     not_in_config = None
     if with_config and has_config(model):
         # If outputs may change, they still must not change by the config.

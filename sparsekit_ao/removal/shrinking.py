@@ -426,10 +426,7 @@ def _removed(
         A list of (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
     """
     if errors and not scores:
-        cause = list(errors.values())[-1]
-        raise SparsityError(
-            f"shrink: the score fits no coupling ({cause}); score=None takes norms where nothing else fits"
-        )
+        raise SparsityError(f"shrink: the score fits no coupling ({[*errors.values()][-1]}); score=None takes norms")
     rated = [c for c in couplings if any(bool(rows.any()) for rows in scores.get(c.name, ()))]
     zero = [c.name for c in couplings if c.name in scores and c not in rated]
     left_out = [(name, str(error)) for name, error in errors.items()]

@@ -150,10 +150,9 @@ class Reference:
         again = list(tensors_in("output", _run(self.model, self._inputs, self.dtype, fused=self._fused)[0]))
         if not (error := output_difference(self._outputs, again)) <= self.tolerance:
             raise SparsityError(
-                "the model itself gives two answers to the same example_inputs (a relative difference of "
-                f"{error:.1e}), so no smaller one can be compared with it. Its forward may read a clock, or random "
-                "numbers that the seeds of torch, numpy and random do not determine; pass those as an input, or take "
-                "them out"
+                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})."
+                " Take out of its forward, or pass as inputs, times and random numbers that no seed of torch, numpy or "
+                "random determines"
             )
 
     def check_lengths(self) -> None:
@@ -178,8 +177,7 @@ class Reference:
                     continue
                 # Compare with inputs of the same shape, which round in the same way, to exclude that rounding differs.
                 same = self._extended(longer, None)
-                is_length = same is None or _last_differs(self._outputs, same, other, 1e-6)
-                if is_length and self._hides(longer, tensor):
+                if (same is None or _last_differs(self._outputs, same, other, 1e-6)) and self._hides(longer, tensor):
                     args, kwargs = self._inputs
                     places = {id(t): place for place, t in tensors_in("example_inputs", kwargs or args)}
                     raise SparsityError(
@@ -229,47 +227,38 @@ class Reference:
         return reference
 
     def _hides(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor) -> bool:
-        """Return whether rows or columns of parameters change longer inputs' outputs, and those of no single entry.
-
-        Gradients say so. If there are none, as in a forward that does without, everything may be hidden.
-        """
-        alone = None
+        """Return whether gradients are missing, or show parts of a parameter for longer inputs but no single entry."""
+        shares, alone = list[Tensor](), list[Tensor]()  # gradients of rows and columns; the largest of single entries
         try:
             for entry in (0, 1, 2, None):
-                inputs = self._longer(longer, changed, entry)
                 model = plain_weights(light_copy(self._dense or self.model, self.dtype))
-                with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
-                    outputs = tensors_in("output", _run(model, inputs, self.dtype, single_use=True, gradients=True)[0])
-                    sums = [(_real(t) * _real(_other_values(t.detach()))).sum() for _, t in outputs if t.requires_grad]
-                    read = [p for p in model.parameters() if p.requires_grad and p.numel()]
-                    gradients = torch.autograd.grad(sums, read, materialize_grads=True)
+                with torch.enable_grad():
+                    outputs = [t for _, t in self._extended(longer, changed, entry, model) or () if t.requires_grad]
+                    sums = [(_real(t) * _real(_other_values(t.detach()))).sum() for t in outputs]
+                    weights = [p for p in model.parameters() if p.requires_grad and p.numel()]
+                    gradients = torch.autograd.grad(sums, weights, materialize_grads=True)
                 sizes = [g[..., None, None].abs().movedim(d, 0).flatten(1).amax(1) for g in gradients for d in range(2)]
                 shares = [size / max(float(size.max()) for size in sizes) for size in sizes]
-                if entry is not None:
-                    alone = [*map(torch.maximum, alone or shares, shares)]
+                alone = alone if entry is None else [*map(torch.maximum, alone or shares, shares)]
         except Exception:
             return True
-        shown = [(one[all_ > 1e-5], all_[all_ > 1e-5]) for one, all_ in zip(alone or (), shares, strict=True)]
+        shown = [(one[all_ > 1e-5], all_[all_ > 1e-5]) for one, all_ in zip(alone, shares, strict=True)]
         return any(int((one < 1e-3 * all_).sum()) > _HIDDEN * len(all_) for one, all_ in shown)
 
-    def _extended(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
-        """Return the outputs for longer inputs, or None if the model does not run with them."""
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                output = _run(self.model, self._longer(longer, changed), self.dtype)[0]
-        except Exception:  # the model fixes the size of the dimension, or does not take a new value
-            return None
-        return list(tensors_in("output", output))
-
-    def _longer(
-        self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None, entry: int | None = None
-    ) -> Arguments:
-        """Return longer inputs.
+    def _extended(
+        self,
+        longer: Sequence[tuple[Tensor, int]],
+        changed: Tensor | None,
+        entry: int | None = None,
+        single_use: nn.Module | None = None,
+    ) -> Outputs | None:
+        """Return the outputs for longer inputs, or None if the model does not run with them.
 
         Args:
             longer: Each (tensor, dimension) that gets two more entries, which repeat the tensor's values.
             changed: The tensor whose new entries have other values instead; None for no tensor.
-            entry: The only one of the three entries that is returned, if it is given.
+            entry: The only one of the three entries that the inputs have, or None for all.
+            single_use: A copy that runs in place of the model, and whose parameters autograd records.
         """
 
         def extended(tensor: Tensor) -> Tensor:
@@ -280,7 +269,13 @@ class Reference:
                 tensor = tensor if entry is None else tensor.narrow(d, entry, 1)
             return tensor
 
-        return _pytree.tree_map_only(Tensor, extended, self._inputs)
+        try:
+            inputs, how = _pytree.tree_map_only(Tensor, extended, self._inputs), single_use is not None
+            with warnings.catch_warnings(action="ignore"):
+                output = _run(single_use or self.model, inputs, self.dtype, single_use=how, gradients=how)[0]
+        except Exception:  # the model fixes the size of the dimension, or does not take a new value
+            return None
+        return list(tensors_in("output", output))
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """Return the difference of float64 copies, or None if rounding does not explain the difference in float32.
