@@ -168,6 +168,8 @@ def match_names(pattern: str, names: Iterable[str]) -> dict[tuple[str, ...], lis
             f"{pattern!r}: a name pattern may have at most {_MOST_STARS} '**', and as many '*' between two dots, since "
             "matching more could take very long"
         )
+    if "*" not in pattern:
+        return {(): [pattern]} if pattern in names else {}
     regex = re.compile("".join(_MATCHES.get(text) or re.escape(text) for text in _STAR.split(pattern)))
     matches: Matches = {}
     for match in filter(None, map(regex.fullmatch, names)):

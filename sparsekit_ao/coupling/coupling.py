@@ -192,7 +192,7 @@ class Coupling:
         """
         parameters = dict(named_tensors(checked_model(model, f"coupling {self.name!r}")))
         modules = [(p, module) for p, module in model.named_modules() if ".parametrizations." not in f".{p}."]
-        buffers = {name: b for p, module in modules for name, b in module.named_buffers(p, recurse=False)}
+        buffers = {f"{p}.{key}".lstrip("."): b for p, m in modules for key, b in m._buffers.items() if b is not None}
         tensors = parameters | buffers
         matches = {member: match_names(member, tensors) for member in self.members}
         for member, names in matches.items():
