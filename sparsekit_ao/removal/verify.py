@@ -150,9 +150,9 @@ class Reference:
         again = list(tensors_in("output", _run(self.model, self._inputs, self.dtype, fused=self._fused)[0]))
         if not (error := output_difference(self._outputs, again)) <= self.tolerance:
             raise SparsityError(
-                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})."
-                " Take out of its forward, or pass as inputs, times and random numbers that no seed of torch, numpy or "
-                "random determines"
+                f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})"
+                ", by a clock or random numbers that no seed of torch, numpy or random determines. Give a seed to the "
+                "generator in its forward, or pass such values as inputs"
             )
 
     def check_lengths(self) -> None:
