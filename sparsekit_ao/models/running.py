@@ -192,16 +192,16 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(tensors: Iterable[Tensor]) -> Iterator[list[int]]:
+def seeded(tensors: Iterable[Tensor], seed: int = 0) -> Iterator[list[int]]:
     """Seed all generators, torch's of the CPU and of the tensors' GPUs, whose indices are yielded; restore them."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with kept_generators():
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
         for device in devices:
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         yield devices
 
 

@@ -83,8 +83,12 @@ class CalibrationData:
         return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
 
     def output(self, index: int) -> Any:
-        """Run the model on a copy of one batch, as it may change its inputs in place."""
-        return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
+        """Run the model on a copy of one batch, as it may change its inputs in place, with the batch's random numbers.
+
+        The dense model and the pruned one thus draw the same numbers.
+        """
+        with seeded(self.model.parameters(), index):
+            return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
 
     @torch.no_grad()
     def first_output(self) -> Any:

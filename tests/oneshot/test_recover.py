@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import random
 from types import SimpleNamespace
 
 import gallery
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -274,6 +276,39 @@ def test_training_that_diverges_advises_a_call_that_takes_a_rate(call, monkeypat
         broken.blocks[0].up.weight.fill_(3e38)
     with pytest.raises(SparsityError, match="are not finite before it is trained"):
         recover(broken, dense, batches, progress=False)
+
+
+NOISES = {
+    "numpy": lambda x: x + np.random.standard_normal(),
+    "random": lambda x: x + random.gauss(0, 1),
+    "torch": lambda x: x + torch.randn_like(x),
+    "dropout": lambda x: nn.functional.dropout(x, 0.5, training=True),
+    "all": lambda x: x * float(torch.rand(())) + random.random() - torch.from_numpy(np.random.rand(8)).float(),
+}
+
+
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_the_dense_and_the_pruned_model_draw_the_same_random_numbers(noise, has_blocks):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2 if has_blocks else 1)]
+    model, batches = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*blocks)), [torch.randn(16, 8) for _ in range(3)]
+
+    def forward(model, x):
+        return model(NOISES[noise](x))
+
+    before = generators()
+    same, report = prune(model, 0.0, batches=batches, forward=forward, recover=True, progress=False)
+    rows = recover(copy.deepcopy(same), model, batches, forward, progress=False)
+    assert report.blocks == (2 if has_blocks else 0) and report.error_to_dense == rows.error_to_dense == 0
+    assert [row.before for row in (*report.recovery, *rows)] == [0] * (4 if has_blocks else 2)
+    pruned_model, _ = prune(model, 0.5, batches=batches, forward=forward, progress=False)
+    assert recover(pruned_model, model, batches, forward, progress=False).rows[-1].after < 0.5
+    assert generators() == before
 
 
 def test_padding_does_not_count():
