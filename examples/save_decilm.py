@@ -44,7 +44,7 @@ def save_decilm(model: Any, path: str | Path) -> None:
     units, and `no_op` for an attention or MLP that `shrink_layers` removed.
 
     Args:
-        model: A `LlamaForCausalLM`, as `shrink(..., uniform=False)` returns it.
+        model: A `LlamaForCausalLM`, as `shrink(..., keep_config=False)` returns it.
         path: Folder.
 
     Raises:
@@ -59,7 +59,7 @@ def save_decilm(model: Any, path: str | Path) -> None:
         raise SparsityError(
             f"save_decilm: layers must have one number of query heads, {heads[0]}, which their key heads divide, and "
             f"heads of {model.config.head_dim}; they have {heads} and {key_heads}, of {head_dims}. Shrink heads with "
-            "uniform=True, and MLPs by their own couplings."
+            "keep_config=True, and MLPs by their own couplings."
         )
     if "head_dim" not in (first := next(filter(None, sizes))):
         raise SparsityError("save_decilm: vLLM's first block with an MLP needs an attention too, and this has none")
@@ -103,7 +103,9 @@ def main() -> None:
         for at, layer in enumerate(llama.model.layers):
             layer.mlp.down_proj.weight *= 0.5**at  # so that layers differ in importance
     tokens = torch.randint(0, 64, (2, 8))
-    small, _ = shrink(llama, {"input_ids": tokens}, 0.25, kinds=["mlp"], cost="parameters", uniform=False)
+    small, _ = shrink(
+        llama, {"input_ids": tokens}, 0.25, exclude=["*self_attn*"], budget="parameters", keep_config=False
+    )
     save_decilm(small, folder)
     for block in json.loads((folder / "config.json").read_text())["block_configs"]:
         print(block)

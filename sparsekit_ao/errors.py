@@ -19,7 +19,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _MEANT = {  # what other libraries call an argument
     "sparsity_level": ("sparsity", "level", "amount", "ratio", "pruning_ratio"),
-    "ratio": ("sparsity", "sparsity_level", "level", "amount", "pruning_ratio"),
+    "ratio": ("sparsity", "sparsity_level", "level", "amount", "pruning_ratio", "kinds"),
+    "budget": ("cost", "scope"),
+    "keep_config": ("uniform",),
+    "multiple_of": ("tensor_parallel",),
     "exclude": ("ignore", "ignored_layers", "skip"),
     "batches": ("data", "dataset", "dataloader", "calibration_data", "inputs", "example_inputs"),
     "example_inputs": ("inputs", "batch", "batches"),

@@ -373,8 +373,8 @@ def methods(task: Any, budget: float) -> dict[str, Callable[[nn.Module], nn.Modu
         batches=[task.inputs(batch) for batch in task.batches(task.more, 300)],
         token_mask=task.token_mask,
         recover=True,
-        cost="flops",
-        uniform=False,
+        budget="flops",
+        keep_config=False,
     )[0]
     names = [name for name in THEIRS if name != "scale" or isinstance(task, Digits)]  # that of BatchNorms
     tried = [(name, "global", True) for name in names] + [("random", "layer", True)] * isinstance(task, Digits)
@@ -429,7 +429,7 @@ def ours(task: Any, model: nn.Module, score: str | None, budget: float) -> nn.Mo
     def loss(m: nn.Module, _: Any) -> Tensor:
         return torch.stack([task.score_loss(m, batch) for batch in calibration(task)]).mean()
 
-    keys: dict[str, Any] = {"cost": "flops", "uniform": False, "max_sparsity": {"width": 0.9}}
+    keys: dict[str, Any] = {"budget": "flops", "keep_config": False, "max_sparsity": {"width": 0.9}}
     return shrink(model, task.example, 1 - budget, score or "norm", forward=loss, **keys)[0]
 
 

@@ -105,7 +105,7 @@ def ours(model: nn.Module, inputs: Any) -> Found:
     """Half of the units of every coupling."""
     start = time.perf_counter()
     everything = {"*": 0.5, "width": 0.5}
-    _, report = shrink(model, inputs, everything, "norm", tolerance=TOLERANCE, uniform=False)
+    _, report = shrink(model, inputs, everything, "norm", keep_config=False)
     removed = 1 - report.after.parameters / report.before.parameters
     details = f"{len(report.left_out)} couplings left out"
     return "exact" if removed else "nothing removed", removed, time.perf_counter() - start, details

@@ -96,7 +96,7 @@ def minilm(repeat: int) -> list[dict]:
         sparsifier.one_shot(data, token_mask="attention_mask", recover=True, progress=False)
         sparsifier.squash_mask()
         models[f"groups of {rows} rows"] = model
-    keys: dict = {"cost": "flops", "uniform": False, "token_mask": "attention_mask", "recover": True}
+    keys: dict = {"budget": "flops", "keep_config": False, "token_mask": "attention_mask", "recover": True}
     models["removed units"], _ = shrink(dense, full, 0.5, "obs", batches=data, **keys)
     cosines = {name: similarity(embed(model, batches), embed(dense, batches)) for name, model in models.items()}
     for rows in (8, 32, 128):

@@ -61,8 +61,10 @@ TINY: dict[str, tuple[Callable[[], Made], int]] = {
 
 def ours(model: nn.Module, inputs: Any) -> tuple[str, float]:
     """Shrink it; the result as in `compare_torch_pruning.py`, and the fraction of parameters that is removed."""
-    uniform = None if "Llama" in type(model).__name__ else False  # a ResNet's config holds the width of its stem alone
-    _, report = shrink(model, inputs, {"*": 0.5, "width": 0.5}, "norm", uniform=uniform)
+    keep_config = (
+        None if "Llama" in type(model).__name__ else False
+    )  # a ResNet's config holds the width of its stem alone
+    _, report = shrink(model, inputs, {"*": 0.5, "width": 0.5}, "norm", keep_config=keep_config)
     return "exact", 1 - report.after.parameters / report.before.parameters
 
 

@@ -111,7 +111,7 @@ print("nonzeros in a group of four, at most:", int((groups != 0).sum(1).max()))
 # data:
 
 example = dict(held_out[0])
-by_norms, _ = shrink(dense, example, ratio=0.5, score="norm", kinds=("mlp",))
+by_norms, _ = shrink(dense, example, ratio={"mlp": 0.5}, score="norm")
 evaluate("half of the MLP units, by magnitude", by_norms)
 
 # %%
@@ -119,7 +119,7 @@ evaluate("half of the MLP units, by magnitude", by_norms)
 # dropped units are adjusted to compensate for them, and `recover=True` trains each block to match the outputs of the
 # same block in the dense model.
 
-small, report = shrink(dense, ratio=0.5, kinds=("mlp",), score="obs", batches=calibration, recover=True)
+small, report = shrink(dense, ratio={"mlp": 0.5}, score="obs", batches=calibration, recover=True)
 print("\n".join(line for line in str(report).splitlines() if line.startswith(("parameters", "flops", "largest"))))
 evaluate("half of the MLP units, recovered", small)
 

@@ -158,9 +158,9 @@ class Compaction(Table[KeptUnits]):
     def above(self) -> list[str]:
         """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
         removed = 1 - self.after.parameters / max(self.before.parameters, 1)
-        is_little = removed < 0.25 and any("uniform=False removes it" in text for text in self.left_out)
+        is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
         what = f"only {removed:.1%} of the parameters are removed, since the config can hold no more"
-        little = [f"{what}; uniform=False removes what is left out for this reason"] if is_little else []
+        little = [f"{what}; keep_config=False removes what is left out for this reason"] if is_little else []
         return little + lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
@@ -267,7 +267,7 @@ def compact(
     return small, replace(report, left_out=tuple(f"{r.bound.name}: {why}" for r in removals if r.is_empty))
 
 
-def check_comparable(where: str, model: nn.Module, tolerance: object) -> None:
+def check_comparable(where: str, model: nn.Module, tolerance: object = 1e-5) -> None:
     """Raise an error unless the tolerance is a number and parameters have values, on one rank."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")

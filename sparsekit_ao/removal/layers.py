@@ -307,7 +307,7 @@ def _without(
     if dropped and report.not_in_config:
         why = f"{type(small).__name__} constructs {', '.join(dropped)}, whatever per_layer_config says"
         report = replace(report, not_in_config=why)
-    fits = fitting_engines(small, 1) if report.not_in_config == "" else ()
+    fits = fitting_engines(small) if report.not_in_config == "" else ()
     kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
     notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
     return small, replace(report, fits=fits, notes=(*report.notes, *notes), left_out=(*report.left_out, *kept))

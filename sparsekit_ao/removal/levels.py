@@ -28,15 +28,16 @@ Cost = Callable[[nn.Module], float]
 Rows = Mapping[str, Sequence[Tensor]]  # {coupling: for each of its layers, numbers of units [scopes, units]}
 
 
-def cost_function(cost: str | Cost, inputs: Any) -> Cost:
-    """Return the function for a cost: "flops" of a forward on the inputs, "parameters", or `cost` itself."""
-    costs: dict[Any, Cost] = {
+def cost_function(cost: str | Cost, inputs: Any) -> Cost | None:
+    """Return the function for a cost: "flops" of a forward on the inputs, "parameters", or `cost`; None for "units"."""
+    costs: dict[Any, Cost | None] = {
+        "units": None,
         "flops": lambda model: count_flops(model, inputs),
         "parameters": lambda model: sum(p.numel() for p in model.parameters()),
     }
     if not callable(cost) and cost not in costs:
         raise SparsityError(
-            f"shrink: cost must be 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
+            f"shrink: budget must be 'layer', 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
         )
     return (lambda model: cost(plain_weights(model))) if callable(cost) else costs[cost]
 

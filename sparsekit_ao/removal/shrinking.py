@@ -69,18 +69,14 @@ def shrink(
     token_mask: TokenMask = None,
     compensate: str | None = "least_squares",
     recover: bool = False,
-    cost: str | Cost = "units",
-    scope: str = "coupling",
-    kinds: Sequence[str] | None = None,
+    budget: str | Cost = "layer",
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     max_sparsity: float | Mapping[str, float] | None = None,
     multiple_of: int | Mapping[str, int] | None = None,
-    uniform: bool | None = None,
-    tensor_parallel: int = 1,
-    tolerance: float = 1e-5,
+    keep_config: bool | None = None,
 ) -> tuple[nn.Module, Compaction]:
-    """Make a model smaller: remove a fraction of the units of each kind, or as many as a cost requires.
+    """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
 
     Couplings from which `compact` cannot remove units are left out (see `removable`), and so is what passes from block
     to block, such as the hidden size of a transformer (the kind "width"), unless it is named. The units of several
@@ -88,25 +84,25 @@ def shrink(
     dimension of a tensor. At most one of these couplings is pruned. Whole heads are chosen if possible, and otherwise
     the couplings that together remove most parameters. The report lists what is left out, and why.
 
-    With a `cost` other than "units", or with `scope="global"`, one budget is spent on all layers, which may then keep
-    different numbers of units. Units are dropped by importance and cost until the model costs at most `1 - ratio` of
-    what it cost before. If every dropped unit lowers the cost, the result costs at least 99 % of this target, unless
-    the smallest possible step (one unit, or `multiple_of` units, in every scope) changes the cost by more than that. If
-    the model has a `config`, layers of one coupling with equal numbers of units keep equal numbers, so that the config
-    can hold them. They may keep different numbers with `uniform=False`, and also by default if none of the possible
-    removals can be expressed in the config of a transformers model.
+    With a `budget` other than "layer", all layers share one budget, and may keep different numbers of units. Units are
+    dropped by importance and cost until the model costs at most `1 - ratio` of what it cost before. If every dropped
+    unit lowers the cost, the result costs at least 99 % of this target, unless the smallest possible step (one unit, or
+    `multiple_of` units, in every scope) changes the cost by more than that. If the model has a `config`, layers of one
+    coupling with equal numbers of units keep equal numbers, so that the config can hold them. They may keep different
+    numbers with `keep_config=False`, and also by default if none of the possible removals can be expressed in the
+    config of a transformers model.
 
     With batches, the layers that read dropped units get weights that make up for these units. With `recover=True`, each
     block of the smaller model is then trained to match the block of the dense model. Neither needs labels.
 
-    By default (see `uniform`), a transformers model loses only units that its config counts, and all layers keep the
-    same number of them. `from_pretrained` and inference engines (such as vLLM) can then load the result without this
-    library (see `report.fits`). Other couplings, such as parts of heads, are left out. `uniform=False` prunes them too,
-    and the result then needs `export.load_pretrained`.
+    By default (see `keep_config`), a transformers model loses only units that its config counts, and all layers keep
+    the same number of them. `from_pretrained` and inference engines (such as vLLM) can then load the result without
+    this library (see `report.fits`). Other couplings, such as parts of heads, are left out. `keep_config=False` prunes
+    them too, and the result then needs `export.load_pretrained`.
 
     Args:
         model: The model, which is not changed.
-        example_inputs, tolerance: As for `compact`. If `example_inputs` is None (default), the first batch is taken.
+        example_inputs: As for `compact`. If `example_inputs` is None (default), the first batch is taken.
         ratio: The fraction of the units of every coupling that is dropped in each scope, or the fraction of the cost
             that is saved. {name: fraction} drops nothing from couplings that it does not name. A name is a kind
             ("mlp"), a coupling, or a tensor or module whose outputs are the units of a layer ("layer1.0.conv1"), and
@@ -123,11 +119,9 @@ def shrink(
         compensate: With batches, `"least_squares"` (default) gives each layer that reads dropped units the best weights
             for the kept units. None leaves the weights as they are.
         recover: Whether to train each block of the smaller model to give the dense block's outputs, as `recover` does.
-        cost: What `ratio` is a fraction of: "units", "flops" of a forward on the example inputs, or "parameters"; or a
-            function that returns the cost of a model, such as a measured time.
-        scope: Which units compete if the cost is "units": with `"coupling"` (default) the units of one coupling in each
-            of its scopes, with `"global"` the units of all couplings and layers.
-        kinds: Kinds (`Coupling.kind`: "mlp", "heads") or names of couplings that are pruned; None (default) takes all.
+        budget: What `ratio` is a fraction of: the units of each coupling in each of its scopes (`"layer"`, the
+            default), or the cost of the whole model: its "units", the "flops" of a forward on the example inputs, its
+            "parameters", or what a function of a model returns, such as a measured time.
         couplings: The couplings that may be pruned; None (default) takes those that `discover` finds.
         forward: `(model, batch) -> output`, called instead of the model. If the score needs gradients, it returns the
             loss.
@@ -136,11 +130,9 @@ def shrink(
         multiple_of: Each scope keeps a multiple of this number of units, or all of them. {name: number} works as for
             `ratio`, and what it does not name keeps any number. By default, dimensions of 16-bit weights, and of packed
             experts (experts, out, in) in any dtype, stay multiples of 16 bytes.
-        uniform: Whether to leave out what the config cannot hold. None (default) does so for a transformers model whose
-            config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*" says
-            what is dropped.
-        tensor_parallel: The number of devices over which an engine divides each layer. Numbers of kept units stay
-            multiples of this number times `multiple_of`.
+        keep_config: Whether to leave out what the config cannot hold. None (default) does so for a transformers model
+            whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
+            says what is dropped.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -155,60 +147,58 @@ def shrink(
     (Linear(in_features=8, out_features=4, bias=True), Linear(in_features=4, out_features=16, bias=True))
     >>> report.left_out
     ("2.weight: left out by exclude[0] ('4')",)
-    >>> small, report = shrink(model, torch.randn(3, 8), 0.5, cost="flops")
+    >>> small, report = shrink(model, torch.randn(3, 8), 0.5, budget="flops")
     >>> report.after.flops / report.before.flops <= 0.5
     True
     >>> small, report = shrink(model, ratio={"0": 0.5}, batches=[torch.randn(64, 8) for _ in range(4)], recover=True)
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
     """
-    check_comparable("shrink: ", checked_model(model, "shrink"), tolerance)
+    check_comparable("shrink: ", checked_model(model, "shrink"))
     refuse_uncopyable(model, "shrink")
     example_inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
     needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
     _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
-    cost_of = None if cost == "units" else cost_function(cost, example_inputs)
-    if scope not in ("coupling", "global"):
-        raise SparsityError(f"shrink: scope must be 'coupling' or 'global', got {scope!r}")
     # In the plain case, ratio=0.5 of a transformers model, is_shared is False, and is_open and is_uniform are True.
-    is_shared = cost_of is not None or scope == "global"  # one budget, of a cost or of units
-    asked = _checked_ratio(model, ratio, is_shared, max_sparsity, kinds, couplings, uniform, tensor_parallel)
+    is_shared = budget != "layer"
+    cost_of = cost_function(budget, example_inputs) if is_shared else None
+    asked = _checked_ratio(model, ratio, is_shared, max_sparsity, couplings, keep_config)
     level = max(asked, 0.5) if is_shared else asked  # to meet one budget, a coupling may lose more than the ratio
     plain = plain_copy(model)
     normed = undo_weight_norms(plain)
-    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance, normed=normed)
+    reference_of = partial(Reference, inputs=example_inputs, normed=normed)
     # Find what can be removed, and what the arguments allow to remove.
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     excluded = names_in_place_of_modules(model, exclude)
-    how: dict[str, Any] = {"exclude": excluded, "multiple_of": multiple_of, "tolerance": tolerance}
+    how: dict[str, Any] = {"exclude": excluded, "multiple_of": multiple_of}
     if couplings is None:
-        how["named"] = {*(kinds or ())}.union(*(by for by in (ratio, max_sparsity) if isinstance(by, Mapping)))
+        how["named"] = set().union(*(by for by in (ratio, max_sparsity) if isinstance(by, Mapping)))
     discovery = find_removable(plain, example_inputs, couplings, ratio=level, **how, caller_verifies=True)
     limits = _LIMIT if max_sparsity is None else max_sparsity
     numbers = {"ratio": ratio, "max_sparsity": limits, "multiple_of": multiple_of}
-    _check_named(plain, discovery, numbers, kinds)
-    discovery, multiples = _divided_by_numbers(plain, discovery, numbers, tensor_parallel)
+    _check_named(plain, discovery, numbers)
+    discovery, multiples = _divided_by_numbers(plain, discovery, numbers)
     if recover or "width" in excluded:
-        quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
-        layers = _layers_of(plain, (c for c in discovery.couplings if c.name in quotas and quotas[c.name].level))
+        quotas = _quotas(plain, discovery, level if is_shared else ratio, limits, multiples)
+        layers = _layers_of(plain, (c for c in discovery.couplings if quotas[c.name].level))
         discovery = _inside_blocks(_walk(plain, data, layers), discovery, must_match=recover)
-        discovery, multiples = _divided_by_numbers(plain, discovery, numbers, tensor_parallel)
+        discovery, multiples = _divided_by_numbers(plain, discovery, numbers)
     next(phase)
-    # With uniform=True, only what the config can hold is removed, even if that is nothing. With None, the same is done
-    # if the call leaves open what is dropped, and the config can hold some of it.
+    # With keep_config=True, only what the config can hold is removed, even if that is nothing. With None, so it is if
+    # the call leaves open what is dropped, and the config can hold some of it.
     is_open = couplings is None and has_config(plain) and (not isinstance(ratio, Mapping) or "*" in ratio)
-    is_uniform = is_open if uniform is None else uniform
+    is_uniform = is_open if keep_config is None else keep_config
     if is_uniform:
         # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
         any_width, fraction = (True, 0.5) if is_shared else (False, level)
         held, raised = in_config(plain, discovery, reference_of, fraction, multiples, any_width)
-        if is_uniform := bool(uniform or held.couplings):
+        if is_uniform := bool(keep_config or held.couplings):
             discovery, multiples = held, raised
     # Choose what is pruned, and how many units it keeps.
-    quotas = _quotas(plain, discovery, kinds, level if is_shared else ratio, limits, multiples)
+    quotas = _quotas(plain, discovery, level if is_shared else ratio, limits, multiples)
     chosen, left_out = _chosen(plain, discovery, quotas)
-    may_differ = uniform is False or (is_open and not is_uniform)  # whether equal layers may keep different numbers
+    may_differ = keep_config is False or (is_open and not is_uniform)  # whether equal layers may keep different numbers
     each = is_shared and (may_differ or not hasattr(plain, "config"))
     chosen, quotas = _divided_by_size(plain, chosen, quotas, each)
 
@@ -229,7 +219,7 @@ def shrink(
         small, report = _with_compensation(plain, [removal for _, removal in removals], data, reference_of)
     next(phase, None)  # ends the last phase
     left_out += [*failing, *_why_kept(removals, quotas, is_shared)]
-    report = _with_reasons(report, model, small, discovery, left_out, tensor_parallel)
+    report = _with_reasons(report, model, small, discovery, left_out)
     if recover:
         checkpoint_of(replace(data, model=small), None, "recover")  # checks that ranks have the same model
         teacher = Teacher(model, replace(data, model=small))
@@ -328,7 +318,7 @@ def _inside_blocks(walk: Walk, discovery: Discovery, must_match: bool) -> Discov
 
 
 def _divided_by_numbers(
-    model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any], tensor_parallel: int
+    model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any]
 ) -> tuple[Discovery, dict[str, int]]:
     """Divide each coupling whose layers are given different numbers by the arguments.
 
@@ -337,7 +327,7 @@ def _divided_by_numbers(
     """
     parts = divided(model, discovery.couplings, numbers)
     given = numbers_by_coupling(model, parts, numbers["multiple_of"], 1, "multiple_of")
-    multiples = {c.name: tensor_parallel * (given[c.name] or multiple_for(model, c)) for c in parts}
+    multiples = {c.name: given[c.name] or multiple_for(model, c) for c in parts}
     return with_couplings(model, discovery, parts), multiples
 
 
@@ -354,14 +344,11 @@ def _with_compensation(
     return small, replace(report, compensation=tuple(rows))
 
 
-def _check_named(
-    model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any], kinds: Sequence[str] | None
-) -> None:
+def _check_named(model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any]) -> None:
     """Raise an error if an argument names what is not a coupling, a kind or a layer whose outputs can be removed."""
     couplings = discovery.couplings
     known = {name for c in couplings for name in (c.name, c.layer_of, c.kind, "*")} - {""}  # most have no `layer_of`
     known |= {"*", "width", *(name for name, _ in discovery.left_out)}
-    check_names("shrink: ", sorted(known), kinds=dict.fromkeys(kinds or ()))
     given = [(what, name) for what, by in numbers.items() if isinstance(by, Mapping) for name in by]
     bounds = (bound for c in couplings for bound in c.bind(model)) if given else ()
     layers = set().union(*(names_of_outputs(model, bound) for bound in bounds))
@@ -380,32 +367,27 @@ def _checked_ratio(
     ratio: float | Mapping[str, float],
     is_shared: bool,
     max_sparsity: object,
-    kinds: Sequence[str] | None,
     couplings: Sequence[Coupling] | None,
-    uniform: bool | None,
-    tensor_parallel: int,
+    keep_config: bool | None,
 ) -> float:
     """Return the largest of the ratios; raise a SparsityError if one of them or another argument is wrong."""
-    for kind in {"layers", "experts"} & {*(kinds or ())} if couplings is None else ():
-        how = f"removal.shrink_{kind}(model, [example_inputs], ratio)"
-        raise SparsityError(f"shrink: kinds has {kind!r}, but removing whole {kind} changes outputs; use {how}")
+    by_name = ratio if isinstance(ratio, Mapping) and couplings is None else {}
+    for kind in by_name.keys() & {"layers", "experts"}:
+        how = f"removal.shrink_{kind}(model, [example_inputs], {by_name[kind]})"
+        raise SparsityError(f"shrink: ratio names {kind!r}, but removing whole {kind} changes outputs; use {how}")
     if max_sparsity is not None and not is_shared:
         raise SparsityError(
             f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here the ratio applies "
-            "to each layer by itself; give cost= or scope='global', or lower the ratio"
+            "to each layer by itself; give budget=, or lower the ratio"
         )
     if isinstance(ratio, Mapping) and (is_shared or not ratio):
         raise SparsityError(
             f"shrink: a dict of ratios, {ratio!r}, sets a ratio for each name. It needs at least one name, and it "
-            "cannot be combined with cost= or scope='global', which set one budget for the whole model; call shrink "
+            "cannot be combined with a budget= of the whole model; call shrink "
             "twice, the second time with exclude=[these names]"
         )
-    if type(tensor_parallel) is not int or tensor_parallel < 1:
-        raise SparsityError(f"shrink: tensor_parallel must be a positive int, got {tensor_parallel!r}")
-    if uniform and not has_config(model):
-        raise SparsityError(f"shrink: uniform=True needs a model of transformers, got {type(model).__name__}")
-    if isinstance(kinds, str):
-        raise SparsityError(f"shrink: kinds must be a list, such as ({kinds!r},), got {kinds!r}")
+    if keep_config and not has_config(model):
+        raise SparsityError(f"shrink: keep_config=True needs a model of transformers, got {type(model).__name__}")
     ratios = ratio.values() if isinstance(ratio, Mapping) else [ratio]
     return max(checked_level(level, "shrink: ratio: ") for level in ratios)
 
@@ -415,12 +397,12 @@ def _removed(
     scores: Rows,
     errors: Mapping[str, SparsityError],
     with_zeros: Callable[[Sequence[Coupling]], Trials],
-    uniform: bool,
+    keeps_config: bool,
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Remove units of the lowest scores, and leave couplings out until the others can be removed together.
 
-    With `uniform`, the config of the model must be able to hold the result, too. `with_zeros` chooses the units again
-    each time, because the couplings that are not left out may have to lose more to meet one budget.
+    With `keeps_config`, the config of the model must be able to hold the result, too. `with_zeros` chooses the units
+    again each time, because the couplings that are not left out may have to lose more to meet one budget.
 
     Returns:
         A list of (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
@@ -442,12 +424,12 @@ def _removed(
             if failing:
                 continue
             removals, small, report = trials.removed(rated)  # `divide` has added the attributes that were missing
-        if not (uniform and rated and report.not_in_config):
+        if not (keeps_config and rated and report.not_in_config):
             return [(rated[removal.source].name, removal) for removal in removals], small, report, left_out
         # Leave out a coupling without which the config can hold the others; if there is none, leave out the first one.
         without = [[other for other in rated if other is not coupling] for coupling in rated]
         at = next((at for at, others in enumerate(without) if not trials.misfit(others)), 0)
-        why = f"the config cannot hold it together with others ({report.not_in_config}); uniform=False removes it"
+        why = f"the config cannot hold it together with others ({report.not_in_config}); keep_config=False removes it"
         left_out.append((rated[at].name, why))
         rated = without[at]
 
@@ -458,7 +440,6 @@ def _with_reasons(
     small: nn.Module,
     discovery: Discovery,
     left_out: Sequence[tuple[str, str]],
-    tensor_parallel: int,
 ) -> Compaction:
     """Return the report with what was left out, what is frozen, the reasons, and the engines that load the model."""
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
@@ -467,7 +448,7 @@ def _with_reasons(
     return replace(
         report,
         before=size_of(whole, report.before.flops),
-        fits=fitting_engines(small, tensor_parallel) if report.not_in_config == "" else (),
+        fits=fitting_engines(small) if report.not_in_config == "" else (),
         left_out=(*_as_lines(left_out), *uncalled),
         frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
         values=discovery.values,
@@ -634,13 +615,12 @@ def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
 def _quotas(
     model: nn.Module,
     discovery: Discovery,
-    kinds: Sequence[str] | None,
     levels: float | Mapping[str, float],
     limits: float | Mapping[str, float],
     multiples: Mapping[str, int],
 ) -> dict[str, Quota]:
-    """Return {name: quota} for the couplings that `kinds` names, or for all if it is None."""
-    pruned = [c for c in discovery.couplings if kinds is None or {c.name, c.layer_of, c.kind} & {*kinds}]
+    """Return {name: quota} for all couplings."""
+    pruned = discovery.couplings
     level = numbers_by_coupling(model, pruned, levels, 0.0, "ratio")
     limit = numbers_by_coupling(model, pruned, limits, _LIMIT, "max_sparsity")
     return {
@@ -655,10 +635,9 @@ def _chosen(
     model: nn.Module, discovery: Discovery, quotas: Mapping[str, Quota]
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """Return couplings to prune, no two of which divide one dimension of a tensor, and (name, reason) of the others."""
-    pruned = [coupling for coupling in discovery.couplings if coupling.name in quotas and quotas[coupling.name].level]
+    pruned = [coupling for coupling in discovery.couplings if quotas[coupling.name].level]
     others = [coupling.name for coupling in discovery.couplings if coupling not in pruned]
-    no_level, not_asked = "ratio is 0 for it, or does not name it", "kinds leaves it out"
-    left_out = [*discovery.left_out, *((name, no_level if name in quotas else not_asked) for name in others)]
+    left_out = [*discovery.left_out, *((name, "ratio is 0 for it, or does not name it") for name in others)]
     places = {coupling: _places(model, coupling) for coupling in pruned}
     dropped = {coupling: 1 - quotas[coupling.name].kept / quotas[coupling.name].units for coupling in places}
     chosen: list[Coupling] = []

@@ -512,7 +512,7 @@ _OF_ENGINES = frozenset((
 # fmt: on
 
 
-def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
+def fitting_engines(model: nn.Module) -> tuple[str, ...]:
     """Judge which engines load a model that its config describes: transformers was run, the others were not.
 
     Those read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
@@ -523,11 +523,10 @@ def fitting_engines(model: nn.Module, ranks: int) -> tuple[str, ...]:
     if heads is None or config.model_type not in _OF_ENGINES or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return ("transformers", f"other engines were not judged: {name} is not a decoder that all of them know")
     key_heads = _attribute(config, "num_key_value_heads") or heads
-    parts = [heads, _attribute(config, "moe_intermediate_size"), _attribute(config, "intermediate_size")]
-    wrong = [n for n in parts if n and n % ranks] + [key_heads] * (key_heads % ranks != 0 != ranks % key_heads)
+    parts = [heads, *(_attribute(config, f"{kind}intermediate_size") or heads for kind in ("", "moe_"))]
+    fitting = [n for n in (8, 4, 2) if math.gcd(n, *parts) == n and 0 in (key_heads % n, n % key_heads)]
+    split = f"on up to {fitting[0]} ranks" if fitting else "on one rank"
     odd = [name for name, p in model.named_parameters() if p.ndim > 1 and p.shape[-1] % 32]
-    split = f"on {ranks} ranks" if ranks > 1 else "on one rank"
-    split = f"on one rank only, since {ranks} ranks do not divide {wrong[0]}" if wrong else split
     blocks = f", not quantized: the rows of {odd[0]} are not a multiple of 32" if odd else ""
     return ("transformers", f"vLLM, SGLang (by their rules; {split})", f"llama.cpp (by its rules{blocks})")
 

@@ -111,7 +111,7 @@ def find_removable(
     ratio: float,
     exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
-    tolerance: float,
+    tolerance: float = 1e-5,
     named: Collection[str] | None = None,
     caller_verifies: bool = False,
 ) -> Discovery:
@@ -609,7 +609,9 @@ def in_config(
         fitting = (m for m in steps if not trials.misfit(together[coupling], (units - 1) // m * m))
         raised[coupling.name] = next(fitting, units)
     kept = [at for at, coupling in enumerate(couplings) if coupling not in failing]
-    reasons = ((c.name, f"the config cannot hold it ({why}); uniform=False removes it") for c, why in failing.items())
+    reasons = (
+        (c.name, f"the config cannot hold it ({why}); keep_config=False removes it") for c, why in failing.items()
+    )
     held = replace(
         discovery,
         couplings=tuple(discovery.couplings[at] for at in kept),

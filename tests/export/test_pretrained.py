@@ -372,7 +372,7 @@ def decoder():
         layer.mlp.down_proj.weight.data *= 0.1
     names = {"gate_proj.weight": "u i", "gate_proj.bias": "u", "up_proj.weight": "u i", "up_proj.bias": "u"}
     mlp = Coupling({f"model.layers.*.mlp.{name}": axes for name, axes in (names | {"down_proj.weight": "o u"}).items()})
-    small, report = shrink(model, inputs, 0.3, couplings=[mlp], uniform=False, cost="parameters")
+    small, report = shrink(model, inputs, 0.3, couplings=[mlp], keep_config=False, budget="parameters")
     return small, report, inputs, small(**inputs).logits
 
 
@@ -405,7 +405,7 @@ def test_heads_of_single_layers_are_written_into_a_config_that_takes_them(name, 
         f"model.layers.1.self_attn.{key}": axes for key, axes in (members | {"o_proj.weight": f"o ({units})"}).items()
     }
     sizes = {"scope": "s", "sizes": {"s": 2, "d": 8}} if units == "s u d" else {"sizes": {"g": 2, "d": 8}}
-    small, report = shrink(model, inputs, 0.5, couplings=[Coupling(members, **sizes)], uniform=False)
+    small, report = shrink(model, inputs, 0.5, couplings=[Coupling(members, **sizes)], keep_config=False)
     assert report.not_in_config and small.model.layers[1].self_attn.q_proj.out_features == 16
     export.save_pretrained(small, report, tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -458,7 +458,7 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
             linear = getattr(other, name)
             linear.out_features //= 2
         with pytest.raises(
-            SparsityError, match="layers must have one number of query heads, 4, .* uniform=True, and MLPs"
+            SparsityError, match="layers must have one number of query heads, 4, .* keep_config=True, and MLPs"
         ):
             save_decilm(small, tmp_path / "new")
         with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):

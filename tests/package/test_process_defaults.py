@@ -183,7 +183,7 @@ CALLS = {
     "one_shot and recover": (stack, lambda model, batches: one_shot_copy(model, batches, True)),
     "recover": (stack, recovered),
     "shrink": (stack, lambda model, batches: shrink(model, batches[0])[0]),
-    "shrink by cost": (pictures, lambda model, batches: shrink(model, batches[0], cost="parameters")[0]),
+    "shrink by cost": (pictures, lambda model, batches: shrink(model, batches[0], budget="parameters")[0]),
     "shrink and recover": (stack, lambda model, batches: shrink(model, batches=batches, score="obs", recover=True)[0]),
     "shrink by batches": (pictures, lambda model, batches: shrink(model, batches=batches, score="obd")[0]),
     "Llama": (lambda: make("Llama"), lambda model, inputs: shrink(model, inputs)[0]),

@@ -250,7 +250,7 @@ class Complex(nn.Module):
         return torch.view_as_real(self.inner(torch.complex(x, x)))
 
 
-@pytest.mark.parametrize("how", [{}, {"score": "norm"}, {"cost": "parameters"}, {"batches": [torch.randn(4, 2, 12)]}])
+@pytest.mark.parametrize("how", [{}, {"score": "norm"}, {"budget": "parameters"}, {"batches": [torch.randn(4, 2, 12)]}])
 @pytest.mark.parametrize(
     "make",
     [
@@ -262,7 +262,8 @@ class Complex(nn.Module):
 )
 def test_complex_weights_are_scored_by_their_norms(make, how):
     torch.manual_seed(0)
-    model, more = make().eval(), {"max_sparsity": {"*": 0.9, "width": 0.9}} if "cost" in how else {"ratio": EVERYTHING}
+    more = {"max_sparsity": {"*": 0.9, "width": 0.9}} if "budget" in how else {"ratio": EVERYTHING}
+    model = make().eval()
     report = shrink(model, torch.randn(4, 2, 12), **more, **how)[1]
     assert report.after.parameters < 0.6 * report.before.parameters and report.difference <= 1e-5
 

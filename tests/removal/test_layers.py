@@ -217,10 +217,10 @@ def test_shrink_says_what_removes_layers_and_experts():
     model, example_inputs = hf_models.make("Mixtral")
     for kind, rows in (("layers", "layers"), ("experts", "experts 0")):
         with pytest.raises(SparsityError, match=f"removing whole {kind} changes outputs; use removal") as error:
-            shrink(model, example_inputs, 0.5, kinds=(kind,))
+            shrink(model, example_inputs, {kind: 0.5})
         advice = str(error.value).partition("removal.")[2]
         known = {"shrink_layers": shrink_layers, "shrink_experts": shrink_experts}
-        _, report = eval(advice, known, {"model": model, "example_inputs": example_inputs, "ratio": 0.5})
+        _, report = eval(advice, known, {"model": model, "example_inputs": example_inputs})
         assert report.couplings[0].name == rows and report.couplings[0].kept * 2 == report.couplings[0].of
 
 

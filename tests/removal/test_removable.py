@@ -119,7 +119,7 @@ def test_couplings_are_excluded_by_tensor_module_class_or_because_nothing_of_the
 def test_shrink_drops_a_fraction_of_every_dimension_once():
     model, inputs = hf_models.make("Llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    small, report = shrink(model, inputs, EVERYTHING, uniform=False)
+    small, report = shrink(model, inputs, EVERYTHING, keep_config=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     q = small.model.layers[0].self_attn.q_proj
     assert (q.out_features, q.in_features) == (16, 16)

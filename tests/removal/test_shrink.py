@@ -52,7 +52,7 @@ def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own
     blocks = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for width in (4, 32)]
     model, hidden = nn.Sequential(*blocks), Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"})
     model.config = SimpleNamespace()  # so layers of equal widths would keep equal numbers
-    small, report = shrink(model, torch.randn(3, 4), 0.5, cost=cost, couplings=[hidden])
+    small, report = shrink(model, torch.randn(3, 4), 0.5, budget=cost, couplings=[hidden])
     widths = [block[0].out_features for block in small]
     assert widths == [2, 16] if cost == "units" else 2 * parameters(small) <= parameters(model)
     assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
@@ -74,7 +74,7 @@ def test_with_one_step_more_a_model_would_cost_more():
         costs.append(parameters(m))
         return costs[-1]
 
-    small, report = shrink(model, x, 0.55, cost=cost, multiple_of=4)
+    small, report = shrink(model, x, 0.55, budget=cost, multiple_of=4)
     now, was = report.after.parameters, costs[0]
     steps = [parameters(mlp(4, *(m.out_features + 4 * (m is one) for m in small[::2][:-1]), 3)) for one in small[::2]]
     assert was == parameters(model) and now <= 0.45 * was and min(steps[:2]) > 0.45 * was
@@ -84,7 +84,7 @@ def test_with_one_step_more_a_model_would_cost_more():
 @pytest.mark.parametrize("cost", ["flops", "parameters", parameters])
 def test_a_layer_that_is_large_before_and_small_after_is_counted(cost):
     model = mlp(32, 4 * verify.LARGE // 32, 32)
-    small, _ = shrink(model, torch.randn(2, 32), 0.85, cost=cost)
+    small, _ = shrink(model, torch.randn(2, 32), 0.85, budget=cost)
     assert small[0].weight.numel() < verify.LARGE and 0.149 <= parameters(small) / parameters(model) <= 0.15
 
 
@@ -93,7 +93,7 @@ def test_whole_heads_leave_a_model_close_to_its_budget(ratio):
     model, hidden = mlp(16, 96, 8, 96, 48, 8), Coupling({"6.weight": "u i", "6.bias": "u", "8.weight": "o u"})
     first = Coupling({"0.weight": "(h d) i", "0.bias": "(h d)", "2.weight": "o (h d)"}, unit="h", sizes={"d": 24})
     second = Coupling({"4.weight": "(h d) i", "4.bias": "(h d)", "6.weight": "o (h d)"}, unit="h", sizes={"d": 24})
-    small, report = shrink(model, torch.randn(3, 16), ratio, cost="parameters", couplings=[first, second, hidden])
+    small, report = shrink(model, torch.randn(3, 16), ratio, budget="parameters", couplings=[first, second, hidden])
     allowed = (1 - ratio) * report.before.parameters
     assert 0.97 * allowed <= parameters(small) <= allowed
 
@@ -101,7 +101,7 @@ def test_whole_heads_leave_a_model_close_to_its_budget(ratio):
 def test_units_of_one_coupling_are_dropped_exactly_down_to_the_budget():
     model, x = mlp(4, 64, 2), torch.randn(3, 4)
     for ratio in (0.1, 0.35, 0.8):
-        small, report = shrink(model, x, ratio, cost="parameters")
+        small, report = shrink(model, x, ratio, budget="parameters")
         kept = small[0].out_features
         assert 7 * kept + 2 == report.after.parameters <= (1 - ratio) * 450 < 7 * (kept + 1) + 2
 
@@ -110,12 +110,12 @@ def test_units_that_cost_more_or_matter_less_are_dropped_first():
     model, x = mlp(4, 16, 64, 16, 4), torch.randn(3, 4)
     for parameter in model.parameters():
         parameter.fill_(1.0)
-    small, _ = shrink(model, x, 0.5, cost="flops")
+    small, _ = shrink(model, x, 0.5, budget="flops")
     widths = [m.out_features / n for m, n in zip(small[::2], (16, 64, 16), strict=False)]
     assert widths[1] < widths[0] and widths[0] == pytest.approx(widths[2], abs=0.1)
     model[2].weight[8:] = 1e-3
     model[4].weight[:, 8:] = 1e-3
-    assert shrink(model, x, 0.5, cost="flops")[0][2].out_features < widths[1] * 64
+    assert shrink(model, x, 0.5, budget="flops")[0][2].out_features < widths[1] * 64
 
 
 def test_layers_keep_equal_numbers_only_where_there_is_a_config():
@@ -128,7 +128,7 @@ def test_layers_keep_equal_numbers_only_where_there_is_a_config():
     for layers.config in (None, nn.Module):
         if layers.config is None:
             del layers.config
-        _, report = shrink(layers, torch.randn(3, 8), 0.3, cost="flops", couplings=[units])
+        _, report = shrink(layers, torch.randn(3, 8), 0.3, budget="flops", couplings=[units])
         assert [row.name for row in report.couplings] == ["units 0", "units 1"]
         kept.append([row.kept for row in report.couplings])
     assert kept[0][0] > kept[0][1] and kept[1][0] == kept[1][1]
@@ -136,10 +136,10 @@ def test_layers_keep_equal_numbers_only_where_there_is_a_config():
 
 def test_limits_by_coupling():
     model, x = mlp(4, 16, 16, 4), torch.randn(3, 4)
-    small, _ = shrink(model, x, 0.4, cost="flops", max_sparsity={"2.weight": 0.25})
+    small, _ = shrink(model, x, 0.4, budget="flops", max_sparsity={"2.weight": 0.25})
     assert small[2].out_features >= 12
     with pytest.raises(SparsityError, match="a ratio of 0.95 allows a cost of .* but without all units that may be"):
-        shrink(model, x, 0.95, cost="parameters", max_sparsity=0.5)
+        shrink(model, x, 0.95, budget="parameters", max_sparsity=0.5)
 
 
 def test_what_keeps_units_is_in_the_report():
@@ -166,23 +166,23 @@ def test_sizes_that_need_no_change_take_one_line_of_a_report():
     ]
 
 
-@pytest.mark.parametrize("call", [shrink, removable])
-def test_models_without_values_and_tolerances_are_refused_first(call):
-    with pytest.raises(SparsityError, match="0.weight is on the meta device, so it has no values to be compared; load"):
-        call(mlp(4, 8, 2).to("meta"), torch.ones(2, 4, device="meta"))
+def test_models_without_values_and_tolerances_are_refused_first():
+    for call in (shrink, removable):
+        with pytest.raises(SparsityError, match="0.weight is on the meta device, so it has no values to be compared"):
+            call(mlp(4, 8, 2).to("meta"), torch.ones(2, 4, device="meta"))
     with pytest.raises(SparsityError, match="tolerance must be a number >= 0, got '1e-5'"):
-        call(mlp(4, 8, 2), torch.randn(3, 4), tolerance="1e-5")
+        removable(mlp(4, 8, 2), torch.randn(3, 4), tolerance="1e-5")
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"ratio": {"nothing": 0.5}}, "ratio names 'nothing', but the couplings are '0.weight'"),
-        ({"max_sparsity": {"nothing": 0.5}, "scope": "global"}, "max_sparsity names 'nothing'"),
+        ({"max_sparsity": {"nothing": 0.5}, "budget": "units"}, "max_sparsity names 'nothing'"),
         ({"multiple_of": {"nothing": 4}}, "multiple_of names 'nothing'"),
-        ({"ratio": {"0.weight": 0.5}, "cost": "flops"}, "a dict of ratios, .* cannot be combined with cost="),
+        ({"ratio": {"0.weight": 0.5}, "budget": "flops"}, "a dict of ratios, .* cannot be combined with a budget="),
         ({"ratio": 1.5}, r"ratio: sparsity level must lie in \[0, 1\], got 1.5"),
-        ({"cost": "time"}, "cost must be 'units', 'flops', 'parameters' or a function of a model, got 'time'"),
+        ({"budget": "time"}, "budget must be 'layer', 'units', 'flops', 'parameters' or a function .*, got 'time'"),
     ],
 )
 def test_wrong_arguments(keys, message):
@@ -190,11 +190,19 @@ def test_wrong_arguments(keys, message):
         shrink(mlp(4, 8, 2), torch.randn(3, 4), **keys)
 
 
+def test_former_names_of_arguments_are_answered_by_the_new_ones():
+    names = {"cost": "budget", "scope": "budget", "uniform": "keep_config", "kinds": "ratio"}
+    names["tensor_parallel"] = "multiple_of"
+    for former, name in names.items():
+        with pytest.raises(TypeError, match=f"has no argument '{former}'. Did you mean '{name}'"):
+            shrink(mlp(4, 8, 2), torch.randn(3, 4), **{former: 1})
+
+
 def test_dimensions_of_16_bit_weights_stay_multiples_of_8():
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     kept = [shrink(mlp(8, 32, 8, dtype=torch.bfloat16), x, 0.4, multiple_of=m)[0][0].out_features for m in (None, 1)]
     assert kept == [24, 20]
-    small, _ = shrink(mlp(8, 64, 64, 8, dtype=torch.bfloat16), x, 0.5, cost="flops")
+    small, _ = shrink(mlp(8, 64, 64, 8, dtype=torch.bfloat16), x, 0.5, budget="flops")
     assert small[0].out_features % 8 == small[2].out_features % 8 == 0
 
 
@@ -318,7 +326,7 @@ MLP = {
 
 def test_what_the_config_cannot_hold_is_rebuilt_by_one_line(tmp_path):
     model, inputs = hf_models.make("GPT-2")
-    small, report = shrink(model, inputs, EVERYTHING, uniform=False)
+    small, report = shrink(model, inputs, EVERYTHING, keep_config=False)
     found = save_pretrained(small, report, tmp_path)
     assert "c_attn" in report.not_in_config and "from_pretrained cannot load it" in str(report)
     assert found.notes[0].endswith(f"export.load_pretrained({str(tmp_path)!r}, GPT2LMHeadModel) does")
@@ -340,7 +348,7 @@ def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_l
     small, report = shrink(model, inputs, EVERYTHING, exclude=[] if name == "GPT-2" else ["model.embed_tokens"])
     changed = {text.split(":")[0].removeprefix("config.") for text in report.changed if text.startswith("config.")}
     assert changed == UNIFORM[name] and report.not_in_config == ""
-    assert any("the config cannot hold it (" in text and "uniform=False" in text for text in report.left_out)
+    assert any("the config cannot hold it (" in text and "keep_config=False" in text for text in report.left_out)
     assert cut_to(hf_models.make(name)[0], report.manifest).config.to_dict() == small.config.to_dict()
     assert save_pretrained(small, report, tmp_path).notes == (f"{type(model).__name__}.from_pretrained loads it",)
     for again in (type(model).from_pretrained(tmp_path), load_pretrained(tmp_path, type(model))):
@@ -356,7 +364,7 @@ def test_the_first_line_says_where_the_config_allows_little_and_what_helps():
     assert share > 0.75 and str(report).startswith(
         f"only {1 - share:.1%} of the parameters are removed, since the config"
     )
-    more = shrink(model, inputs, uniform=False)[1]  # as it advises
+    more = shrink(model, inputs, keep_config=False)[1]  # as it advises
     assert more.after.parameters / more.before.parameters < 0.6 and "only" not in str(more).partition("\n")[0]
 
 
@@ -379,29 +387,31 @@ def test_dense_mlps_and_experts_that_share_a_field_of_the_config_go_together(key
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 4), (4, 4), (12, 12)])
-@pytest.mark.parametrize(("uniform", "cost"), [(None, "parameters"), (True, "flops")])
-def test_with_a_cost_only_widths_that_the_config_can_hold_are_chosen(heads, key_heads, uniform, cost):
+@pytest.mark.parametrize(("keep_config", "cost"), [(None, "parameters"), (True, "flops")])
+def test_with_a_cost_only_widths_that_the_config_can_hold_are_chosen(heads, key_heads, keep_config, cost):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=key_heads)
     model = fill(transformers.LlamaForCausalLM(config)).eval()
     small, report = shrink(
-        model, {"input_ids": torch.arange(14).view(2, 7)}, 0.4, cost=cost, uniform=uniform, max_sparsity={"width": 0.9}
+        model,
+        {"input_ids": torch.arange(14).view(2, 7)},
+        0.4,
+        budget=cost,
+        keep_config=keep_config,
+        max_sparsity={"width": 0.9},
     )
     assert report.not_in_config == "" and small.config.hidden_size % small.config.num_attention_heads == 0
     assert small.config.hidden_size < 48 and getattr(report.after, cost) <= 0.6 * getattr(report.before, cost)
 
 
-def test_uniform_numbers_divide_over_ranks_and_the_report_says_where_they_do_not():
+def test_the_report_says_over_how_many_ranks_numbers_divide():
     model, inputs = hf_models.make("Llama")
-    couplings = [Coupling(MLP)]
-    for ranks, kept, text in ((2, 34, "on 2 ranks"), (5, 35, "on one rank only, since 5 ranks do not divide 4")):
-        small, report = shrink(model, inputs, 0.3, couplings=couplings, uniform=True, tensor_parallel=ranks)
+    for multiple, kept, text in ((4, 36, "on up to 4 ranks"), (2, 34, "on up to 2 ranks"), (5, 35, "on one rank")):
+        small, report = shrink(model, inputs, 0.3, couplings=[Coupling(MLP)], keep_config=True, multiple_of=multiple)
         assert small.config.intermediate_size == kept and f"vLLM, SGLang (by their rules; {text})" in report.fits
-    with pytest.raises(SparsityError, match="tensor_parallel must be a positive int, got 0"):
-        shrink(model, inputs, tensor_parallel=0)
-    with pytest.raises(SparsityError, match="uniform=True needs a model of transformers, got Sequential"):
-        shrink(mlp(4, 8, 2), torch.randn(3, 4), uniform=True)
+    with pytest.raises(SparsityError, match="keep_config=True needs a model of transformers, got Sequential"):
+        shrink(mlp(4, 8, 2), torch.randn(3, 4), keep_config=True)
 
 
 def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it_is_asked_for():
@@ -409,7 +419,7 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
     exclude = ["*.attention.*", "*patch_embeddings*"]
     small, report = shrink(model, inputs, EVERYTHING, exclude=exclude)
     assert report.not_in_config and parameters(small) < parameters(model) and not report.fits
-    small, report = shrink(model, inputs, EVERYTHING, exclude=exclude, uniform=True)
+    small, report = shrink(model, inputs, EVERYTHING, exclude=exclude, keep_config=True)
     assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
     assert report.fits == (
         "transformers",
@@ -498,7 +508,7 @@ def test_flops_are_those_counted_by_hand(make, training):
 
 def test_flops_of_attention_are_saved():
     model, x, by_hand = encoder(torch.randn(2, 5, 32))
-    _, report = shrink(model, x, 0.5, cost="flops")
+    _, report = shrink(model, x, 0.5, budget="flops")
     assert report.before.flops == by_hand and 0.45 * by_hand < report.after.flops <= 0.5 * by_hand
     assert "embed_dim" not in str(report)
 
@@ -626,21 +636,21 @@ def test_a_cost_of_a_model_that_does_not_run_says_which():
     with pytest.raises(
         SparsityError, match="with [0-9]+ of 16 '0.weight' does not run: strides .*; give another multiple"
     ):
-        shrink(mlp(8, 16, 8), x, 0.1, cost=cost)
-    _, report = shrink(mlp(8, 16, 8), x, 0.1, cost=cost, multiple_of=4)
+        shrink(mlp(8, 16, 8), x, 0.1, budget=cost)
+    _, report = shrink(mlp(8, 16, 8), x, 0.1, budget=cost, multiple_of=4)
     assert report.couplings[0].kept == 12
 
 
 def test_kinds_choose_couplings_and_whole_heads_come_before_numbers_of_each():
     model, inputs = hf_models.make("BERT")
-    _, report = shrink(model, inputs, 0.3, uniform=False)
+    _, report = shrink(model, inputs, 0.3, keep_config=False)
     assert [(row.kept, row.of) for row in report.couplings] == [(3, 4), (3, 4), (34, 48), (34, 48)]
-    _, report = shrink(model, inputs, 0.5, kinds=("mlp",))
+    _, report = shrink(model, inputs, {"mlp": 0.5})
     assert [(row.kept, row.of) for row in report.couplings] == [(24, 48), (24, 48)]
     _, report = shrink(model, inputs, {"mlp": 0.25, "heads": 0.5}, multiple_of={"mlp": 16})
     assert [(row.kept, row.of) for row in report.couplings] == [(2, 4), (2, 4), (48, 48), (48, 48)]
-    with pytest.raises(SparsityError, match="kinds names 'mpl', but the couplings are .*'mlp'"):
-        shrink(model, inputs, 0.5, kinds=["mpl"])
+    with pytest.raises(SparsityError, match="ratio names 'mpl', but the couplings are .*'mlp'"):
+        shrink(model, inputs, {"mpl": 0.5})
 
 
 def test_an_encoder_with_fewer_heads_takes_padding_masks():
@@ -648,15 +658,15 @@ def test_an_encoder_with_fewer_heads_takes_padding_masks():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).eval()
     inputs, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
     padding[0, 4:] = True
-    small, report = shrink(model, {"src": inputs, "src_key_padding_mask": padding}, kinds=("heads",))
+    small, report = shrink(model, {"src": inputs, "src_key_padding_mask": padding}, {"heads": 0.5})
     assert [row.kept for row in report.couplings] == [2, 2]
     with torch.no_grad():
         assert small(inputs, src_key_padding_mask=padding).shape == inputs.shape
     assert not cut_to(copy.deepcopy(model), report.manifest).use_nested_tensor
 
 
-@pytest.mark.parametrize(("is_read", "kinds"), [(True, ("heads",)), (True, ("mlp",)), (False, ("heads",))])
-def test_what_torchs_fused_encoder_gives_at_padded_positions_is_noted_where_it_is_read(is_read, kinds):
+@pytest.mark.parametrize(("is_read", "kind"), [(True, "heads"), (True, "mlp"), (False, "heads")])
+def test_what_torchs_fused_encoder_gives_at_padded_positions_is_noted_where_it_is_read(is_read, kind):
     def run(m, x, padding):
         states = m.encoder(x, src_key_padding_mask=padding)
         return m.head(states.mean(1) if is_read else states.masked_fill(padding[..., None], 0).mean(1))
@@ -667,10 +677,10 @@ def test_what_torchs_fused_encoder_gives_at_padded_positions_is_noted_where_it_i
     inputs, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
     padding[0, 4:] = True
     is_fused = torch.backends.mha.get_fastpath_enabled()
-    _, report = shrink(model, (inputs, padding), kinds=kinds)
+    _, report = shrink(model, (inputs, padding), {kind: 0.5})
     assert torch.backends.mha.get_fastpath_enabled() == is_fused
     assert all(row.kept < row.of for row in report.couplings) and report.difference <= 1e-5
-    noted = is_read and kinds == ("heads",)
+    noted = is_read and kind == "heads"
     assert ("not exact: in eval mode without gradients torch fuses" in str(report)) == noted
 
 
@@ -708,16 +718,14 @@ def test_a_model_that_is_constructed_without_random_values_may_draw_until_values
 def test_with_a_cost_small_scopes_and_large_multiples_do_what_they_can():
     torch.manual_seed(0)
     x, narrow = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))
-    assert shrink(narrow, x, 0.2, cost="flops")[0][0].out_features == 3
+    assert shrink(narrow, x, 0.2, budget="flops")[0][0].out_features == 3
     fixed = Net(lambda m, x: m.b(m.a(x).relu().view(*x.shape[:-1], 8)), a=nn.Linear(6, 8), b=nn.Linear(8, 3))
     report = shrink(fixed, torch.randn(2, 6), 0.2, multiple_of=4)[1]
     assert not report.couplings and "a.weight" in report.left_out[0]
     wide = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
     for limits in (0.9, {"0.weight": 0.9}):
         with pytest.raises(SparsityError, match="still costs"):
-            shrink(wide, x, 0.97, cost="parameters", max_sparsity=limits)
-    with pytest.raises(SparsityError, match="kinds must be a list"):
-        shrink(narrow, x, kinds="width")
+            shrink(wide, x, 0.97, budget="parameters", max_sparsity=limits)
 
 
 def test_16_bit_norms_are_folded_where_a_mask_is_all_ones():
@@ -749,7 +757,7 @@ def test_operators_without_a_formula_are_named_in_the_report():
 
 def test_rows_of_the_report_have_kinds_beside_names():
     model, inputs = hf_models.make("Llama")
-    _, report = shrink(model, inputs, EVERYTHING, uniform=False)
+    _, report = shrink(model, inputs, EVERYTHING, keep_config=False)
     kinds = {row.name.rpartition(".layers.")[2]: row.kind for row in report.couplings}
     assert {"width", "mlp", "key heads"} <= {*kinds.values()} and kinds["0.mlp.gate_proj.weight"] == "mlp"
     assert report.to_csv().startswith("name,kind,kept,of") and " width " in str(report)

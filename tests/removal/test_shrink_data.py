@@ -122,10 +122,9 @@ def test_names_of_couplings_hold_when_their_layers_differ():
 
     assert kept(ratio={"units *": 0.5}, multiple_of={"1": 12}) == [16, 24, 16]
     assert kept(ratio={"units *": 0.5, "1": 0.25}) == [16, 24, 16]
-    assert kept(kinds=["units *"], multiple_of={"1": 12}) == [16, 24, 16]
     assert kept(ratio={"mlp": 0.5, "1.0.bias": 0.25}) == [16, 24, 16]
     numbers = {"max_sparsity": {"units *": 0.25}, "multiple_of": {"1": 2}}
-    assert all(units >= 24 for units in kept(ratio=0.2, scope="global", **numbers))
+    assert all(units >= 24 for units in kept(ratio=0.2, budget="units", **numbers))
 
 
 def test_numbers_for_the_tensors_and_modules_of_single_layers():
@@ -165,7 +164,7 @@ def test_single_layers_of_many_are_excluded():
         assert [block[0].out_features for block in small] == [8, 16, 16, 8]
         assert sum("left out by exclude" in text for text in report.left_out) >= 2
     llama, inputs = hf_models.make("Llama")
-    small, report = shrink(llama, inputs, kinds=("mlp",), uniform=False, exclude=["model.layers.0"])
+    small, report = shrink(llama, inputs, {"mlp": 0.5}, keep_config=False, exclude=["model.layers.0"])
     widths = [layer.mlp.up_proj.out_features / llama.config.intermediate_size for layer in small.model.layers]
     assert widths == [1] + [0.5] * (len(widths) - 1)
     small, report = shrink(llama, inputs, exclude=["model.layers.0.mlp"])  # the config has one number for all
@@ -177,14 +176,14 @@ def test_reasons_and_hints():
     llama, inputs = hf_models.make("Llama")
     with pytest.raises(SparsityError, match="ratio names 'heads', but the couplings are .*; did you mean 'key heads'"):
         shrink(llama, inputs, {"heads": 0.5})
-    _, report = shrink(llama, inputs, kinds=("mlp",))
-    assert any(text.endswith(": kinds leaves it out") for text in report.left_out)
+    _, report = shrink(llama, inputs, {"mlp": 0.5})
+    assert any(text.endswith(": ratio is 0 for it, or does not name it") for text in report.left_out)
     model, x = mlp(4, 16, 16, 2), torch.randn(5, 4)
     with torch.no_grad():
         model[0].weight[4:] *= 1e-4
         model[0].bias[4:] *= 1e-4
         model[2].weight[:, 4:] *= 1e-4
-    _, report = shrink(model, x, 0.25, scope="global")
+    _, report = shrink(model, x, 0.25, budget="units")
     assert [text for text in report.left_out if "the budget is met although it keeps all of its 16 units" in text]
 
 
@@ -195,14 +194,14 @@ def test_units_of_all_layers_compete_for_one_budget_with_caps():
             model[at if at == 2 else 4].weight[8:] *= 1e-3 if at == 2 else 1
         model[2].bias[8:] *= 1e-3
         model[4].weight[:, 8:] *= 1e-3
-    small, _ = shrink(model, x, 0.25, "norm", scope="global", max_sparsity=0.75)
+    small, _ = shrink(model, x, 0.25, "norm", budget="units", max_sparsity=0.75)
     kept = [small[k].out_features for k in (0, 2, 4)]
     assert sum(kept) == 72 and kept[1] == 8
-    small, _ = shrink(model, x, 0.25, "norm", scope="global", max_sparsity={"2": 0.5})
+    small, _ = shrink(model, x, 0.25, "norm", budget="units", max_sparsity={"2": 0.5})
     kept = [small[k].out_features for k in (0, 2, 4)]
     assert sum(kept) == 72 and kept[1] == 16
     with pytest.raises(SparsityError, match="a ratio of 0.9 allows a cost of 9.6, but without all units that may be"):
-        shrink(model, x, 0.9, scope="global", max_sparsity=0.5)
+        shrink(model, x, 0.9, budget="units", max_sparsity=0.5)
 
 
 def test_arguments_of_no_use_are_refused():
@@ -213,10 +212,9 @@ def test_arguments_of_no_use_are_refused():
         "shrink: recover and token_mask need batches": {"example_inputs": batches[0], "recover": True},
         "shrink: max_sparsity=0.5 needs one budget for all layers": {"batches": batches, "max_sparsity": 0.5},
         "multiple_of must be a positive int, got 0": {"batches": batches, "multiple_of": {"0": 0}},
-        "shrink: scope must be 'coupling' or 'global', got 'layer'": {"batches": batches, "scope": "layer"},
-        "a dict of ratios, .* cannot be combined with cost= or scope='global', .*; call shrink twice": {
+        "a dict of ratios, .* cannot be combined with a budget= .*; call shrink twice": {
             "batches": batches,
-            "scope": "global",
+            "budget": "units",
             "ratio": {"0": 0.5},
         },
         "shrink: the score needs a forward that returns the loss, but recover": {
@@ -266,7 +264,7 @@ def test_scores_are_computed_once_whatever_is_left_out():
         model.d.weight[:, 1:] *= 1e-3
     rows = ("ac", "bd")
     couplings = [Coupling({f"{a}.weight": "u i", f"{a}.bias": "u", f"{b}.weight": "o u"}) for a, b in rows]
-    _, report = shrink(model, torch.randn(5, 4), 0.75, score, scope="global", couplings=couplings)
+    _, report = shrink(model, torch.randn(5, 4), 0.75, score, budget="units", couplings=couplings)
     assert [row.kept for row in report.couplings] == [2] and "together with others" in report.left_out[0]
     assert sorted(names) == ["a.bias", "a.weight", "b.bias", "b.weight", "c.weight", "d.weight"]
 
@@ -367,12 +365,12 @@ def test_padding_does_not_count_in_the_error_of_outputs(scale):
     [
         ({}, 16),
         ({"ratio": {"*": 0.5}}, 16),
-        ({"ratio": 0.2, "cost": "parameters"}, 16),
+        ({"ratio": 0.2, "budget": "parameters"}, 16),
         ({"ratio": {"width": 0.25}}, 12),
         ({"ratio": {"*": 0.5, "width": 0.25}}, 12),
         ({"ratio": {"first": 0.25}}, 12),
-        ({"kinds": ["width"]}, 8),
-        ({"ratio": 0.7, "scope": "global", "max_sparsity": {"width": 0.25, "*": 0.9}}, 12),
+        ({"ratio": {"width": 0.5}}, 8),
+        ({"ratio": 0.7, "budget": "units", "max_sparsity": {"width": 0.25, "*": 0.9}}, 12),
     ],
 )
 def test_what_passes_between_blocks_stays_unless_it_is_named(keys, width):

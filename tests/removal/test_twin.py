@@ -156,11 +156,11 @@ ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.
     "how",
     [
         *(
-            {"uniform": False},
-            {"ratio": 0.5, "cost": "flops", "max_sparsity": {"width": 0.9}},
+            {"keep_config": False},
+            {"ratio": 0.5, "budget": "flops", "max_sparsity": {"width": 0.9}},
             {"exclude": ["*.v_proj.weight"]},
         ),
-        {"couplings": ONE_BLOCK, "uniform": False},
+        {"couplings": ONE_BLOCK, "keep_config": False},
     ],
 )
 def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):

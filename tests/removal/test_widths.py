@@ -161,7 +161,7 @@ def test_heads_leave_models_of_transformers(name, heads, kept, tmp_path):
     from sparsekit_ao import export
 
     model, inputs = transformers_model(name)
-    small, report = shrink(model, inputs, EVERYTHING, uniform=False)
+    small, report = shrink(model, inputs, EVERYTHING, keep_config=False)
     path, _, attribute = heads.rpartition(".")
     assert getattr(small.get_submodule(path), attribute) == kept and report.difference <= 1e-5
     export.save_pretrained(small, report, tmp_path)
