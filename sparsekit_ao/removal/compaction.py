@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..coupling import Coupling
 from ..coupling.discovery.tracing import code_line
-from ..distributed import is_sharded
+from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..oneshot.matching import RecoveryReport
@@ -271,7 +271,8 @@ def check_comparable(where: str, model: nn.Module, tolerance: object = 1e-5) -> 
     """Raise an error unless the tolerance is a number and parameters have values, on one rank."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise SparsityError(f"{where}tolerance must be a number >= 0, got {tolerance!r}")
-    if name := next((name for name, p in model.named_parameters() if is_sharded(p)), ""):
+    managed = [name or "the model" for name, module in model.named_modules() if is_managed(module)]  # perhaps gathered
+    if name := next((name for name, p in model.named_parameters() if is_sharded(p)), "".join(managed[:1])):
         raise SparsityError(f"{where}{name} is sharded; remove units before parallelize_module or fully_shard")
     if name := next((name for name, p in model.named_parameters() if p.is_meta), ""):
         raise SparsityError(

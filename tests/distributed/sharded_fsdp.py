@@ -378,6 +378,11 @@ def removal_is_refused():
         for call in (lambda m: shrink(m, x), lambda m: removable(m, x), lambda m: compact(m, hidden, x)):
             with refuses("0.weight is sharded; remove units before parallelize_module"):
                 call(model)
+    gathered = nn.Sequential(shard(nn.Sequential(*mlp()[2:])), nn.Tanh())
+    gathered(torch.randn(4, 21))
+    for call in (lambda m: shrink(m, torch.randn(4, 21)), lambda m: removable(m, torch.randn(4, 21))):
+        with refuses("is sharded; remove units before parallelize_module"):
+            call(gathered)
     wrapped = nn.parallel.DistributedDataParallel(mlp())
     with refuses("shrink: model is a DistributedDataParallel; give its .module"):
         shrink(wrapped, x)
