@@ -234,7 +234,6 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
     note = f"{name}.from_pretrained loads it"
     report = replace(report, manifest=json.loads(uncompiled_name(json.dumps(report.manifest))))
     kwargs = {"state_dict": _to_write(model, model.state_dict())} | kwargs
-    names = [*kwargs["state_dict"]]
     with _written_together(folder) as unchecked:
         if report.not_in_config == "":
             model.save_pretrained(unchecked, **kwargs)
@@ -254,7 +253,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 "that was made smaller twice can be saved if its config described it after the first time."
             ) from e
         read = _reader(model)
-        for key in names:
+        for key in map(uncompiled_name, model.state_dict()):
             tensor = read(key).cpu()
             if key not in loaded or not tensor.equal(loaded[key].to(tensor.dtype).cpu()):
                 raise SparsityError(

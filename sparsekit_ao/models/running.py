@@ -207,11 +207,10 @@ def seeded(tensors: Iterable[Tensor], seed: int = 0) -> Iterator[list[int]]:
 
 def import_dynamo() -> None:
     """Import what torch's optimizers and fake tensors import, which adds to the environment of the process."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    was_set = name in os.environ
+    was_set = "TORCHINDUCTOR_CACHE_DIR" in os.environ
     importlib.import_module("torch._dynamo")
     if not was_set:
-        os.environ.pop(name, None)
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
 
 @contextlib.contextmanager
