@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from .tiles import Shape, aligned_grid, crop, from_aligned, grid_of, pad_to, split, tile_volumes, tiles_of, to_aligned
 
 Norm = float | None
+LEAST = 2.0**-100  # sums of float32 squares below this are inexact
 UNROLL = 16  # longest last dimension that is reduced slice by slice
 SMALL = 1 << 14  # ... unless the tensor is so small that the number of operations counts
 
@@ -116,7 +117,8 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     """Return a score for each block of the aligned grid (of `ndim` dimensions): the norm of the blocks of all windows.
 
     A block's sum is taken in one fixed order (a halving tree along each dimension), so it does not depend on chunks,
-    threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|.
+    threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|. On a CPU,
+    float32 squares that would leave the range are summed in float64; GPUs take blocks between 1e-15 and 1e19.
 
     Args:
         norm: 1, 2 or inf; None: values are saliencies, and a score is their signed sum.
@@ -139,8 +141,25 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
         if as_mean and norm != math.inf:
             count = count + to_aligned(tile_volumes(m.window.shape, m.shape, m.window.device).float(), m.order, ndim)
     assert total is not None
-    total = total / count if isinstance(count, Tensor) else total
-    return _root(total) if norm == 2 else total
+    if norm != 2:
+        return total / count if isinstance(count, Tensor) else total
+    beyond = _beyond_range(windows, total, ndim)
+    scores = _root(total / count if isinstance(count, Tensor) else total)
+    if beyond is None:
+        return scores
+    wide = [replace(m, values=scored(m).double(), under=None) for m in windows]
+    return torch.where(beyond, block_scores(wide, norm, ndim, as_mean).float(), scores)
+
+
+def _beyond_range(windows: Sequence[Window], total: Tensor, ndim: int) -> Tensor | None:
+    """Which blocks have float32 sums of squares that under- or overflowed, on a CPU; None if none has."""
+    if total.device.type != "cpu" or total.dtype != torch.float32:  # a GPU would have to be waited for
+        return None
+    beyond = (total < LEAST) | total.isinf()
+    if bool(beyond.any()):  # blocks of zeros or with infinite elements are right
+        largest = block_scores(windows, math.inf, ndim)
+        beyond &= (largest > 0) & largest.isfinite()
+    return beyond if bool(beyond.any()) else None
 
 
 def scope_scores(scopes: ScopeWindows, norm: Norm = 2, as_mean: bool | None = None) -> Tensor:

@@ -316,3 +316,22 @@ def test_block_scores_by_hand():
     bias = torch.tensor([2.0, -1.0])
     members = (Window(shape=(1, 3), values=torch.tensor([[1.0, 2, 3], [-4, 5, 6]])), Window(shape=(1,), values=bias))
     assert block_scores(members, None, 2).flatten().tolist() == [8.0, 6.0]
+
+
+@pytest.mark.parametrize("exponent", [-44, -38, -30, -24, -22, -18, 0, 18, 19, 20, 30, 37])
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_scores_of_blocks_do_not_under_or_overflow(exponent, is_mixed, impl):
+    drawn = torch.randn(32, 64, generator=generator(exponent + 50), dtype=torch.float64) * 10.0**exponent
+    if is_mixed:  # beside blocks of zeros, of usual size and of infinite elements
+        drawn[:2], drawn[2:4] = 0, torch.randn(2, 64, generator=generator(1))
+        drawn[4, 0] = INF
+    weight = drawn.float()
+    norms = weight.double().unflatten(0, (16, 2)).unflatten(2, (16, 4)).square().sum((1, 3)).sqrt()
+    block = BlockSpec(weight, (2, 4))
+    torch.testing.assert_close(block.norms(), norms.float(), rtol=1e-6, atol=0)
+    mask = torch.empty_like(weight, dtype=torch.bool)
+    fill_masks([Request(scope=ScopeSpec(block, (1, 4)), masks={block: mask}, keep=2)], impl=impl)
+    expected = keep_mask(norms.float().reshape(-1, 4), 2).view(16, 16)
+    if exponent > -40:  # below, several norms are equal in float32
+        assert torch.equal(mask, expected.repeat_interleave(2, 0).repeat_interleave(4, 1))
