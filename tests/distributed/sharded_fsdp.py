@@ -369,6 +369,7 @@ def meshes_are_checked_first():
 
 def removal_is_refused():
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh, x = init_device_mesh("cpu", (distributed.get_world_size(),)), batch(0)[0]
@@ -378,10 +379,11 @@ def removal_is_refused():
         for call in (lambda m: shrink(m, x), lambda m: removable(m, x), lambda m: compact(m, hidden, x)):
             with refuses("0.weight is sharded; remove units before parallelize_module"):
                 call(model)
-    gathered = nn.Sequential(shard(nn.Sequential(*mlp()[2:])), nn.Tanh())
-    gathered(torch.randn(4, 21))
-    for call in (lambda m: shrink(m, torch.randn(4, 21)), lambda m: removable(m, torch.randn(4, 21))):
-        with refuses("is sharded; remove units before parallelize_module"):
+    gathered = fully_shard(mlp())
+    gathered(x)
+    assert not is_sharded(gathered[0].weight)
+    for call in (lambda m: shrink(m, x), lambda m: removable(m, x)):
+        with refuses("the model is sharded; remove units before parallelize_module"):
             call(gathered)
     wrapped = nn.parallel.DistributedDataParallel(mlp())
     with refuses("shrink: model is a DistributedDataParallel; give its .module"):
