@@ -137,12 +137,14 @@ class Reference:
 
     def not_trainable(self, small: nn.Module) -> str:
         """Return why a smaller model does not run in training mode, or "" if it does or the masked one does not."""
-        for model in (self.model, small):
+        problem = ""
+        for model in (small, self.model):
             try:
                 with warnings.catch_warnings(action="ignore"):
                     _run(model, self._inputs, self.dtype, fused=True, training=True)
-            except Exception as e:  # a forward that trains may need labels
-                return "" if model is self.model else f"does not run in training mode: {e}"
+                return problem
+            except Exception as e:  # the forward of both may need labels in training mode
+                problem = problem or f"does not run in training mode: {e}"
         return ""
 
     def check_repeats(self) -> None:

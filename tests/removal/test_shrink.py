@@ -47,14 +47,14 @@ def test_of_couplings_that_divide_one_dimension_those_that_remove_most_are_chose
     assert report.left_out and all("only one coupling may divide" in t for t in report.left_out)
 
 
-@pytest.mark.parametrize("cost", ["units", "parameters"])
+@pytest.mark.parametrize("cost", ["layer", "parameters"])
 def test_layers_of_different_widths_in_one_coupling_lose_a_fraction_of_their_own(cost):
     blocks = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4)) for width in (4, 32)]
     model, hidden = nn.Sequential(*blocks), Coupling({"*.0.weight": "u i", "*.0.bias": "u", "*.2.weight": "o u"})
     model.config = SimpleNamespace()  # so layers of equal widths would keep equal numbers
     small, report = shrink(model, torch.randn(3, 4), 0.5, budget=cost, couplings=[hidden])
     widths = [block[0].out_features for block in small]
-    assert widths == [2, 16] if cost == "units" else 2 * parameters(small) <= parameters(model)
+    assert widths == [2, 16] if cost == "layer" else 2 * parameters(small) <= parameters(model)
     assert report.difference <= 1e-5 and [row.kept for row in report.couplings] == widths
 
 
