@@ -9,7 +9,7 @@ from export_models import masked
 from stock import linear_model
 from torch import nn
 
-from sparsekit_ao import SET, ScopeSparsifier, SparsityError, export, masking
+from sparsekit_ao import SET, SparsityError, export
 
 
 @pytest.mark.parametrize("make_model", [lambda: linear_model(8, 6, 4), lambda: nn.Linear(8, 4)], ids=["nested", "bare"])
@@ -55,21 +55,3 @@ def test_another_parametrization_beside_the_mask():
     masked(model)
     with pytest.raises(SparsityError, match=r"dense_state_dict: 0.weight has another parametrization .*copy.deepcopy"):
         export.dense_state_dict(model)
-
-
-def test_reading_one_mask_looks_up_no_other(monkeypatch):
-    sparsifier = ScopeSparsifier(0.5)
-    sparsifier.prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
-    placed, looked_up = masking.placed_mask, []
-
-    def counted(module, tensor_name, tensor_fqn):
-        looked_up.append(tensor_fqn)
-        return placed(module, tensor_name, tensor_fqn)
-
-    monkeypatch.setattr(masking, "placed_mask", counted)
-    names = [g["tensor_fqn"] for g in sparsifier.groups]
-    assert all(
-        sparsifier.mask(name) is sparsifier.model.get_submodule(name[0]).parametrizations.weight[0].mask
-        for name in names
-    )
-    assert looked_up == names
