@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..errors import SparsityError
 from ..schedules import UpdateInterval
 from ..sparsifiers.base import MaskSparsifier
-from ..torch_ao import BaseScheduler
+from ..torch_ao import BaseScheduler, BaseSparsifier
 
 
 class StepCallback:
@@ -20,9 +20,8 @@ class StepCallback:
         until: int | None = None,
     ) -> None:
         where = "SparsifierCallback: "
-        if not isinstance(sparsifier, MaskSparsifier):
-            kind = f"{type(sparsifier).__module__}.{type(sparsifier).__name__}"
-            raise SparsityError(f"{where}sparsifier must be a sparsifier of sparsekit_ao, got {kind}")
+        if not isinstance(sparsifier, BaseSparsifier):
+            raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
         for one in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
             if not isinstance(one, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
                 raise SparsityError(

@@ -5,7 +5,7 @@ training resumes. For other models, they are in the checkpoint itself. The rest 
 `trainer_state.json`.
 """
 
-import functools
+import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +34,7 @@ def save_plain_weights(
     state = self.state_dict() if state_dict is None else state_dict
     plain = _plain(state)
     masked = {name: t.clone() for name, t in state.items() if name not in plain}
-    type(self).save_pretrained(self, save_directory, *args, state_dict=plain if masked else state_dict, **options)
+    type(self).save_pretrained(self, save_directory, *args, state_dict=plain, **options)
     if masked and options.get("is_main_process", True):
         save_file(masked, str(Path(save_directory, STATE)))
 
@@ -104,8 +104,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         """Let the model save plain weights from now on."""
         self._model = kwargs.get("model")
         if isinstance(self._model, PreTrainedModel):
-            saves = functools.partial(save_plain_weights, self._model)  # which pickle takes, unlike a bound function
-            self._model.save_pretrained = saves  # type: ignore[method-assign]
+            self._model.save_pretrained = types.MethodType(save_plain_weights, self._model)  # type: ignore[method-assign]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the optimizer; when resuming, restore the state of the checkpoint."""
@@ -157,7 +156,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         """Return the state for `trainer_state.json`: everything but the masks, which the model has."""
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
-        saved = self.sparsifier.state_without_masks()
+        saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
         attributes = {"sparsifier": saved, "schedulers": [s.state_dict() for s in self.schedulers]}
         return {"args": {}, "attributes": {**attributes, "is_plain": isinstance(self._model, PreTrainedModel)}}
 
@@ -184,7 +183,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         saved = entry["attributes"]
         if saved.get("is_plain") and self._model is not None:
             self._load_masked(folders)
-        masks = {fqn: {"mask": s["mask"]} for fqn, s in self.sparsifier.state.items()}
+        masks = {fqn: {"mask": s["mask"].clone()} for fqn, s in self.sparsifier.state.items()}
         self.sparsifier.load_state_dict({**saved["sparsifier"], "state": masks})
         for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(state)

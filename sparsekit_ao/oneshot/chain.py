@@ -383,7 +383,6 @@ class Kept:
         self._device, self._limit = device, math.inf if limit is None else limit
         self._values: dict[Hashable, Any] = {}
         self._bytes: dict[Hashable, int] = {}  # of those in memory
-        self._total = 0  # of these
         self._files: dict[Hashable, str] = {}
         self._folder = ""
 
@@ -391,9 +390,8 @@ class Kept:
         """Keep a value in place of the one before."""
         size = sum(leaf.nbytes for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
         self._values.pop(key, None)
-        self._total -= self._bytes.pop(key, 0)
-        if self._total + size <= self._limit:
-            self._total += size
+        self._bytes.pop(key, None)
+        if sum(self._bytes.values()) + size <= self._limit:
             self._values[key], self._bytes[key] = copied_tensors(value, self._device, copies=False), size
             return
         if not self._folder:

@@ -72,11 +72,8 @@ class Checkpointed(BaseSparsifier):
         Statistics, if there are any, and the counts of steps are saved.
         """
         self._sync_state()
-        return {"state": {fqn: copied_state(s) for fqn, s in self._state.items()}, **self.state_without_masks()}
-
-    def state_without_masks(self) -> dict[str, Any]:
-        """Return what `state_dict` returns besides "state", for callers whose model saves the masks."""
         return {
+            "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
             "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
             **self._extra_state(),
@@ -168,9 +165,7 @@ class Checkpointed(BaseSparsifier):
 
     def mask(self, tensor_fqn: str) -> Tensor:
         """Return the mask of a tensor by its name: the module's own buffer, not a copy."""
-        group = next((g for g in self.groups if g["tensor_fqn"] == tensor_fqn), None)
-        self._sync_state([] if group is None else [group])
-        if tensor_fqn not in self._state:
+        if tensor_fqn not in self.state:
             raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
         return self._state[tensor_fqn]["mask"]
 
@@ -228,9 +223,9 @@ class Checkpointed(BaseSparsifier):
             entries[group["tensor_fqn"]] = self._resolved.entries.get(before, "")
         self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, entries=entries)
 
-    def _sync_state(self, groups: Sequence[TensorGroup] | None = None) -> None:
+    def _sync_state(self) -> None:
         distributed.reshard(self.model)
-        for group in self.groups if groups is None else groups:
+        for group in self.groups:
             module = group.get("module")
             live = None if module is None else masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
             if live is not None:
