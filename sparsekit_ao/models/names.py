@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.prune import BasePruningMethod
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed import local
@@ -171,19 +170,10 @@ def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
         return f" It is a module; did you mean '{fqn}.weight'?"
     if f"{fqn}_g" in names and f"{fqn}_v" in names:
         return f" {fqn!r} is computed by torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations.weight_norm."
-    holder = dict(model.named_modules()).get(module)
-    hooks = () if holder is None else holder._forward_pre_hooks.values()
-    if any(isinstance(hook, BasePruningMethod) for hook in hooks) and f"{fqn}_orig" in names:
+    if f"{fqn}_orig" in names:
         return (
             f" {fqn!r} is masked by torch.nn.utils.prune; make that permanent first, by "
             f"torch.nn.utils.prune.remove(model.{module}, {tensor!r})."
-        )
-    if hooks and isinstance(vars(holder).get(tensor), Tensor):
-        is_spectral = any(type(hook).__name__ == "SpectralNorm" for hook in hooks)
-        remove = f"torch.nn.utils.remove_spectral_norm(model.get_submodule({module!r}), {tensor!r})"
-        return (
-            f" {fqn!r} is computed by a hook before each forward; remove that hook first"
-            f"{f', by {remove}' if is_spectral else ' and make it a Parameter'}, or leave it out (exclude=[{fqn!r}])."
         )
     if fqn in dict(model.named_buffers()):
         return " It is a buffer; only parameters can be sparsified."

@@ -177,14 +177,12 @@ class MaskSparsifier(Trainable, Checkpointed):
         try:
             self._begin(groups)
             new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in unmasked]
-            new_masks = masking.under_all_names(model, new_masks)
-            _refuse_names([(module, name) for module, name, _ in new_masks])
             self.model, self.groups, self._skip_unfit = model, groups, skip_unfit
             self._exclude = names_in_place_of_modules(model, exclude)
             self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
             self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
             self._state, self._phase, self._mask_levels, self._warned = defaultdict(dict), "prepared", None, False
-            with masking.installed(new_masks):
+            with masking.installed(masking.under_all_names(model, new_masks)):
                 if saved is not None:
                     self.load_state_dict(saved)
                 self._after_prepare()
@@ -371,16 +369,6 @@ def _moved_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> tuple[list
     inside, present = {m for b in bases if isinstance(b, nn.Module) for m in b.modules()}, set(modules)
     adapted = [f"{g['tensor_fqn']}: {_ADAPTERS}" for g in moved if g["module"] in inside]
     return adapted, [f"{g['tensor_fqn']}: {_REPLACED}" for g in moved if g["module"] not in present]
-
-
-def _refuse_names(tensors: Sequence[tuple[nn.Module, str]]) -> None:
-    """Raise if torch cannot parametrize a tensor because of its name."""
-    for module, name in tensors:
-        if hasattr(nn.ModuleDict, name):
-            raise SparsityError(
-                f"prepare: {name!r} of {type(module).__name__} cannot be masked, because torch keeps parametrizations "
-                "in a ModuleDict, which has a method of that name; give the Parameter another name, or leave it out"
-            )
 
 
 def _kept_params(

@@ -154,15 +154,11 @@ def resolve_groups(
     names_of: dict[int, list[str]] = {}  # {id of a parameter: all its names}
     for name, parameter in names.items():
         names_of.setdefault(id(parameter), []).append(name)
-    computed = [entry["tensor_fqn"] for entry in config if is_default and not exists(model, entry["tensor_fqn"])]
-    excluded = excluded_names(model, exclude, [*names, *computed]) if exclude != () else {}
-    left = {fqn: excluded[fqn] for fqn in computed if fqn in excluded}  # no Parameters: they are read no further
-    config = [entry for entry in config if entry.get("tensor_fqn") not in left] if left else config
+    excluded = excluded_names(model, exclude, names) if exclude != () else {}
     owners, labels = _owners(model, config, keys, names)
     sharing = sharing_memory(model)
     overlapping = {n: f"shares memory with {sharing[id(p)]!r}" for n, p in names.items() if id(p) in sharing}
     skipped = {
-        **left,
         **(_left_dense(model) | adapters(model, owners) if is_default else {}),
         **_tied_to_skip(names_of.values(), owners, excluded, is_default),
         **{fqn: overlapping[fqn] for fqn in owners if fqn in overlapping and is_default},

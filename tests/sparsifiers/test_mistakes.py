@@ -30,7 +30,6 @@ from sparsekit_ao import (
     export,
     keep_mask,
     patterns,
-    prune,
     removal,
     schedules,
 )
@@ -599,71 +598,3 @@ def test_a_state_is_loaded_before_a_model_on_the_meta_device_gets_its_values(mak
     other.load_state_dict(model.state_dict())
     assert torch.equal(other[0].weight, model[0].weight)
     assert torch.equal(restored.mask("0.weight"), sparsifier.mask("0.weight"))
-
-
-class NamedParameter(nn.Module):
-    """A product with a Parameter of a given name, beside a Linear."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.name, self.fc = name, nn.Linear(8, 8)
-        setattr(self, name, nn.Parameter(torch.randn(8, 8)))
-
-    def forward(self, x):
-        return self.fc(x) @ getattr(self, self.name)
-
-
-@pytest.mark.parametrize("name", ["keys", "values", "items", "update", "pop", "clear"])
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_a_name_that_torch_cannot_parametrize_is_refused_before_anything_changes(name, is_tied):
-    model = NamedParameter(name)
-    if is_tied:  # the other name is the one in the config
-        model.fc.weight = getattr(model, name)
-    before = dict(model.state_dict())
-    with refuses(f"prepare: {name!r} of NamedParameter cannot be masked"):
-        prepared(model, [{"tensor_fqn": "fc.weight"}, *([] if is_tied else [{"tensor_fqn": name}])])
-    assert list(model.state_dict()) == list(before)
-    assert [g["tensor_fqn"] for g in prepared(NamedParameter(name)).groups] == ["fc.weight"]
-
-
-def by_hook(layer):
-    """Compute the weight from another Parameter before each forward, as libraries of old did."""
-    weight = layer.weight
-    del layer.weight
-    layer.register_parameter("weight_raw", nn.Parameter(weight.data))
-    layer.weight = weight.data.clone()
-    layer.register_forward_pre_hook(lambda m, _: setattr(m, "weight", m.weight_raw * 2))
-    return layer
-
-
-COMPUTED = {
-    "torch.nn.utils.remove_spectral_norm(model.get_submodule('0'), 'weight')": nn.utils.spectral_norm,
-    "computed by torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations.weight_norm": nn.utils.weight_norm,
-    "make that permanent first": lambda layer: torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5),
-    "is computed by a hook before each forward; remove that hook first and make it a Parameter": by_hook,
-}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("remedy", COMPUTED, ids=range(len(COMPUTED)))
-@pytest.mark.parametrize("layer", [nn.Linear, nn.Conv1d])
-def test_weights_that_hooks_compute_are_named_with_their_remedy_and_can_be_excluded(remedy, layer):
-    def made():
-        sizes = (8, 8) if layer is nn.Linear else (8, 8, 1)
-        return nn.Sequential(COMPUTED[remedy](layer(*sizes)), nn.Linear(8, 8))
-
-    with refuses(remedy):
-        prepared(made())
-    for exclude in (["0"], ["0.weight"], ["re:0.weight"]):
-        sparsifier = ScopeSparsifier(0.5)
-        sparsifier.prepare(made(), exclude=exclude)
-        assert [g["tensor_fqn"] for g in sparsifier.groups] == ["1.weight"]
-        assert "exclude[0]" in sparsifier.report().skipped["0.weight"]
-        _, report = prune(made(), exclude=exclude)
-        assert [row.tensor for row in report] == ["1.weight"]
-
-
-def test_the_remedy_for_the_older_spectral_norm_works():
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)))
-    torch.nn.utils.remove_spectral_norm(model.get_submodule("0"), "weight")
-    assert [g["tensor_fqn"] for g in prepared(model).groups] == ["0.weight"]
