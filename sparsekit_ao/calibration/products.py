@@ -116,6 +116,7 @@ class Products(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._tensors, self._take, self._token_mask = tensors, take, token_mask
+        self._plain = [(name, *t) for name, t in tensors.items() if not parametrize.is_parametrized(*t)]
         # {storage: tensors in it whose places are known, the last one first}. Weights may share a storage.
         self._known: dict[StorageWeakRef, list[_Known]] = {}
         self._counts = WeakTensorKeyDictionary()  # {gathered tokens: bool tensor of the rows that count}
@@ -141,11 +142,10 @@ class Products(TorchFunctionMode):
         if key is None:
             return None
         if key not in self._known and may_be_new:
-            for name, (module, tensor_name) in self._tensors.items():
-                if not parametrize.is_parametrized(module, tensor_name):
-                    whole = getattr(module, tensor_name)
-                    if _key(whole) == key:
-                        self.tie(name, whole)
+            for name, module, tensor_name in self._plain:
+                whole = getattr(module, tensor_name)
+                if _key(whole) == key:
+                    self.tie(name, whole)
         return next((p for known in self._known.get(key, ()) if (p := known.place_of(tensor)) is not None), None)
 
     def __torch_function__(

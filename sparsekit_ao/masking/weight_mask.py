@@ -413,8 +413,8 @@ def dense_state_dict_of(model: nn.Module, masked_weight: Callable[[Tensor, Tenso
                     "squash_mask(model=copy.deepcopy(model)) and save the copy"
                 )
             original = state.pop(f"{prefix}parametrizations.{name}.original")
-            for key in [k for k in state if k.startswith(f"{prefix}parametrizations.{name}.")]:
-                del state[key]
+            for buffer in mask.state_dict():
+                state.pop(f"{prefix}parametrizations.{name}.0.{buffer}", None)
             if id(mask) not in masked:  # a tied parameter has one mask under all of its names
                 masked[id(mask)] = masked_weight(original, placed_like(mask.mask, original)).detach()
             state[f"{prefix}{name}"] = masked[id(mask)]

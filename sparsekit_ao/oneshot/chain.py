@@ -383,6 +383,7 @@ class Kept:
         self._device, self._limit = device, math.inf if limit is None else limit
         self._values: dict[Hashable, Any] = {}
         self._bytes: dict[Hashable, int] = {}  # of those in memory
+        self._used = 0  # the sum of these bytes
         self._files: dict[Hashable, str] = {}
         self._folder = ""
 
@@ -390,9 +391,10 @@ class Kept:
         """Keep a value in place of the one before."""
         size = sum(leaf.nbytes for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
         self._values.pop(key, None)
-        self._bytes.pop(key, None)
-        if sum(self._bytes.values()) + size <= self._limit:
+        self._used -= self._bytes.pop(key, 0)
+        if self._used + size <= self._limit:
             self._values[key], self._bytes[key] = copied_tensors(value, self._device, copies=False), size
+            self._used += size
             return
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="sparsekit_ao-")

@@ -115,8 +115,8 @@ class Calibrated(MaskSparsifier):
             raise SparsityError("calibrate: forward and token_mask need batches; in a context set c.token_mask instead")
         return self.recorder.recording(wanted)
 
-    def _statistics_of(self, name: str) -> Statistics:
-        return self.recorder.of(name)
+    def _statistics_of(self) -> Callable[[str], Statistics]:
+        return self.recorder.of
 
     @property
     def recorder(self) -> Recorder:

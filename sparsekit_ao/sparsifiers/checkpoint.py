@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,7 @@ class Checkpointed(BaseSparsifier):
     model: nn.Module | None
     config: list[TensorGroup] | None  # type: ignore[assignment]
     _state: dict[str, dict[str, Any]]
+    _positions: Mapping[str, int] = MappingProxyType({})  # of tensors in `groups`, where these have not changed since
     _phase: str
     _mask_levels: list[Any] | None
     _resolved: ResolvedConfig
@@ -71,9 +73,11 @@ class Checkpointed(BaseSparsifier):
         Functions in the config (a score or a view) are not saved; after loading, the sparsifier's own ones stay in use.
         Statistics, if there are any, and the counts of steps are saved.
         """
-        self._sync_state()
+        return {"state": {fqn: copied_state(s) for fqn, s in self.state.items()}, **self._without_masks()}
+
+    def _without_masks(self) -> dict[str, Any]:
+        """Return the entries of `state_dict` besides the masks, for checkpoints whose model has the masks."""
         return {
-            "state": {fqn: copied_state(s) for fqn, s in self._state.items()},
             "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
             "enable_mask_update": self.enable_mask_update,
             **self._extra_state(),
@@ -114,8 +118,8 @@ class Checkpointed(BaseSparsifier):
             for fqn, mask in live.items():
                 if fqn in masks:
                     distributed.copy_values(mask, masks[fqn])
-                    saved_state = copied_state(state_dict["state"][fqn])
-                    self._state[fqn].update({k: v for k, v in saved_state.items() if k != "mask"})
+                    beside = {k: v for k, v in state_dict["state"][fqn].items() if k != "mask"}
+                    self._state[fqn].update(copied_state(beside))
         self.enable_mask_update, self._mask_levels = bool(state_dict.get("enable_mask_update", True)), None
 
     def _check_replaced(self, groups: Sequence[TensorGroup]) -> None:
@@ -165,8 +169,13 @@ class Checkpointed(BaseSparsifier):
 
     def mask(self, tensor_fqn: str) -> Tensor:
         """Return the mask of a tensor by its name: the module's own buffer, not a copy."""
-        if tensor_fqn not in self.state:
-            raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self._state) or 'none'}")
+        at = self._positions.get(tensor_fqn, len(self.groups))
+        if [g["tensor_fqn"] for g in self.groups[at : at + 1]] != [tensor_fqn]:  # other groups, or renamed ones
+            self._positions = {g["tensor_fqn"]: at for at, g in enumerate(self.groups)}
+            at = self._positions.get(tensor_fqn, len(self.groups))
+        self._sync_state(self.groups[at : at + 1])
+        if tensor_fqn not in self._state:
+            raise SparsityError(f"no mask for {tensor_fqn!r}; sparsified tensors: {', '.join(self.state) or 'none'}")
         return self._state[tensor_fqn]["mask"]
 
     @property
@@ -223,9 +232,9 @@ class Checkpointed(BaseSparsifier):
             entries[group["tensor_fqn"]] = self._resolved.entries.get(before, "")
         self.model, self._state, self._resolved = model, defaultdict(dict), replace(self._resolved, entries=entries)
 
-    def _sync_state(self) -> None:
+    def _sync_state(self, groups: Sequence[TensorGroup] | None = None) -> None:
         distributed.reshard(self.model)
-        for group in self.groups:
+        for group in self.groups if groups is None else groups:
             module = group.get("module")
             live = None if module is None else masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
             if live is not None:

@@ -272,8 +272,8 @@ class ProximalSparsifier(BudgetSparsifier):
         if self._counts.optimizers:
             check_optimizers(self._counts.optimizers, parameters_of(self.groups), self.conditioner)
 
-    def _sync_state(self) -> None:
-        for group in self.groups:
+    def _sync_state(self, groups: Sequence[TensorGroup] | None = None) -> None:
+        for group in self.groups if groups is None else groups:
             if group.get("module") is not None:
                 self.live_mask(group)
 

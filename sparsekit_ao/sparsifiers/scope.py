@@ -301,11 +301,11 @@ class BudgetSparsifier(MaskSparsifier):
         raise an error, and must do so before a mask changes.
         """
         stages: dict[int, dict[PruningGroup, Request]] = {}
-        dense: dict[str, Tensor] = {}
+        dense, statistics_of = dict[str, Tensor](), self._statistics_of()
         for pruning in pruning_groups:
             for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
                 dense[name] = self._dense(groups[name])
-            values = pruning.values(dense.__getitem__, self._statistics_of)
+            values = pruning.values(dense.__getitem__, statistics_of)
             request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
@@ -316,9 +316,9 @@ class BudgetSparsifier(MaskSparsifier):
         for stage in sorted(stages):
             choose_masks(stages[stage])
 
-    def _statistics_of(self, name: str) -> Statistics:
-        """Return the statistics of a tensor, which a score reads. Here they hold only the name of the tensor."""
-        return Statistics(name=name, shape=(), adapter=None)
+    def _statistics_of(self) -> Callable[[str], Statistics]:
+        """Return a function that returns a tensor's statistics, which a score reads; here they hold only its name."""
+        return lambda name: Statistics(name=name, shape=(), adapter=None)
 
     def pruning_groups(
         self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
