@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..errors import SparsityError
 from ..schedules import UpdateInterval
 from ..sparsifiers.base import MaskSparsifier
-from ..torch_ao import BaseScheduler, BaseSparsifier
+from ..torch_ao import BaseScheduler
 
 
 class StepCallback:
@@ -20,8 +20,12 @@ class StepCallback:
         until: int | None = None,
     ) -> None:
         where = "SparsifierCallback: "
-        if not isinstance(sparsifier, BaseSparsifier):
-            raise SparsityError(f"{where}sparsifier must be a sparsifier, got {type(sparsifier).__name__}")
+        if not isinstance(sparsifier, MaskSparsifier):
+            kind = f"{type(sparsifier).__module__}.{type(sparsifier).__qualname__}"
+            raise SparsityError(
+                f"{where}sparsifier must be one of sparsekit_ao, got {kind}; those of torch.ao cannot attach an "
+                "optimizer, and classes of sparsekit_ao with the same names take their arguments"
+            )
         for one in schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]:
             if not isinstance(one, BaseScheduler) or not isinstance(schedulers, (list, tuple)):
                 raise SparsityError(

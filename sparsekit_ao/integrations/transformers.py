@@ -5,6 +5,8 @@ training resumes. For other models, they are in the checkpoint itself. The rest 
 `trainer_state.json`.
 """
 
+import functools
+import re
 import types
 import warnings
 from collections.abc import Mapping
@@ -27,13 +29,19 @@ __all__ = ["SparsifierCallback"]
 STATE = "masked_state.safetensors"  # dense weights and masks, beside the plain weights of a checkpoint
 
 
+@functools.wraps(PreTrainedModel.save_pretrained)  # its signature; and by its name, pickle finds the class's own method
 def save_plain_weights(
     self: Any, save_directory: str | Path, *args: Any, state_dict: Any = None, **options: Any
 ) -> None:
     """Save plain weights, and dense weights and masks in a file of their own; a model's method while it is trained."""
     state = self.state_dict() if state_dict is None else state_dict
     plain = _plain(state)
-    masked = {name: t.clone() for name, t in state.items() if name not in plain}
+    addresses: dict[int, str] = {}  # tied tensors are copied, since a file cannot hold one under two names
+    masked = {
+        name: tensor if addresses.setdefault(tensor.data_ptr(), name) == name else tensor.clone()
+        for name, tensor in state.items()
+        if name not in plain
+    }
     type(self).save_pretrained(self, save_directory, *args, state_dict=plain, **options)
     if masked and options.get("is_main_process", True):
         save_file(masked, str(Path(save_directory, STATE)))
@@ -41,16 +49,16 @@ def save_plain_weights(
 
 def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with masked weights under their plain names, in place of dense ones and masks."""
-    plain = dict(state)
-    by_address: dict[int, Tensor] = {}
-    for key, original in state.items():
-        prefix, mask = key.removesuffix("original"), state.get(f"{key.removesuffix('original')}0.mask")
-        if mask is not None and prefix != key:
-            for name in [name for name in plain if name.startswith(prefix)]:
-                del plain[name]
-            module, _, tensor = prefix.rstrip(".").rpartition("parametrizations.")
-            masked = by_address.setdefault(original.data_ptr(), select(original.detach(), mask))
-            plain[module + tensor] = masked  # one tensor for a tied parameter
+    plain, by_address = dict[str, Tensor](), dict[int, Tensor]()
+    for key, tensor in state.items():
+        found = re.match(r"(.*\b)parametrizations\.([^.]+)\.", key)
+        mask = found and state.get(f"{found[0]}0.mask")
+        if found is None or mask is None:
+            plain[key] = tensor
+        elif key == f"{found[0]}original":
+            if tensor.data_ptr() not in by_address:  # one tensor for a tied parameter
+                by_address[tensor.data_ptr()] = select(tensor.detach(), mask)
+            plain[found[1] + found[2]] = by_address[tensor.data_ptr()]
     return plain
 
 
@@ -156,8 +164,10 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         """Return the state for `trainer_state.json`: everything but the masks, which the model has."""
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
-        saved = {k: v for k, v in self.sparsifier.state_dict().items() if k != "state"}
-        attributes = {"sparsifier": saved, "schedulers": [s.state_dict() for s in self.schedulers]}
+        attributes = {
+            "sparsifier": self.sparsifier._without_masks(),
+            "schedulers": [s.state_dict() for s in self.schedulers],
+        }
         return {"args": {}, "attributes": {**attributes, "is_plain": isinstance(self._model, PreTrainedModel)}}
 
     def _load(self, trainer_state: Any, folders: list[Path]) -> None:
@@ -183,7 +193,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         saved = entry["attributes"]
         if saved.get("is_plain") and self._model is not None:
             self._load_masked(folders)
-        masks = {fqn: {"mask": s["mask"].clone()} for fqn, s in self.sparsifier.state.items()}
+        masks = {fqn: {"mask": s["mask"]} for fqn, s in self.sparsifier.state.items()}
         self.sparsifier.load_state_dict({**saved["sparsifier"], "state": masks})
         for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(state)

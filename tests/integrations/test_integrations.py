@@ -1,6 +1,7 @@
 """The callbacks with the real libraries: a trainer trains as the loop by hand, and resumes from its own checkpoints."""
 
 import copy
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from growing import batch, mlp
 from stock import same
 from torch.nn import functional as F
 
-from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, schedules
+import sparsekit_ao
+from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, export, schedules
 from sparsekit_ao.schedules import ScheduleSL
 
 STEPS = 8
@@ -178,6 +180,99 @@ def test_transformers_checkpoints_are_plain_and_training_resumes_from_them(tmp_p
         saved = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / folder)
         assert same(saved.state_dict(), one.model.state_dict()), folder
     assert [(tmp_path / folder / STATE).exists() for folder in ("whole/checkpoint-4", "squashed")] == [True, False]
+
+
+def held_by_a_callback(kind, config=None, level=0.5, **sizes):
+    """A small masked language model of transformers whose trainer has the callback, its sparsifier and callback."""
+    transformers = pytest.importorskip("transformers")
+    from sparsekit_ao.integrations.transformers import SparsifierCallback
+
+    torch.manual_seed(0)
+    own = getattr(transformers, kind + "Config")(vocab_size=32, hidden_size=16, num_attention_heads=2, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(own).eval()
+    sparsifier = ScopeSparsifier(level)
+    sparsifier.prepare(model, config)
+    callback = SparsifierCallback(sparsifier)
+    callback.on_init_end(None, None, None, model=model)
+    sparsifier.step()
+    return model, sparsifier, callback
+
+
+SIZES = {"num_hidden_layers": 2, "intermediate_size": 16, "max_position_embeddings": 32}
+MIXTRAL = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+KINDS = {
+    "Bert": {**SIZES, "is_decoder": True},
+    "GPTNeoX": SIZES,
+    "Llama": SIZES,
+    "Mixtral": MIXTRAL,
+    "OPT": {"num_hidden_layers": 2, "ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 32},
+    "Qwen2": {**SIZES, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_model_is_pickled_without_the_callback(kind, tmp_path):
+    model, sparsifier, _ = held_by_a_callback(kind, **KINDS[kind])
+    masked = copy.deepcopy(model)
+    sparsifier.squash_mask()
+    torch.save(model, tmp_path / "model.pt")
+    assert b"sparsekit_ao" not in (tmp_path / "model.pt").read_bytes()
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert again.save_pretrained.__func__ is type(model).save_pretrained and same(
+        again.state_dict(), model.state_dict()
+    )
+    for one, folder in ((again, "again"), (pickle.loads(pickle.dumps(again)), "twice"), (masked, "masked")):
+        one.save_pretrained(tmp_path / folder)
+        loaded = type(model).from_pretrained(tmp_path / folder)
+        assert same(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Llama"])
+def test_smaller_models_of_a_trained_one_are_saved_under_their_own_names(kind, tmp_path):
+    model, sparsifier, _ = held_by_a_callback(kind, **KINDS[kind])
+    sparsifier.squash_mask()
+    tokens = torch.arange(8)[None]
+    small, report = sparsekit_ao.shrink(model, tokens, ratio=0.5, exclude=["model.layers.0", "width"], uniform=False)
+    export.save_pretrained(small, report, tmp_path)
+    assert (tmp_path / "manifest.json").exists()  # its layers differ, as its config cannot say
+    again = export.load_pretrained(tmp_path, type(model))
+    assert same(again.state_dict(), small.state_dict())
+
+
+def load_as_a_trainer(model, sparsifier, callback, folder):
+    """Load a checkpoint as a trainer does: the plain weights, and then what the callback restores."""
+    for group in sparsifier.groups:
+        with torch.no_grad():
+            group["module"].parametrizations.weight.original.mul_(sparsifier.mask(group["tensor_fqn"]))
+    callback._load(SimpleNamespace(stateful_callbacks={"SparsifierCallback": callback.state()}), [folder])
+
+
+def test_checkpoints_copy_no_masks(tmp_path, monkeypatch):
+    model, sparsifier, callback = held_by_a_callback("Llama", **SIZES)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def clone(*_, **__):
+        raise AssertionError("a tensor is copied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", clone)
+        model.save_pretrained(tmp_path)
+        load_as_a_trainer(model, sparsifier, callback, tmp_path)
+    assert same(model.state_dict(), before)
+    assert sparsifier.state_dict().keys() == {"state", *callback.state()["attributes"]["sparsifier"]}
+
+
+def test_checkpoints_of_tied_masks_load(tmp_path):
+    config = [{"tensor_fqn": "model.embed_tokens.weight"}]
+    model, sparsifier, callback = held_by_a_callback("Llama", config, tie_word_embeddings=True, **SIZES)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "lm_head.parametrizations.weight.0.mask" in before
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    load_as_a_trainer(model, sparsifier, callback, tmp_path)
+    assert same(model.state_dict(), before)
 
 
 def fake_trainer():

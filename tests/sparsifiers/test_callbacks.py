@@ -1,6 +1,7 @@
 """`update_every` and `until` of `ScopeSparsifier`, and the trainers' callbacks: when masks change, and what resumes."""
 
 import copy
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from stock import linear_model, prepared, refuses
 from torch import nn
+from torch.ao import pruning
 
+import sparsekit_ao
 from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, schedules
 from sparsekit_ao.schedules import ScheduleSL
 
@@ -142,7 +145,7 @@ def test_arguments_of_the_callbacks():
 
     sparsifier, other = prepared(), prepared()
     cases = {
-        "sparsifier must be a sparsifier, got str": ("adam",),
+        "sparsifier must be one of sparsekit_ao, got builtins.str": ("adam",),
         r"schedulers must be a list of schedulers, such as \[ScheduleSL": (sparsifier, schedules.constant(0.5)),
         "the ScheduleSL was made for another sparsifier": (sparsifier, [ScheduleSL(other, schedules.constant(0.5))]),
     }
@@ -151,6 +154,22 @@ def test_arguments_of_the_callbacks():
             SparsifierCallback(*given)
     with refuses("the sparsifier is not prepared; call prepare(model, config) before train"):
         SparsifierCallback(ScopeSparsifier()).on_train_begin(None, None, None, model=sparsifier.model)
+
+
+@pytest.mark.parametrize("kind", [pruning.WeightNormSparsifier, pruning.NearlyDiagonalSparsifier])
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_callbacks_refuse_sparsifiers_of_torch_ao(library, kind):
+    pytest.importorskip(library)
+    integration = importlib.import_module(f"sparsekit_ao.integrations.{library}")
+    stock = kind()
+    model = linear_model(8, 4)
+    stock.prepare(model, [{"tensor_fqn": "0.weight"}])
+    text = (
+        rf"must be one of sparsekit_ao, got torch\.ao\.pruning\..*{kind.__name__}; .* sparsekit_ao with the same names"
+    )
+    with pytest.raises(SparsityError, match=text):
+        integration.SparsifierCallback(stock)
+    integration.SparsifierCallback(getattr(sparsekit_ao, kind.__name__)())  # what the error advises
 
 
 def test_the_trainer_goes_back_to_a_checkpoint_of_a_lower_level(tmp_path):
