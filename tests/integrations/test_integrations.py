@@ -200,7 +200,7 @@ def held_by_a_callback(kind, config=None, level=0.5, **sizes):
 
 SIZES = {"num_hidden_layers": 2, "intermediate_size": 16, "max_position_embeddings": 32}
 MIXTRAL = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
-KINDS = {
+MODELS = {
     "Bert": {**SIZES, "is_decoder": True},
     "GPTNeoX": SIZES,
     "Llama": SIZES,
@@ -210,9 +210,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_trained_model_is_pickled_without_the_callback(kind, tmp_path):
-    model, sparsifier, _ = held_by_a_callback(kind, **KINDS[kind])
+    model, sparsifier, _ = held_by_a_callback(kind, **MODELS[kind])
     masked = copy.deepcopy(model)
     sparsifier.squash_mask()
     torch.save(model, tmp_path / "model.pt")
@@ -229,7 +229,7 @@ def test_a_trained_model_is_pickled_without_the_callback(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Llama"])
 def test_smaller_models_of_a_trained_one_are_saved_under_their_own_names(kind, tmp_path):
-    model, sparsifier, _ = held_by_a_callback(kind, **KINDS[kind])
+    model, sparsifier, _ = held_by_a_callback(kind, **MODELS[kind])
     sparsifier.squash_mask()
     tokens = torch.arange(8)[None]
     small, report = sparsekit_ao.shrink(model, tokens, ratio=0.5, exclude=["model.layers.0", "width"], uniform=False)
