@@ -33,7 +33,7 @@ STATE = "masked_state.safetensors"  # dense weights and masks, beside the plain 
 def save_plain_weights(
     self: Any, save_directory: str | Path, *args: Any, state_dict: Any = None, **options: Any
 ) -> None:
-    """Save plain weights, and dense weights and masks in a file of their own; a model's method while it is trained."""
+    """Save plain weights, and dense weights and masks in a file of their own; a trained model's method."""
     state = self.state_dict() if state_dict is None else state_dict
     plain = _plain(state)
     addresses: dict[int, str] = {}  # tied tensors are copied, since a file cannot hold one under two names
