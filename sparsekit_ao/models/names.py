@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed import local
@@ -163,18 +165,39 @@ def exists(model: nn.Module, fqn: str) -> bool:
     return isinstance(dict(module._parameters.items()).get(name), Tensor) or parametrize.is_parametrized(module, name)
 
 
+def computed_names(model: nn.Module) -> list[str]:
+    """Names of plain attributes that hooks compute from parameters before a forward, as old spectral_norm does."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name, value in (vars(module).items() if module._forward_pre_hooks else ())
+        if isinstance(value, Tensor)
+    ]
+
+
 def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
     """What may have been meant by a name that no tensor has, as a sentence for an error."""
     module, _, tensor = fqn.rpartition(".")
     if f"{fqn}.weight" in names:
         return f" It is a module; did you mean '{fqn}.weight'?"
+    owner = dict(model.named_modules(remove_duplicate=False)).get(module)
+    hooks = (
+        owner._forward_pre_hooks.values() if owner is not None and isinstance(vars(owner).get(tensor), Tensor) else ()
+    )
+    if any(isinstance(hook, SpectralNorm) for hook in hooks):
+        return (
+            f" torch.nn.utils.spectral_norm computes it. Call torch.nn.utils.remove_spectral_norm(model.get_submodule"
+            f"({module!r}), {tensor!r}) first, or leave it out (exclude=[{fqn!r}])."
+        )
     if f"{fqn}_g" in names and f"{fqn}_v" in names:
         return f" {fqn!r} is computed by torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations.weight_norm."
-    if f"{fqn}_orig" in names:
+    if any(isinstance(hook, BasePruningMethod) for hook in hooks):
         return (
             f" {fqn!r} is masked by torch.nn.utils.prune; make that permanent first, by "
             f"torch.nn.utils.prune.remove(model.{module}, {tensor!r})."
         )
+    if hooks:
+        return f" A hook computes it; make it a parameter and remove the hook, or leave it out (exclude=[{fqn!r}])."
     if fqn in dict(model.named_buffers()):
         return " It is a buffer; only parameters can be sparsified."
     close = difflib.get_close_matches(fqn, names, n=1)

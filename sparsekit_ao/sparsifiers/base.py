@@ -159,8 +159,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         skip_unfit |= self._resumes and self._skip_unfit
         check = self._check_alone if skip_unfit else None
         options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
-        mask_class = self.mask_class if self._resumes else None
-        resolved = resolve_groups(model, config, self.keys, self._complete, **options, mask_class=mask_class)
+        options |= {"mask_class": self.mask_class if self._resumes else None, "is_registered": bool(self.mask_class)}
+        resolved = resolve_groups(model, config, self.keys, self._complete, **options)
         groups = resolved.groups
         if saved is not None:
             check_saved(saved, groups, strict=True)

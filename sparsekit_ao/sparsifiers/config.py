@@ -19,6 +19,7 @@ from ..errors import SparsityError, by_reason, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
 from ..models.names import (
     adapters,
+    computed_names,
     exists,
     hint_of,
     is_of_transformers,
@@ -39,6 +40,14 @@ _OF_OTHERS = {  # keys of other sparsifiers
     **dict.fromkeys(("zeros_per_block", "nearliness"), "another sparsifier"),
     "strength": "ProximalSparsifier",
 }
+_SHARED = (
+    ", so zeros in one would change the other. Make both one Parameter, give one a copy (.clone()), or leave the "
+    "tensor out (exclude=[...])."
+)
+_OF_A_METHOD = (
+    "has the name of an attribute of nn.ModuleDict, where torch keeps parametrizations",
+    "; give the parameter another name, or leave it out (exclude=[...])",
+)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -130,6 +139,7 @@ def resolve_groups(
     is_default: bool = False,
     check: Callable[[TensorGroup], None] | None = None,
     mask_class: type | None = None,
+    is_registered: bool = False,
 ) -> ResolvedConfig:
     """Return a complete group for each tensor that the config names, in its order; see `MaskSparsifier.prepare`.
 
@@ -142,6 +152,7 @@ def resolve_groups(
             then left out.
         check: A function of a group. Tensors for which it raises are skipped, unless their entry then fits none.
         mask_class: Registered masks of this class are taken over; any other mask is refused.
+        is_registered: Whether masks will be registered as parametrizations.
     """
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
@@ -154,14 +165,20 @@ def resolve_groups(
     names_of: dict[int, list[str]] = {}  # {id of a parameter: all its names}
     for name, parameter in names.items():
         names_of.setdefault(id(parameter), []).append(name)
-    excluded = excluded_names(model, exclude, names) if exclude != () else {}
-    owners, labels = _owners(model, config, keys, names)
-    sharing = sharing_memory(model)
-    overlapping = {n: f"shares memory with {sharing[id(p)]!r}" for n, p in names.items() if id(p) in sharing}
+    listed = [fqn for entry in config if is_default and isinstance(fqn := entry.get("tensor_fqn"), str)]
+    missing = [n for n in dict.fromkeys([*computed_names(model), *listed]) if n not in names and not exists(model, n)]
+    excluded = excluded_names(model, exclude, [*names, *missing]) if exclude != () else {}
+    owners, labels = _owners(model, config, keys, [*names, *missing])
+    sharing, taken = sharing_memory(model), dir(nn.ModuleDict()) if is_registered else ()
+    unmaskable = {  # {tensor_fqn: (why, what follows or helps)}
+        **{n: (f"is no parameter.{hint_of(model, n, names)}", "") for n in owners if n in missing},
+        **{n: _OF_A_METHOD for n in names if n.rpartition(".")[2] in taken},
+        **{n: (f"shares memory with {sharing[id(p)]!r}", _SHARED) for n, p in names.items() if id(p) in sharing},
+    }
     skipped = {
         **(_left_dense(model) | adapters(model, owners) if is_default else {}),
         **_tied_to_skip(names_of.values(), owners, excluded, is_default),
-        **{fqn: overlapping[fqn] for fqn in owners if fqn in overlapping and is_default},
+        **{fqn: unmaskable[fqn][0] for fqn in owners if fqn in unmaskable and is_default},
         **{fqn: excluded[fqn] for fqn in owners if fqn in excluded},
     }
     resolved = ResolvedConfig(skipped=skipped)
@@ -169,11 +186,8 @@ def resolve_groups(
     for fqn, (at, is_exact) in owners.items():
         if fqn not in skipped:
             try:
-                if fqn in overlapping:
-                    raise SparsityError(
-                        f"config[{at}]: {fqn!r} {overlapping[fqn]}, so zeros in one would change the other. Make both "
-                        "one Parameter, give one a copy (.clone()), or leave the tensor out (exclude=[...])."
-                    )
+                if fqn in unmaskable:
+                    raise SparsityError(f"config[{at}]: {fqn!r} {''.join(unmaskable[fqn])}")
                 group = _group(model, fqn, config[at], complete, f"config[{at}]: ", mask_class)
                 if check is not None:
                     check(group)
