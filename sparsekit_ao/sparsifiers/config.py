@@ -364,7 +364,8 @@ def excluded_names(
         elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
             left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
         elif isinstance(excluded, str) and excluded:
-            is_match = matcher(excluded, f"{where} ")
+            is_name = any(excluded in names for names in around.values())  # keys of a ModuleDict may have "*" and "[0]"
+            is_match = excluded.__eq__ if is_name else matcher(excluded, f"{where} ")
             left_out = [n for n in names if any(map(is_match, around[n]))] + [n for n in kinds if n == excluded]
             if not left_out:
                 raise SparsityError(f"{where} {excluded!r} matches no parameter or module of the model")
@@ -415,8 +416,8 @@ def _group(
         raise SparsityError(f"{where}{fqn!r} has no shape yet; run one forward of the lazy module first")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise SparsityError(
-            f"{where}{fqn!r} was made in inference mode and cannot be masked outside of it; prepare inside "
-            "torch.inference_mode(), or load the weights into a model made outside of it"
+            f"{where}{fqn!r} was made in inference mode, so it cannot be masked or trained outside of it; load the "
+            "weights into a model made outside of it, or prepare inside torch.inference_mode() if it is not trained"
         )
     if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise SparsityError(

@@ -297,6 +297,19 @@ class ProximalSparsifier(BudgetSparsifier):
             if params:
                 self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
 
+    def check(self, model: nn.Module | None = None) -> int:
+        """Verify that every scope keeps its budget, as `ScopeSparsifier.check` does."""
+        try:
+            return super().check(model)
+        except SparsityError as e:
+            whole = [g["tensor_fqn"] for g in self.groups if g["sparsity_level"] and self.live_mask(g).all()]
+            if not self.iteration or not whole:
+                raise
+            raise SparsityError(
+                f"{e}\n{', '.join(whole[:5])} had no step yet: without a gradient (as in a layer that is not used) no "
+                "optimizer moves a weight, and no step shrinks it. Leave it out of prepare (exclude=[...])."
+            ) from None
+
     def _miscounted(self) -> str:
         return ""  # a step may leave a block out, and a strength has no budget
 

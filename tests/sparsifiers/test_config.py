@@ -441,3 +441,16 @@ def test_none_in_a_stage_is_no_budget(stage):
     sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "stages": [{"scope_shape": (1, 4), **stage}]}])
     sparsifier.step()
     assert (sparsifier.mask("0.weight").view(-1, 4).sum(1) == 2).all() and sparsifier.check() == 8
+
+
+@pytest.mark.parametrize("key", ["a*", "b[0]", "a?", "[!a]", "a"])
+@pytest.mark.parametrize("kind", ["tensor", "module name", "module"])
+def test_names_with_the_characters_of_globs_mean_themselves(key, kind):
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a*", "b[0]", "a?", "[!a]", "a", "ab", "b0", "c")})
+    entry = {"tensor": f"{key}.weight", "module name": key, "module": model[key]}[kind]
+    sparsifier = prepared(model, None, exclude=[entry])
+    assert [g["tensor_fqn"] for g in sparsifier.groups] == [f"{name}.weight" for name in model if name != key]
+    assert {*sparsifier.report().skipped} == {f"{key}.weight"}
+    sparsifier.squash_mask()
+    named = prepared(model, [{"module": entry} if kind == "module" else {"tensor_fqn": f"{key}.weight"}])
+    assert [g["tensor_fqn"] for g in named.groups] == [f"{key}.weight"]

@@ -497,3 +497,31 @@ def test_sharded_weights_are_refused(tmp_path):
             ProximalSparsifier(strength=1.0).prepare(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_check_says_which_weights_no_step_reaches(coupled):
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("used", "unused", "also")})
+    config = [{"tensor_fqn": f"{name}.weight"} for name in model]
+    if coupled:  # also has a gradient, but is shrunk only together with unused
+        config[1:] = [{**entry, "block_shape": (1, -1), "block_coupling": "c"} for entry in config[1:]]
+    else:
+        config = [{"tensor_fqn": "*weight"}]
+
+    def trained(exclude):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sparsifier = ProximalSparsifier(sparsity_level=0.5, optimizer=optimizer)
+        sparsifier.prepare(model, config, exclude=exclude)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model["also"](model["used"](torch.randn(4, 8))).square().sum().backward()
+            optimizer.step()
+            sparsifier.step()
+        return sparsifier
+
+    sparsifier = trained([])
+    with refuses("unused.weight, also.weight had no step yet" if coupled else "\nunused.weight had no step yet"):
+        sparsifier.check()
+    sparsifier.squash_mask()
+    if not coupled:  # as the error advises
+        assert trained(["unused"]).check() == 2
