@@ -289,11 +289,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             self._end()
 
     def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Write zeros into `model`, the prepared model or a copy, and remove its masks; `kept` fills `sparse_params`.
-
-        Whatever can be checked is checked before anything changes. If an operation fails after that, all masks are
-        still registered, so that the call can be repeated; weights that are masked may be zero by then.
-        """
+        """Write zeros into `model`, the prepared one or a copy, and remove its masks; `kept` fills `sparse_params`."""
         tensors = [(self._module_in(model, g), g["tensor_name"]) for g in self.groups]
         places = [(g["tensor_fqn"], g["module_fqn"], m) for (m, _), g in zip(tensors, self.groups, strict=True)]
         distributed.refuse_wrapped_outside(model, places)
@@ -310,6 +306,8 @@ class MaskSparsifier(Trainable, Checkpointed):
                     "the other; give one of them a copy (.clone()) first"
                 )
         rebuilt = [masking.rebuilt_originals(*tensor) for tensor in tensors]
+        # All that can be checked has been checked. If an operation fails from here on, all masks are registered again,
+        # so that the call can be repeated; weights that are masked may be zero by then.
         with masking.removed([*tensors, *masking.other_names(model, tensors)]):
             for originals, mask, values in zip(parameters, masks, rebuilt, strict=True):
                 assert mask is not None

@@ -272,11 +272,7 @@ def plain(value: Any) -> Any:
 def check_saved(
     state_dict: Mapping[str, Any], groups: Sequence[TensorGroup], strict: bool
 ) -> tuple[dict[str, Tensor], dict[str, TensorGroup]]:
-    """Check that saved masks and groups fit these groups, and return them by name.
-
-    Raises:
-        SparsityError: Not a state dict, other tensors (if `strict`), or a mask of another shape.
-    """
+    """Return saved masks and groups by name, or raise an error if they do not fit these groups."""
     if not isinstance(state_dict, Mapping) or not {"state", "groups"} <= set(state_dict):
         raise SparsityError("load_state_dict: expected a dict with 'state' and 'groups', as state_dict() gives")
     masks, saved_groups = _saved_masks(state_dict["state"]), state_dict["groups"]

@@ -67,24 +67,15 @@ Complete = Callable[[dict[str, Any], ConfigContext], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """The groups of one model that a config names.
+    """The groups of one model that a config names."""
 
-    Attributes:
-        groups: One complete group for each tensor.
-        entries: {tensor_fqn: the config entry that it follows}, as text.
-        skipped: {tensor_fqn: why it was left out although an entry names it}.
-    """
-
-    groups: list[TensorGroup] = field(default_factory=list)
-    entries: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
+    groups: list[TensorGroup] = field(default_factory=list)  # a complete one for each tensor
+    entries: dict[str, str] = field(default_factory=dict)  # {tensor_fqn: the config entry that it follows, as text}
+    skipped: dict[str, str] = field(default_factory=dict)  # {tensor_fqn: why it was left out, though an entry names it}
 
 
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
-    """Return an entry for the weight of each Linear (also subclasses, transformers' Conv1D) and convolution, in order.
-
-    The input projections of `nn.MultiheadAttention`, all matrices of `nn.RNN`, `nn.LSTM` and `nn.GRU`, and packed
-    experts have entries too. If `classes` are given, there is one entry for each of their modules instead.
+    """Return an entry for each matrix that config=None takes, or for the weight of each module of `classes`, in order.
 
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
@@ -107,11 +98,7 @@ def _matrices_of(module: nn.Module) -> list[str]:
 
 
 def _left_dense(model: nn.Module) -> dict[str, str]:
-    """Return {tensor_fqn: reason} for weights that config=None leaves dense: routers and output embeddings.
-
-    A router is a matrix in the module around the experts, with one row for each expert. The gate of a shared expert
-    has one row.
-    """
+    """Return {tensor_fqn: reason} for weights that config=None leaves dense: routers and output embeddings."""
     modules = dict(model.named_modules())
     getters = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
     heads = [get_head() for get_head in getters if callable(get_head)]
@@ -120,6 +107,7 @@ def _left_dense(model: nn.Module) -> dict[str, str]:
         path, _, name = prefix.rpartition(".")
         packed, is_list = packed_experts(module), isinstance(module, nn.ModuleList) and "experts" in name
         count = len(parameter_of(module, packed[0])) if packed else len(module) if is_list else 0
+        # In the module around the experts, a router has a row for each expert, the gate of a shared expert has one row.
         for beside, tensor in named_tensors(modules[path]) if count > 1 else ():
             fqn = f"{path}.{beside}".removeprefix(".")
             if tensor.ndim == 2 and len(tensor) == 1 and re.fullmatch(r"\w*shared\w*gate\.weight", beside):
@@ -132,28 +120,16 @@ def _left_dense(model: nn.Module) -> dict[str, str]:
 def resolve_groups(
     model: nn.Module,
     config: Sequence[Mapping[str, Any]],
-    keys: Collection[str],
-    complete: Complete,
+    keys: Collection[str],  # that an entry may have besides those that name its tensors
+    complete: Complete,  # adds defaults to the keys of an entry for one tensor
     *,
     exclude: Sequence[Exclusion] = (),
-    is_default: bool = False,
-    check: Callable[[TensorGroup], None] | None = None,
-    mask_class: type | None = None,
-    is_registered: bool = False,
+    is_default: bool = False,  # the config was made from the model; tied parameters, adapters and so on are left out
+    check: Callable[[TensorGroup], None] | None = None,  # where it raises, skip the tensor, if its entry fits another
+    mask_class: type | None = None,  # registered masks of this class are taken over, and any other mask is refused
+    is_registered: bool = False,  # whether masks will be registered as parametrizations
 ) -> ResolvedConfig:
-    """Return a complete group for each tensor that the config names, in its order; see `MaskSparsifier.prepare`.
-
-    Args:
-        model, config, exclude: As for `prepare`; a module class stands for the tensor `weight` (or `tensor_name`) of
-            its modules.
-        keys: The keys that an entry may have besides the ones that name its tensors.
-        complete: A function that adds defaults to the keys of an entry for one tensor.
-        is_default: The config was made from the model; tied parameters, adapters, routers and the output embedding are
-            then left out.
-        check: A function of a group. Tensors for which it raises are skipped, unless their entry then fits none.
-        mask_class: Registered masks of this class are taken over; any other mask is refused.
-        is_registered: Whether masks will be registered as parametrizations.
-    """
+    """Return a complete group for each tensor that the config names, in its order; see `MaskSparsifier.prepare`."""
     if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
         raise SparsityError(
             f"config must be a list of dicts or None, got {type(config).__name__}; give one such as "
@@ -214,12 +190,10 @@ def resolve_groups(
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples; other objects in them (such as a score) are not copied.
-
-    NumPy values and tensors of one element become Python values, for `torch.load(weights_only=True)`.
-    """
+    """Return a copy of nested dicts, lists and tuples; other objects in them (such as a score) are not copied."""
     if value is None or type(value) in (str, int, float, bool):  # the common case; isinstance(..., Mapping) is slower
         return value
+    # NumPy values and tensors of one element become Python values, for `torch.load(weights_only=True)`.
     if isinstance(value, (np.generic, np.ndarray)) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value.item()
     if isinstance(value, numbers.Real):
@@ -458,11 +432,7 @@ def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, names_of: Ma
 def _tied_to_skip(
     names_of: Iterable[list[str]], owners: Mapping[str, tuple[int, bool]], excluded: Mapping[str, str], is_default: bool
 ) -> dict[str, str]:
-    """Return {tensor_fqn: reason} for names whose parameter has other names too (a head tied to an embedding).
-
-    Without a config all of them are left out. With one, a name is left out if another name of its parameter is
-    excluded, or has the mask.
-    """
+    """Return {tensor_fqn: reason} for names that are left out because their parameter has other names too."""
     skipped: dict[str, str] = {}
     for names in names_of:
         in_config = [name for name in names if name in owners] if len(names) > 1 else []

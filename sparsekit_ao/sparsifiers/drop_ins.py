@@ -149,11 +149,7 @@ class WeightNormSparsifier(MaskSparsifier):
 
 
 def _prepared_name(sparsifier: MaskSparsifier, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
-    """Return the `tensor_fqn` of a tensor that `update_mask` is called for.
-
-    Raises:
-        SparsityError: It was not prepared.
-    """
+    """Return the `tensor_fqn` of a tensor that `update_mask` is called for, or raise an error if it is not prepared."""
     sparsifier.require_prepared("update_mask")
     if masking.find_mask(module, tensor_name) is None:
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
@@ -174,13 +170,9 @@ def _matrix_shape(shape: Sequence[int]) -> Shape:
 
 
 def _matrix_budgets(weight: Tensor, block: Shape, level: float, zeros: int) -> list[tuple[ScopeSpec, Budget]]:
-    """The scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
+    """Return the scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
 
-    Args:
-        weight: Taken as a matrix; only shape and strides are read.
-        block: (rows, columns).
-        level: The fraction of blocks that lose elements; all of them from 1 on.
-        zeros: Elements that such a block loses.
+    A fraction `level` of the blocks (rows, columns) of the weight, taken as a matrix, loses `zeros` elements each.
     """
     blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
     budgets: list[tuple[ScopeSpec, Budget]] = []

@@ -44,31 +44,19 @@ from .stages import Stage
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PruningGroup:
-    """Tensors that are pruned together in one stage: one tensor, or coupled ones.
+    """Tensors that are pruned together in one stage: one tensor, or coupled ones."""
 
-    Attributes:
-        scope: The scopes of the tensors, over meta placeholders.
-        specs: {tensor name: its block spec}.
-        stage: The number of the stage. A later stage chooses among the elements that earlier ones kept.
-        norm: The norm that scores a block: 1, 2 or inf. None adds up the saliencies that a `score` gives.
-        score: How much each element matters, as for `ScopeSparsifier`; None scores a block by the norm of its weights.
-        member_scores: How the scores of coupled tensors are combined; see `ScopeSparsifier`.
-        least: The smallest number of blocks that each member of `scope` may keep (`max_sparsity`); () sets no limit.
-        label: The name of the pruning group in errors.
-        own_budgets: {tensor name: (key, number)} of the tensors that have a budget of their own in this stage.
-        fixed: The names of the tensors that have a budget of their own in every stage, so that `sparsity_level` has no
-            effect on them. There may be tensors of other pruning groups among them.
-    """
-
-    scope: SparseScope
-    specs: Mapping[str, BlockSpec]
-    stage: int
-    norm: Norm
-    score: Score | None
-    member_scores: str
-    label: str
-    least: tuple[int, ...] = ()
-    own_budgets: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    scope: SparseScope  # over meta placeholders
+    specs: Mapping[str, BlockSpec]  # by tensor name
+    stage: int  # a later stage chooses among the elements that earlier ones kept
+    norm: Norm  # of a block: 1, 2 or inf; None adds up the saliencies that a `score` gives
+    score: Score | None  # None scores a block by the norm of its weights
+    member_scores: str  # how the scores of coupled tensors are combined, as for `ScopeSparsifier`
+    label: str  # its name in errors
+    least: tuple[int, ...] = ()  # blocks that each member of `scope` keeps at least (`max_sparsity`); () sets no limit
+    own_budgets: Mapping[str, tuple[str, Any]] = field(default_factory=dict)  # {name: (key, number)} in this stage
+    # Tensors that have a budget of their own in every stage, so that `sparsity_level` has no effect on them; there may
+    # be tensors of other pruning groups among them.
     fixed: Collection[str] = ()
 
     def values(
@@ -77,14 +65,7 @@ class PruningGroup:
         statistics: Callable[[str], Statistics],
         known: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[Tensor, Tensor]:
-        """Return the tensors that the scope scores: {meta placeholder: weight or saliency}.
-
-        Args:
-            dense: A function that returns the dense weight of a tensor by its name.
-            statistics: A function that returns the statistics of a tensor by its name. A score is called with them, or
-                with the name.
-            known: {tensor name: a result of `value_of` that was computed before}.
-        """
+        """Return {meta placeholder: weight or saliency} that the scope scores; `known` are results of `value_of`."""
         is_plain, values = self.score is None and self.member_scores == "sum", {}
         scored = self.specs if is_plain else self.scored(statistics)
         for name, spec in self.specs.items():
@@ -111,13 +92,7 @@ class PruningGroup:
         return wide * math.prod(spec.shape) ** (-1 / (1 if self.norm is None else self.norm))
 
     def scored(self, statistics: Callable[[str], Statistics]) -> tuple[str, ...]:
-        """Return the names of the tensors whose scores count.
-
-        With "consumers" these are the tensors whose blocks are inputs of their layer, and otherwise all tensors.
-
-        Raises:
-            CouplingError: `member_scores` is "consumers", but no tensor has such blocks.
-        """
+        """Return the tensors whose scores count: with "consumers", those whose blocks are inputs of their layer."""
         if self.member_scores != "consumers":
             return tuple(self.specs)
         consumers = tuple(name for name, spec in self.specs.items() if _is_consumer(spec, statistics(name)))
@@ -129,28 +104,23 @@ class PruningGroup:
         return consumers
 
     def norm_of(self, values: Iterable[Tensor]) -> Norm:
-        """Return the norm that reduces these values to scores of blocks.
-
-        It is 1 if the values are saliencies that are known to be non-negative: their sum is then their 1-norm, which
-        has faster kernels. Otherwise it is `norm`. Values on a GPU are not inspected, since that would wait for the
-        device.
-        """
+        """Return the norm that reduces these values to scores of blocks."""
         if self.score is None:
             return self.norm
+        # The sum of non-negative saliencies is their 1-norm, which has faster kernels. Values on a GPU are not
+        # inspected, since that would wait for the device.
         for t in values:
             if local(t).device.type != "cpu" or is_sharded(t) or not bool((t >= 0).all()):
                 return self.norm
         return 1
 
     def budget(self, groups: Mapping[str, TensorGroup]) -> Budget:
-        """Return how many blocks each scope keeps now, and raise an error if a level or count does not fit.
-
-        A `sparsity_level` that differs from `level_of_nnz`, the level that a group's count amounts to, was written by a
-        scheduler, and replaces the count.
-        """
+        """Return how many blocks each scope keeps now, or raise an error if a level or count does not fit."""
         is_scheduled, asked = False, {}
         for name in self.specs:
             level = groups[name]["sparsity_level"]
+            # A level that differs from `level_of_nnz`, which the count amounts to, was written by a scheduler, and
+            # replaces the count.
             if not is_same(level, groups[name].get("level_of_nnz", level)):
                 checked_level(level, f"{name}: ")
                 is_scheduled = True
@@ -198,9 +168,7 @@ class PruningGroup:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Return whether two values of a config key are equal.
-
-    Tensors are equal if they have the same shape and elements, also inside of lists, tuples and dicts.
+    """Return whether two values of a config key are equal; tensors, also nested ones, by shape and elements.
 
     >>> is_same([{"nnz": torch.tensor([1, 2])}], [{"nnz": torch.tensor([1, 2])}])
     True
@@ -266,12 +234,7 @@ def make_pruning_groups(
 ) -> tuple[PruningGroup, ...]:
     """Return the pruning groups of all tensors, stage by stage: an uncoupled tensor alone, and coupled ones together.
 
-    Args:
-        stages: {name: the structure of a tensor in each stage}.
-        tensors: {name: the dense weight}, of which only shape, strides and dtype are read.
-
-    Raises:
-        SparsityError: A structure does not fit; the error names the tensor.
+    Only shape, strides and dtype of `tensors`, the dense weights by name, are read.
     """
     pruning_groups: list[PruningGroup] = []
     fixed = {name for name, structures in stages.items() if all(structure.budget for structure in structures)}
@@ -295,10 +258,7 @@ def make_pruning_groups(
 
 
 def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) -> None:
-    """Raise an error if blocks, scopes or budgets do not fit one tensor.
-
-    Scopes and budgets that coupled tensors share are not checked, because they depend on the other tensors.
-    """
+    """Raise an error if blocks do not fit one tensor, or scopes and budgets that it does not share with others."""
     for at, stage in enumerate(stages):
         spec = _block_spec(group["tensor_fqn"], stage, tensor)
         if stage.block_coupling is None:  # scopes of coupled blocks cut the block grid that the tensors share
@@ -314,10 +274,7 @@ def numel_of_groups(pruning_groups: Sequence[PruningGroup]) -> int:
 
 
 def parts_of(pruning_groups: Sequence[PruningGroup], most: int) -> Iterator[list[PruningGroup]]:
-    """Yield parts of the pruning groups with at most `most` elements each.
-
-    Pruning groups that have a tensor in common stay in one part, which may be larger.
-    """
+    """Yield parts of at most `most` elements; pruning groups that share a tensor stay in one, which may be larger."""
     part: list[PruningGroup] = []
     total = 0
     for coupled in connected({pruning: pruning.specs for pruning in pruning_groups}):
@@ -339,13 +296,10 @@ class _StagedTensor(NamedTuple):
 
 
 class _CoupledBlocks(NamedTuple):
-    """Blocks that are kept or dropped together: the tensors that they are in, and their block coupling.
-
-    For a single tensor, `block` is the block spec of this tensor.
-    """
+    """Blocks that are kept or dropped together: the tensors that they are in, and their block coupling."""
 
     tensors: list[_StagedTensor]
-    block: SparseBlock
+    block: SparseBlock  # for a single tensor, its block spec
 
 
 _SCORING = ("norm", "score", "member_scores", "max_sparsity")  # keys that are equal for tensors that compete
@@ -380,12 +334,7 @@ def _coupled_blocks(tensors: Iterable[_StagedTensor]) -> list[_CoupledBlocks]:
 def _pruning_group(
     label: str, sharing: Sequence[_CoupledBlocks], stage: int, fixed: Collection[str] = ()
 ) -> PruningGroup:
-    """Return the pruning group of blocks that share one budget; `fixed` as in `PruningGroup`.
-
-    Raises:
-        SparsityError: Scopes do not fit their blocks, tensors differ in a key that must be equal, or `max_sparsity` is
-            given where it has no effect.
-    """
+    """Return the pruning group of blocks that share one budget; `fixed` is as in `PruningGroup`."""
     tensors = [tensor for blocks in sharing for tensor in blocks.tensors]
     scopes = [ScopeSpec(blocks.block, blocks.tensors[0].structure.scope_shape) for blocks in sharing]
     if len(tensors) > 1:
@@ -455,11 +404,7 @@ def choose_masks(requests: Mapping[PruningGroup, Request]) -> None:
 
 
 def _keep_least(pruning: PruningGroup, request: Request) -> None:
-    """Choose again until no tensor keeps fewer blocks than its least number (`max_sparsity`).
-
-    Each tensor that keeps too few blocks gets its least number of them. The other tensors share the rest of the budget,
-    so that they keep fewer blocks than before. The masks then keep the best blocks that these limits allow.
-    """
+    """Choose masks again, in place, until no tensor keeps fewer blocks than its least number (`max_sparsity`)."""
     free = {k: ScopeSpec(m.block, m.shape) for k, m in enumerate(pruning.scope.members())}
     remaining = total_of(request.keep)
 
@@ -473,6 +418,8 @@ def _keep_least(pruning: PruningGroup, request: Request) -> None:
         ]
         if not short:
             return
+        # Each of these tensors gets its least number of blocks. The others share the rest of the budget, and so keep
+        # fewer than before. The masks then keep the best blocks that these limits allow.
         requests = [request_of(free.pop(k), pruning.least[k]) for k in short]
         remaining -= sum(pruning.least[k] for k in short)
         if free:

@@ -202,10 +202,7 @@ def check_optimizer(optimizer: Optimizer, conditioner: Conditioner, name: str) -
 
 
 def diagonal_of(optimizer: Optimizer, parameter: nn.Parameter, conditioner: Conditioner, name: str) -> Diagonal | None:
-    """Return the diagonal of a parameter now; None where its step changes nothing (no state, a learning rate of 0).
-
-    `conditioner` is "auto", a function, or None for `1 / lr`.
-    """
+    """Return the diagonal of a parameter now; None where its step changes nothing (no state, a learning rate of 0)."""
     if callable(conditioner):
         return _checked_diagonal(conditioner(optimizer, parameter), parameter, name)
     options = options_of(optimizer, parameter) or {}
@@ -275,10 +272,7 @@ _DIAGONALS: dict[type[Optimizer], Callable[..., Diagonal | None]] = {
 
 
 class StepCounts:
-    """Counts the steps of optimizers by which each parameter was moved.
-
-    A step that gradient scaling skipped does not count, nor one for which a parameter had no gradient.
-    """
+    """Counts the optimizers' steps that moved a parameter: with a gradient, and not skipped by gradient scaling."""
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []

@@ -402,12 +402,7 @@ def _shrink(
 ) -> None:
     """Shrink the blocks of a pruning group in a metric, and set its masks to the blocks that are not zero afterwards.
 
-    Args:
-        pruning: The pruning group.
-        parameters, all_masks: {tensor name: tensor}, which are changed in place.
-        diagonals: The metric: a number for each tensor, or a tensor of its shape.
-        keep: The budget.
-        strength: The strength of the penalty if there is no budget, else None.
+    Parameters and masks change in place; `diagonals` are the metric, and a `strength` replaces the budget `keep`.
     """
     weights = {spec: parameters[name].detach() for name, spec in pruning.specs.items()}
     masks = {spec: all_masks[name] for name, spec in pruning.specs.items()}

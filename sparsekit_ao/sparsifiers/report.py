@@ -204,13 +204,7 @@ def _elements(model: nn.Module, fqn: str) -> int:
 def check_masks(
     pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup], masks: Mapping[str, tuple[Tensor, bool]]
 ) -> int:
-    """Count every scope; see `ScopeSparsifier.check`.
-
-    Args:
-        pruning_groups: The pruning groups of all stages.
-        groups: {name: group}, which has the budget.
-        masks: {name: (mask, whether it is a mask, and not the zeros of a weight)}.
-    """
+    """Return the number of scopes; raise if one is wrong. `masks` is what `BudgetSparsifier._masks` returns."""
     wrong: list[str] = []
     checked = 0
     of_tensors: dict[str, list[PruningGroup]] = {}
@@ -235,15 +229,13 @@ def check_masks(
 
 
 def _certain(earlier: Sequence[PruningGroup], last: PruningGroup, groups: Mapping[str, TensorGroup]) -> int:
-    """A lower bound of the blocks that a scope of the last stage keeps, whatever the weights.
-
-    Known where one earlier stage on the same view keeps a fixed number of elements in every scope of single elements
-    (V:N:M). It is 0 elsewhere, since an earlier stage may keep less in a scope than its budget.
-    """
+    """Return a lower bound of the blocks that a scope of the last stage keeps, whatever the weights."""
     members = [c.scope.members()[0] for c in (*earlier, last)]
     specs = [m.block.blocks()[0] for m in members]
     views = [(v.shape, v.stride, v.offset, v.param.stride()) for v in (spec.view for spec in specs)]
     budgets = [c.budget(groups) for c in (*earlier, last)]
+    # The bound is known where one earlier stage on the same view keeps a fixed number of elements in every scope of
+    # single elements (V:N:M). It is 0 elsewhere, since an earlier stage may keep less in a scope than its budget.
     plain = len(members) == 2 and all(len(c.specs) == 1 and not c.scope.is_partial for c in (*earlier, last))
     if not plain or any(isinstance(b, Tensor) for b in budgets):
         return 0

@@ -250,27 +250,21 @@ class BudgetSparsifier(MaskSparsifier):
             pruning.budget(named)  # raises an error if the budget does not fit
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
-        """Set `sparsity_level` to the level that `nnz` amounts to where it is given, and copy it to `level_of_nnz`.
-
-        If a scheduler changes `sparsity_level` later, the two differ, and the level overrides the count.
-        """
+        """Set `sparsity_level` to the level that `nnz` amounts to where it is given, and copy it to `level_of_nnz`."""
         named = groups_by_name(groups)
         largest = _largest_groups(self.pruning_groups(groups))
         levels = {pruning: pruning.scope.level_of(pruning.budget(named)) for pruning in {*largest.values()}}
         for name, group in named.items():
             if group.get("nnz") is not None and name in largest:
                 group["sparsity_level"] = levels[largest[name]]  # what schedulers start from
+            # If a scheduler changes `sparsity_level` later, the two differ, and the level overrides the count.
             group["level_of_nnz"] = group["sparsity_level"]
 
     def _after_update(self, groups: Sequence[TensorGroup]) -> None:
         """Do what has to follow when `update_mask` has changed the masks of these groups. Here this is nothing."""
 
     def _update_groups(self, pruning_groups: Sequence[PruningGroup], groups: Mapping[str, TensorGroup]) -> None:
-        """Fill the masks of pruning groups.
-
-        Every budget and mask is checked before any mask changes. If there are more than `AT_ONCE` elements, masks are
-        filled part by part; a score that raises an error then leaves the masks of earlier parts updated.
-        """
+        """Fill the masks of pruning groups; every budget and mask is checked before any mask changes."""
         masks, keeps = dict[str, Tensor](), dict[PruningGroup, Budget]()
         for pruning in pruning_groups:
             keeps[pruning] = pruning.budget(groups)
@@ -284,6 +278,7 @@ class BudgetSparsifier(MaskSparsifier):
         if at_once:
             self._fill(pruning_groups, groups, masks, keeps)
             return
+        # A score that raises an error leaves the masks of earlier parts updated.
         parts = list(parts_of(pruning_groups, AT_ONCE))
         for part in progress_bar(parts, "step", "tensors", elements=numel_of_groups(pruning_groups)):
             self._fill(part, groups, masks, keeps)
@@ -295,11 +290,9 @@ class BudgetSparsifier(MaskSparsifier):
         masks: Mapping[str, Tensor],
         keeps: Mapping[PruningGroup, Budget],
     ) -> None:
-        """Fill masks, those of earlier stages first.
-
-        All dense weights and saliencies of these pruning groups are in memory at the same time, because a score may
-        raise an error, and must do so before a mask changes.
-        """
+        """Fill masks, those of earlier stages first."""
+        # All dense weights and saliencies are in memory at the same time, because a score may raise an error, and must
+        # do so before a mask changes.
         stages: dict[int, dict[PruningGroup, Request]] = {}
         dense, statistics_of = dict[str, Tensor](), self._statistics_of()
         for pruning in pruning_groups:
@@ -367,10 +360,8 @@ def _structure_text(group: TensorGroup) -> str:
 
 
 def _largest_groups(pruning_groups: Sequence[PruningGroup]) -> dict[str, PruningGroup]:
-    """Return {tensor: the largest of its pruning groups}; `_begin` uses this group to convert `nnz` to a level.
-
-    A count may amount to a different level in each stage. Stages that have a budget of their own do not matter.
-    """
+    """Return {tensor: the largest of its pruning groups}, without stages that have a budget of their own."""
+    # A count may amount to a different level in each stage; `_begin` takes the level in the largest pruning group.
     largest: dict[str, PruningGroup] = {}
     for pruning in pruning_groups:
         for name in pruning.specs:

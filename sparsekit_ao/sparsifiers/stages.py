@@ -87,11 +87,7 @@ def refuse_two_budgets(entry: Mapping[str, Any], where: str) -> list[str]:
 
 
 def joined(defaults: Mapping[str, Any], entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Merge an entry with defaults; of the notations of blocks and scopes, the entry's replaces the default one.
-
-    Raises:
-        SparsityError: Two notations in the entry, part of an axis pattern without `axes`, or a norm beside a score.
-    """
+    """Merge an entry with defaults; of the notations of blocks and scopes, the entry's replaces the default one."""
     keys = {**defaults, **entry}
     if "norm" in entry and "score" in keys:
         keys["score"] = entry.get("score")
@@ -110,13 +106,7 @@ def joined(defaults: Mapping[str, Any], entry: Mapping[str, Any], where: str) ->
 def merged(
     defaults: Mapping[str, Any], entry: Mapping[str, Any], place: ConfigContext, known: Collection[str]
 ) -> dict[str, Any]:
-    """Return an entry's keys over default ones, with patterns fitted to a tensor; its level replaces a default `nnz`.
-
-    Args:
-        defaults, entry: Config keys and their values.
-        place: The tensor.
-        known: The keys that the sparsifier takes.
-    """
+    """Return an entry's keys over default ones, with patterns fitted to a tensor; a level replaces a default `nnz`."""
     pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
     refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
     entry, defaults = without_pattern(entry, place, known), dict(defaults)

@@ -57,11 +57,9 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
 
 
 def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
-    """Raise if an optimizer's state does not fit its parameters, as after loading one that was saved before `prepare`.
-
-    A state dict of an optimizer refers to parameters by their order, which `prepare` changes. A masked weight comes
-    after the other parameters of its module. Shapes are not compared by torch. The model gives names in the error.
-    """
+    """Raise if an optimizer's state does not fit its parameters, as after loading one saved before `prepare`."""
+    # A state dict refers to parameters by their order, which `prepare` changes: a masked weight comes after the other
+    # parameters of its module. Shapes are not compared by torch.
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     for o in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
         for parameter, state in getattr(o, "state", {}).items():
