@@ -31,17 +31,11 @@ def refuse_optimizer_as_level(level: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Budgets:
-    """The budgets of all pruning groups, which their groups store. Pruning groups are given by their index.
+    """The budgets of all pruning groups, which their groups store. Pruning groups are given by their index."""
 
-    Attributes:
-        pruning_groups: The sparsifier's pruning groups, stage by stage.
-        groups: {name: group}, where the budgets are stored.
-        densities: How an overall level is distributed; None where the masks were saved ones.
-    """
-
-    pruning_groups: Sequence[PruningGroup]
-    groups: Mapping[str, TensorGroup]
-    densities: Densities | None = None
+    pruning_groups: Sequence[PruningGroup]  # stage by stage
+    groups: Mapping[str, TensorGroup]  # by name; they store the budgets
+    densities: Densities | None = None  # how an overall level is distributed; None where the masks were saved ones
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -58,13 +58,11 @@ class StepHooks(ABC):
         self.groups, self.model = groups, model
 
     def gradients_of(self, optimizer: Optimizer | None) -> list[tuple[TensorGroup, Tensor]]:
-        """Return the groups that an optimizer trains (None: all) and that have gradients, with their parameters.
-
-        Masks and gradients are first sharded like the parameters, because a trainer may shard a model and put new
-        parameters into the old optimizer without calling `attach`, and tensor parallel layers may leave partial sums.
-        """
+        """Return the groups that an optimizer trains (None: all) and that have gradients, with their parameters."""
         pairs = [(group, original(group)) for group in self._trained(optimizer)]
         pairs = [(group, parameter) for group, parameter in pairs if parameter.grad is not None]
+        # Gradients are sharded like the parameters, as masks are by `_trained`: a trainer may shard a model and put new
+        # parameters into the old optimizer without calling `attach`, and tensor parallel layers may leave partial sums.
         for _, parameter in pairs:
             if not is_placed_like(parameter.grad, parameter):
                 parameter.grad = placed_like(parameter.grad, parameter)
@@ -113,10 +111,7 @@ class StepHooks(ABC):
 
 
 class DecayHooks(StepHooks):
-    """Adds `decay * weight` to the gradients of dropped weights inside the backward mask (arXiv 2102.04010).
-
-    This happens right before the step, so once for several micro-batches, and independently of gradient scaling.
-    """
+    """Adds `decay * weight` to gradients of dropped weights in the backward mask before a step (arXiv 2102.04010)."""
 
     def __init__(self, decay: float) -> None:
         super().__init__()
@@ -130,7 +125,7 @@ class DecayHooks(StepHooks):
             if mask.backward_mask is not None:
                 dropped &= local(mask.backward_mask)
             added = torch.where(dropped, local(parameter), 0) * self.decay
-            local(parameter.grad).add_(added if scale is None else added * scale)
+            local(parameter.grad).add_(added if scale is None else added * scale)  # the step divides by it
 
 
 class GradientState(Enum):
@@ -143,17 +138,13 @@ class GradientState(Enum):
 
 
 class GradientCapture(StepHooks):
-    """Captures dense gradients of open masks before the optimizers' steps.
-
-    Attributes:
-        gradients: {tensor_fqn: dense gradient} captured since the last `clear`.
-        keep: Whether captured gradients are kept, because the coming step precedes an update.
-        masked: Whether `.grad` is masked before the step; if not, momentum includes inactive weights.
-    """
+    """Captures dense gradients of open masks before the optimizers' steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # dense ones by tensor_fqn, captured since the last `clear`
+        # whether captured gradients are kept, because the coming step precedes an update, and whether `.grad` is masked
+        # before the step; if not, momentum includes inactive weights
         self.captures, self.masked = False, True
         self._states: dict[str, GradientState] = {}
         self._stepped: list[bool] = []
@@ -200,13 +191,7 @@ class GradientCapture(StepHooks):
         self.gradients = {name: placed_like(g, weights[name]) for name, g in self.gradients.items()}
 
     def set_open(self, is_open: bool, *, captures: bool, masked: bool) -> None:
-        """Open or close every mask for the coming iteration. Masks are written only if this changes them.
-
-        Args:
-            is_open: Whether gradients reach every element, so that `.grad` is dense after the backward pass.
-            captures: Whether dense gradients are kept for an update.
-            masked: Whether the optimizer's step gets masked gradients.
-        """
+        """Open or close every mask for the coming iteration; masks are written only if this changes them."""
         self.captures, self.masked = captures, masked
         if is_open == self.is_open:
             return
@@ -232,10 +217,7 @@ class GradientCapture(StepHooks):
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:
-        """Capture dense gradients and mask `.grad` before clipping, for one optimizer's parameters or all.
-
-        Calling it again adds what was accumulated in between.
-        """
+        """Capture dense gradients and mask `.grad` before clipping; a later call adds what has accumulated since."""
         for name, parameter, kept, before in self._open_gradients(optimizer):
             grad = local(parameter.grad)
             dense = grad.clone() if before is None else torch.where(kept != 0, grad, before + grad)
@@ -267,8 +249,7 @@ class GradientCapture(StepHooks):
     def _open_gradients(self, optimizer: Optimizer | None) -> Iterator[tuple[str, Any, Tensor, Tensor | None]]:
         """Yield (name, parameter, mask, gradient captured before) of gradients while masks are open.
 
-        Mask and captured gradient are this rank's; the latter is None if `.grad` is a new gradient. A gradient from
-        before this iteration that is not zero raises an error, because it may be masked, and growth must not use it.
+        Mask and captured gradient are this rank's; the latter is None if `.grad` is a new gradient.
         """
         for group in self._trained(optimizer) if self.is_open else ():
             name, grad = group["tensor_fqn"], original(group).grad

@@ -99,11 +99,7 @@ def parse_init(init: object) -> Init:
 def initial_masks(
     budgets: Budgets, init: Init, sparsity_level: float, later_levels: Sequence[float], seed: int
 ) -> dict[str, Tensor]:
-    """Return the initial mask of every group, {tensor_fqn: bool, sharded as its weight}.
-
-    Writes the budgets of the groups that share the overall one. Weights on the meta device get no masks yet, unless
-    they are saved ones. `later_levels` that training will reach are checked now rather than in the middle of a run.
-    """
+    """Return {tensor_fqn: initial mask, bool and sharded as its weight}, and set the shared budgets in the groups."""
     if init.masks is None and budgets.shared:
         if init.first_dense:
             first = budgets.pruning_groups[budgets.shared[0]]
@@ -111,12 +107,13 @@ def initial_masks(
             for name in first.specs:
                 budgets.groups[name]["fixed"] = True
         for level in later_levels:
-            budgets.counts(level)
+            budgets.counts(level)  # an error that training would reach is raised now, not in the middle of a run
         for k, nnz in budgets.counts(sparsity_level).items():
             budgets.set(k, nnz)
     masks: dict[str, Tensor] = {}
     for k, pruning in enumerate(budgets.pruning_groups):
         is_meta = any(original(budgets.groups[name]).is_meta for name in pruning.specs)
+        # Weights on the meta device get no masks yet, unless they are saved ones.
         if init.masks is not None or not is_meta:
             masks.update(group_masks(budgets, k, init, seed))
     return masks

@@ -128,26 +128,16 @@ class Settings:
         return self.updates and (self.until is None or iteration <= self.until)
 
     def opening(self, iteration: int, is_pending: bool) -> dict[str, bool]:
-        """Return the arguments of `GradientCapture.set_open` for an iteration.
-
-        Masks are open if an update reads the gradients of this iteration, or if this or a later one reads momentum.
-
-        Args:
-            iteration: The iteration, counted from 1.
-            is_pending: Whether an update that was due earlier has not happened yet.
-        """
+        """Return the arguments of `GradientCapture.set_open` for an iteration; `is_pending` if an update is overdue."""
         feeds_update = self.is_due(iteration) or (is_pending and self.may_update(iteration))
         feeds_momentum = self.needs_momentum and self.may_update(iteration)
         is_open = feeds_momentum or (feeds_update and self.needs_gradient)
         return {"is_open": is_open, "captures": feeds_update, "masked": not feeds_momentum}
 
     def fraction_at(self, iteration: int) -> float:
-        """Return the fraction of the active blocks that `update_fraction` asks to prune in this iteration.
-
-        It is 0 if there is a target and nothing grows, because the target alone decides then.
-        """
+        """Return the fraction of the active blocks that `update_fraction` asks to prune in this iteration."""
         if self.grow is None and self.target is not None:
-            return 0.0
+            return 0.0  # the target alone decides
         fraction = _value_at(self.update_fraction, iteration, "update_fraction")
         if not 0 <= fraction < 1:
             raise SparsityError(f"the update fraction must be in [0, 1), so that no layer is emptied; got {fraction!r}")
@@ -164,11 +154,7 @@ class Settings:
         return level
 
     def extreme_targets(self) -> tuple[float, ...]:
-        """Return the lowest and highest overall sparsity of a target, or () if there is no target or no `until`.
-
-        Raises:
-            SparsityError: The target is outside [0, 1] in an update, or falls although nothing grows.
-        """
+        """Check the target in all updates, and return its lowest and highest level; () without a target or `until`."""
         if self.target is None:
             return ()
         levels = [self.target_at(t) for t in (0, *self.due())]
@@ -199,10 +185,7 @@ class Settings:
             budgets.refuse_without_exchange()
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
-        """Raise an error unless optimizers train every parameter and store what updates read.
-
-        Raise one also if an optimizer trains none of the parameters.
-        """
+        """Raise unless each optimizer trains a parameter, and each parameter has one that stores what updates read."""
         momentum, squares = self.needs_momentum, self.needs_squares
         used = set()
         for group in groups:
@@ -261,18 +244,7 @@ def run_update(
     iteration: int,
     statistics: Callable[[str], Statistics],
 ) -> UpdateStatistics:
-    """Choose new masks of all pruning groups, write them, and set shared budgets to their new values.
-
-    If a criterion raises an error, nothing has changed.
-
-    Args:
-        budgets: The pruning groups and their budgets.
-        settings: The criteria, and what else the user has chosen.
-        capture: The optimizers and the captured gradients.
-        momenta: {tensor_fqn: momentum}, if a criterion needs it.
-        iteration: The number of the training iteration.
-        statistics: A function that returns the statistics of a tensor by its name.
-    """
+    """Choose new masks, write them, and set shared budgets; if a criterion raises an error, nothing has changed."""
     fraction, slots = settings.fraction_at(iteration), []
     for pruning in budgets.pruning_groups:
         names = {spec: name for name, spec in pruning.specs.items()}
@@ -307,24 +279,12 @@ def run_update(
 def _choose(
     slots: list[Slots], limits: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
-    """Choose new masks and budgets.
+    """Return new masks of every pruning group, and {index of one that shares the overall budget: blocks in each scope}.
 
-    RigL and SET prune each pruning group by itself (`_prune`) and grow as many blocks (`_grow`). Only global criteria
-    let pruning groups compete (`_prune_together`). A target for the overall sparsity changes the budgets first.
-
-    Args:
-        slots: The slots of each pruning group.
-        limits: How many blocks each scope may keep: for each pruning group int64 [scopes] on the CPU.
-        budgets: How budgets are distributed.
-        settings: The criteria and the target.
-        iteration: The number of the training iteration.
-        fraction: The fraction of the active blocks to prune.
-
-    Returns:
-        A tuple of the masks of every pruning group and of {index of a pruning group that shares the overall budget:
-        number of blocks that each of its scopes keeps}.
+    `limits` tell how many blocks each scope may keep: for each pruning group int64 [scopes] on the CPU.
     """
     shared, regrows = budgets.shared, settings.grow is not None
+    # RigL and SET prune each pruning group by itself and grow as many blocks; only with global criteria they compete.
     competing = shared if settings.prune.is_global else []
     most = None  # blocks that all pruning groups may keep together, if they compete and there is a target
     if settings.target is not None and competing:
@@ -361,27 +321,21 @@ def _with_budgets(limits: Sequence[Tensor], counts: Mapping[int, int]) -> list[T
 
 
 def _masks_and_counts(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
-    """Return the masks that keep these slots (bool rows), sharded like the weights, and the count of each scope.
-
-    Between pruning and growth, masks are held instead of rows because only masks can be sharded.
-    """
-    return slots.masks_of(rows), rows.sum(1)
+    """Return the masks that keep these slots (bool rows), sharded like the weights, and the count of each scope."""
+    return slots.masks_of(rows), rows.sum(1)  # masks in place of rows, because only masks can be sharded
 
 
 def _prune(
     slots: Slots, limits: Tensor, criterion: Criterion, fraction: float, regrows: bool
 ) -> tuple[Tensors, Tensor]:
-    """Prune floor(fraction * active) slots of a pruning group, and more if a scope would exceed its budget.
-
-    Every scope loses its lowest floor(fraction * active) slots. These may be too few for the pruning group as a whole
-    (scopes with 2 active slots lose none at 0.3). If scopes grow to their budgets again, the group then also loses the
-    lowest of the slots that are the weakest in their scope: with four scopes of 2 active slots, the lowest 2 of 4.
-
-    Returns the masks and the number of slots that each scope keeps.
-    """
+    """Prune floor(fraction * active) slots, or more where a scope exceeds its limit; return `_masks_and_counts`."""
     active, scores = slots.active, _scores(criterion, slots)
     count = torch.minimum(counts_after_dropping(active.sum(1), fraction), limits.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
+    # Every scope has lost its lowest floor(fraction * active) slots, which may be too few for the pruning group as a
+    # whole (scopes with 2 active slots lose none at 0.3). If scopes grow to their budgets again, the group then also
+    # loses the lowest of the slots that are the weakest in their scope: with four scopes of 2 active slots, the lowest
+    # 2 of 4.
     still_to_prune = int(rows.sum() - counts_after_dropping(active.sum(), fraction))
     if regrows and len(rows) > 1 and still_to_prune > 0:
         all_but_weakest = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
@@ -399,14 +353,9 @@ def _prune_together(
     most: int | None,
     regrows: bool,
 ) -> list[tuple[Tensors, Tensor]]:
-    """Let pruning groups compete: they lose floor(fraction * active) slots together, and keep at most `most` blocks.
-
-    The best slot of a pruning group is always kept. With a target, or without growth, the best slot of every scope is
-    kept, and all scopes of a pruning group keep the same number of slots.
-
-    Returns the masks and the number of slots that each scope keeps, for each pruning group.
-    """
+    """Let pruning groups compete: together they lose floor(fraction * active) slots, and keep at most `most` blocks."""
     scores, active = [_scores(criterion, s) for s in slots], [s.active for s in slots]
+    # With a target, or without growth, all scopes of a pruning group keep the same number of slots.
     totals, is_even = [int(a.sum()) for a in active], most is not None or not regrows
     count = sparsity_to_nnz(fraction, sum(totals))
     count = count if most is None else min(count, most)
@@ -438,12 +387,7 @@ def _prune_together(
 def _redistribute(
     slots: Sequence[Slots], limits: Sequence[Tensor], left: Sequence[Tensor], budgets: Budgets, criterion: Criterion
 ) -> list[Tensor]:
-    """Return the budgets after the pruned blocks are distributed among the pruning groups that share a budget.
-
-    Pruning groups grow in proportion to their shares by the criterion; `left` are the slots left in each scope. If
-    one more block in every scope costs the same number of elements in all pruning groups, the largest remainders are
-    rounded up. Otherwise pruning groups exchange numbers of blocks that cost both of them the same.
-    """
+    """Return the budgets after the criterion distributes what was pruned; `left` are the slots left in each scope."""
     shared = budgets.shared
     units, capacity = [budgets.units[k] for k in shared], [budgets.capacities[k] for k in shared]
     requirement = f"criterion {criterion.name!r} must return one number for redistribution"
@@ -457,6 +401,8 @@ def _redistribute(
     ideals = [n + g for n, g in zip(remaining, growth, strict=True)]
     low = [int(left[k].max()) * unit for k, unit in zip(shared, units, strict=True)]
     bounds = low, capacity, units
+    # If one more block in every scope costs the same number of elements in all pruning groups, the largest remainders
+    # are rounded up. Otherwise pruning groups exchange numbers of blocks that cost both of them the same.
     is_even = len(set(units)) == 1
     nnz = allocate(ideals, sum(now), *bounds) if is_even else exchange(now, ideals, *bounds)
     return _with_budgets(limits, {k: n // unit for k, n, unit in zip(shared, nnz, units, strict=True)})
@@ -496,13 +442,9 @@ def _number(value: Any, requirement: str, when: str = "") -> float:
 def _apply(
     groups: Sequence[TensorGroup], masks: list[Tensor], settings: Settings, capture: GradientCapture, iteration: int
 ) -> dict[str, list[int]]:
-    """Write new masks (bool, sharded as the weights) in place, and return counts of elements.
+    """Write new masks (bool, sharded as the weights) in place, and the weights and optimizer state that they change.
 
-    Grown and pruned weights become zero, except that grown ones get `new_values` if there are any. Their optimizer
-    state becomes zero too, except that with state_init="grad" second moments of grown weights become squared gradients.
-
-    Returns:
-        {tensor_fqn: [grown, grown or pruned, kept]}, in elements, summed over ranks.
+    Returns {tensor_fqn: [grown, grown or pruned, kept]}, in elements, summed over ranks.
     """
     optimizers, is_grad = capture.optimizers, settings.state_init == "grad"
     for group in groups:
@@ -519,7 +461,7 @@ def _apply(
         if value is not None:
             here.copy_(torch.where(grown, local(value), here))
         reset_state(optimizers, weight, changed)
-        for square in map(local, squares):
+        for square in map(local, squares):  # of grown weights they become squared gradients
             gradient, values_now = local(capture.gradients[group["tensor_fqn"]]), dequantized(square)
             square.copy_(torch.where(grown, gradient.to(values_now.dtype).square(), values_now))
         copy_values(mask_of(group).mask, new)
