@@ -204,7 +204,7 @@ def shrunk_blocks(v: Tensor, t: Tensor) -> Tensor:
 def shrink_conditioned(
     v: Tensor, h: Tensor, t: Tensor, *, eps: float = 0.0, max_iter: int | None = None, atol: float = 1e-6
 ) -> Tensor:
-    """`argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each block, a row of v, where D = diag(h).
+    """Return `argmin_w 1/2 (w - v)' D (w - v) + t ||w||` for each block, a row of v, where D = diag(h).
 
     w = 0 where `||Dv|| <= t`. Else, with `c = t / h`, `w_i = v_i s / (s + c_i)`, where `s = ||w||` is the root of
     `phi(s) = ||v / (s + c)|| = 1`. Since `1 / phi` is concave, Newton's method on it never passes the root from below.
@@ -282,15 +282,12 @@ def _shrink_single(v: Tensor, c: Tensor) -> Tensor:
 
 
 def _scaled(v: Tensor, dim: int, add: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Copies of blocks plus `add` in float64, as rows (`dim` 1) or columns (`dim` 0), and what they were divided by.
-
-    Only float64 blocks are divided, by a power of two each that makes the largest element about 1, so that squares
-    stay in range.
-    """
+    """Return float64 copies of blocks plus `add`, as rows (`dim` 1) or columns (`dim` 0), and the divisor of each."""
     wide = (v if dim == 1 else v.t()).to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     wide = wide.add_(add) if add else wide
     if v.dtype != torch.float64:
         return wide, torch.ones((), dtype=torch.float64, device=v.device)
+    # A power of two for each block makes its largest element about 1, so that squares stay in range.
     size = torch.exp2(torch.frexp(wide.abs().amax(dim)).exponent.double() - 1)
     size = torch.where(size.isfinite() & (size > 0), size, 1)
     return wide.div_(size.unsqueeze(dim)), size

@@ -114,9 +114,9 @@ def tile_volumes(sizes: Sequence[int], tile: Sequence[int], device: torch.device
 
 
 def tiles_of(t: Tensor, tile: Shape, reorder: bool = True, merge: bool = False) -> Tensor:
-    """A tensor cut into tiles that divide it: (*grid, *tile), or interleaved (g0, t0, g1, t1, ...) without `reorder`.
+    """Cut a tensor into tiles that divide it: (*grid, *tile), or interleaved (g0, t0, g1, t1, ...) without `reorder`.
 
-    With `merge` the dimensions of the tile become one. A view where the strides allow.
+    With `merge` the dimensions of the tile become one. The result is a view where the strides allow it.
     """
     if merge and not reorder:
         raise SparsityError("merge=True needs reorder=True: interleaved dimensions cannot be merged")

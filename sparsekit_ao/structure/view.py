@@ -406,10 +406,7 @@ def _overlap(shape: Shape, stride: Shape) -> tuple[Shape, Shape]:
 
 
 def refuse_computed(param: Tensor, where: str) -> None:
-    """Raise for a tensor that is computed at every access, such as the weight of a parametrized layer.
-
-    Views of a parameter share its memory, so that they may be changed.
-    """
+    """Raise an error for a tensor that is computed at every access (a parametrized layer's weight), not for a view."""
     if not isinstance(param, Tensor):
         raise SparsityError(f"{where}the parameter must be a tensor, got {type(param).__name__}")
     is_temporary = not param.is_leaf and (param._base is None or not param._base.is_leaf)

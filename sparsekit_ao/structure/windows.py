@@ -19,22 +19,13 @@ SMALL = 1 << 14  # ... unless the tensor is so small that the number of operatio
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Window:
-    """One strided window cut into blocks: what backends are given.
+    """One strided window cut into blocks: what backends are given."""
 
-    Attributes:
-        shape: Elements of a block, one entry a dimension of the window.
-        values: The window on the values that are scored, or None.
-        mask: The window on the mask that is filled (True = keep), or None.
-        order: Aligned grid dimension k is this grid's dimension order[k]; () is the identity.
-        under: The window on the mask under which values are scored: where it drops, a value scores 0. None: values are
-            scored as they are.
-    """
-
-    shape: Shape
-    values: Tensor | None = None
-    mask: Tensor | None = None
-    order: Shape = ()
-    under: Tensor | None = None
+    shape: Shape  # elements of a block along each dimension of the window
+    values: Tensor | None = None  # the window on the values that are scored
+    mask: Tensor | None = None  # the window on the mask that is filled (True = keep)
+    order: Shape = ()  # aligned grid dimension k is this grid's dimension order[k]; () is the identity
+    under: Tensor | None = None  # the window on the mask under which values are scored: they score 0 where it drops
 
     @property
     def window(self) -> Tensor:
@@ -54,16 +45,11 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeWindows:
-    """Windows on coupled tensors, cut into scopes: blocks at the same index of the aligned grid share one fate.
-
-    Attributes:
-        shape: Blocks of a scope along each dimension of the aligned grid.
-        order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-    """
+    """Windows on coupled tensors, cut into scopes: blocks at the same index of the aligned grid share one fate."""
 
     windows: tuple[Window, ...]
-    shape: Shape
-    order: Shape = ()
+    shape: Shape  # blocks of a scope along each dimension of the aligned grid
+    order: Shape = ()  # aligned scope dimension k is this scope grid's dimension order[k]; () is the identity
 
     @cached_property
     def grid(self) -> Shape:
