@@ -171,10 +171,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {**attributes, "is_plain": isinstance(self._model, PreTrainedModel)}}
 
     def _load(self, trainer_state: Any, folders: list[Path]) -> None:
-        """Restore the state from a checkpoint's; the trainer has loaded the model by now.
-
-        One of the folders must have its dense weights and masks, if the checkpoint itself has plain weights.
-        """
+        """Restore the state of a checkpoint whose model is loaded; masks that it lacks must be in one of `folders`."""
         entry = trainer_state.stateful_callbacks.get(type(self).__name__)
         if isinstance(entry, list):  # the trainer has several callbacks of this class
             names = {g["tensor_fqn"] for g in self.sparsifier.groups}
