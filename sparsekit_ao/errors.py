@@ -99,7 +99,7 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked_model(model: object, where: str) -> nn.Module:
-    """The model; raises unless it is a module that can be modified.
+    """Return the model, or raise an error unless it is a module that can be modified.
 
     >>> checked_model(nn.ReLU(), "report")
     ReLU()

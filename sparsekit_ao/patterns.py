@@ -284,12 +284,10 @@ def _blocks(d: _Dimensions, where: str, rows: int, columns: int) -> Keys:
 
 
 def _units(unit: str, other: str, d: _Dimensions, where: str) -> Keys:
-    """One block for each index of a dimension, over everything else; each group and each expert by itself.
-
-    Dimension 0 of a convolution with groups holds the units of all groups one after another, dimension 1 one group's.
-    """
+    """Make a block of each index of a dimension, over everything else; each group and each expert by itself."""
     if unit == "input":
         d.needs_input(where)
+    # Dimension 0 of a convolution with groups holds the units of all groups one after another, dimension 1 one group's.
     if d.groups > 1 and getattr(d, other) == 0:
         rest = " ".join(f"k{i}" for i in range(len(d.shape) - 2))
         return {"axes": f"(g a) u {rest}", "unit": "g u", "sizes": {"g": d.groups}}

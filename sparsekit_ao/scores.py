@@ -63,14 +63,10 @@ class BuiltInScore:
     ...
     ...     def __call__(self, weight, statistics):
     ...         return statistics.input_square.expand_as(weight)
-
-    Attributes:
-        needs: Names of the statistics to collect, from `calibration.NEEDS`.
-        uses_blocks: Whether the score is called with the block of each element as a third argument.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()
-    uses_blocks: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()  # the statistics to collect, from `calibration.NEEDS`
+    uses_blocks: ClassVar[bool] = False  # whether the block of each element is given as a third argument
 
     def __call__(self, weight: Tensor, statistics: Statistics) -> Tensor:
         """Return saliencies in the weight's shape."""
@@ -234,12 +230,9 @@ class obs_block(BuiltInScore):
 
 
 def joint_saliency(rows: Tensor, inverse: Tensor, labels: Tensor) -> Tensor:
-    """Each element's share of its block's loss, see `obs_block`.
+    """Return each element's share of its block's loss, see `obs_block`.
 
-    Args:
-        rows: Weights [outputs, inputs].
-        inverse: C [inputs, inputs].
-        labels: The block of each element, int64 [outputs, inputs]; negative where it is in none and alone.
+    Weights and int64 labels of blocks are [outputs, inputs], C is [inputs, inputs]; a negative label is in no block.
     """
     alone = labels.max() + 1 + torch.arange(labels.shape[1], device=labels.device)
     labels = torch.where(labels < 0, alone, labels)
@@ -328,11 +321,7 @@ NAMES: dict[str, Score] = {
 
 
 def parse_score(value: object, where: str) -> Score | None:
-    """Return the score of a config value: a name, a function, an object with `needs`, or None.
-
-    Raises:
-        SparsityError: The name is unknown, the value cannot be called, or its `needs` are unknown.
-    """
+    """Return the score of a config value (a name, a function, an object with `needs`, or None), or raise an error."""
     if value is None:
         return None
     if isinstance(value, str) and value in NAMES:

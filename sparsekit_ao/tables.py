@@ -43,15 +43,9 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
 
 
 class Table(Sequence[Row], Generic[Row]):
-    """Base class of reports: a sequence of rows, in which a name gives a row too: `report["0.weight"]`.
+    """Base class of reports: a sequence of rows, in which a name gives a row too: `report["0.weight"]`."""
 
-    It prints as a table with lines above and below, and a notebook shows them as HTML. Subclasses define the metrics.
-
-    Attributes:
-        rows: Dataclass objects of one class, whose first field is the name of the row.
-    """
-
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # dataclass objects of one class, whose first field is the name of the row
     bars: tuple[str, ...] = ()  # fields that `plot` draws
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
