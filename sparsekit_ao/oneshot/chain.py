@@ -52,19 +52,12 @@ class _Stop(BaseException):  # not caught by `except Exception` in the user's fo
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationData:
-    """A model with its calibration data, and how it runs on them.
-
-    Attributes:
-        model: The model to prune.
-        batches: The batches, in a list because the model runs on them several times.
-        forward: `(model, batch) -> anything`, or None; see `models.running.call`.
-        token_masks: The tokens that count in each batch, or None for all.
-    """
+    """A model with its calibration data, and how it runs on them."""
 
     model: nn.Module
-    batches: Sequence[Any]
-    forward: Forward | None
-    token_masks: Sequence[Tensor | None]
+    batches: Sequence[Any]  # in a list, because the model runs on them several times
+    forward: Forward | None  # None is `models.running.call`
+    token_masks: Sequence[Tensor | None]  # the tokens that count in each batch, or None for all
 
     @classmethod
     def checked(
@@ -83,11 +76,8 @@ class CalibrationData:
         return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
 
     def output(self, index: int) -> Any:
-        """Run the model on a copy of one batch, as it may change its inputs in place, with the batch's random numbers.
-
-        The dense model and the pruned one thus draw the same numbers.
-        """
-        with seeded(self.model.parameters(), index):
+        """Run the model on a copy of a batch, as it may change its inputs in place, with the batch's random numbers."""
+        with seeded(self.model.parameters(), index):  # the dense model and the pruned one draw the same numbers
             return (self.forward or call)(self.model, copied_tensors(self.batches[index]))
 
     @torch.no_grad()
@@ -190,10 +180,7 @@ def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | 
 
 
 def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
-    """Return the blocks of the list that holds most of the layers, or of the list called `name`.
-
-    A list is a ModuleList, or a Sequential of modules of one class that has more than half of the layers.
-    """
+    """Return the blocks of the ModuleList or Sequential that holds most of the layers, or of the one called `name`."""
     if name is not None:
         try:
             module = model.get_submodule(name)
@@ -214,11 +201,7 @@ def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | Non
 
 
 def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
-    """Return whether each batch calls each block once, in order, and each reads the output of the one before.
-
-    All other arguments must be the same. What blocks read is compared for the first batch only. Other batches run with
-    blocks that return their input, if that calls them in order, so that a model larger than memory is read once.
-    """
+    """Return whether each batch calls each block once, in order, with the output before it and else equal arguments."""
     in_order, outputs = list(range(len(blocks))), _further_outputs_of_first_batch(data, blocks)
     if len(outputs) < len(blocks):
         return False
@@ -240,6 +223,8 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
         hidden = _hidden_of((args, kwargs))
         return hidden if outputs[k] is None else type(outputs[k])((hidden, *outputs[k]))
 
+    # What blocks read is compared for the first batch only. Other batches run with blocks that return their input, if
+    # that calls them in order, so that a model larger than memory is read once.
     for index in range(1, len(data.batches)):
         called.clear()
         with replaced(blocks, unchanged), suppress(Exception):
@@ -254,16 +239,14 @@ def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
 
 
 def _further_outputs_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
-    """Return each block's outputs after the first, or None without any. The list is shorter if they are not a chain.
-
-    Each block runs twice: in the model, and on copies of what the one before gave, as it will in the walk.
-    """
+    """Return each block's outputs after the first, or None without any. The list is shorter if they are not a chain."""
     outputs: list[Any] = []
     arguments: Arguments = ((), {})  # of the block that was called last, as copies
     expected: Arguments = ((), {})  # the same with the objects that the model passes, which are compared by identity
     called: list[int] = []
     is_running = is_broken = False
 
+    # Each block runs twice: in the model, and here on copies of what the one before gave, as it will in the walk.
     def run(block: nn.Module) -> None:
         nonlocal arguments, expected, is_running
         is_running = True
@@ -372,12 +355,7 @@ def next_arguments(arguments: Arguments, hidden: Any) -> Arguments:
 
 
 class Kept:
-    """Nested values by key, in memory or, beyond `limit` bytes, in temporary files.
-
-    Args:
-        device: Where tensors are kept; None leaves them where they are.
-        limit: In bytes; None for no limit.
-    """
+    """Nested values by key, in memory (on `device` if given) or, beyond `limit` bytes, in temporary files."""
 
     def __init__(self, device: Device = None, limit: float | None = None) -> None:
         self._device, self._limit = device, math.inf if limit is None else limit
@@ -408,13 +386,9 @@ class Kept:
 
 
 class Stream:
-    """The inputs of a block for every batch; `advance` replaces them by the inputs of the next block.
+    """The inputs of a block for every batch, at first those of `calls`; `advance` replaces them by the next block's.
 
-    Args:
-        calls: What the first block is called with for each batch.
-        kept: Where the inputs are kept.
-        device: Where blocks run; None is where their inputs are.
-        like: Another stream of these blocks. Arguments that are equal in both, such as masks, are kept once.
+    Blocks run on `device`, or with None where their inputs are.
     """
 
     def __init__(self, calls: Iterable[Arguments], kept: Kept, device: Device, like: "Stream | None" = None) -> None:
@@ -422,7 +396,7 @@ class Stream:
         self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
         for index, arguments in enumerate(calls):
             others = next_arguments(arguments, None)
-            if like is not None and are_same(others, kept.get(like._others[index])):
+            if like is not None and are_same(others, kept.get(like._others[index])):  # such as masks, kept once
                 self._others.append(like._others[index])
             else:
                 self._others.append((id(self), "others", index))
@@ -446,14 +420,11 @@ class Stream:
         return block(*args, **kwargs)
 
     def advance(self, block: nn.Module, is_last: bool = False) -> None:
-        """Run a block on every batch, and take its outputs as the inputs of the next one.
-
-        All outputs of the last block are kept, since what follows may read any of them.
-        """
+        """Run a block on every batch, and take its outputs as the inputs of the next one."""
         for index in range(len(self)):
             output = self.output(block, index)
             self._put(index, copied_tensors(first_output(output)))  # a block may write all its outputs to one buffer
-            if is_last:
+            if is_last:  # what follows may read any of its outputs
                 self._kept.put((id(self), "outputs", index), output)
 
     def outputs(self, index: int) -> Any:

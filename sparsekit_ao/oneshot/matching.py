@@ -231,10 +231,7 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
 
 
 def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
-    """Raise an error if the dense model is zero wherever the model is, and elsewhere too.
-
-    The arguments were then given in the wrong order.
-    """
+    """Raise an error if the dense model is zero wherever the model is, and elsewhere too, as if exchanged."""
     if is_elsewhere(model) or is_elsewhere(dense):
         return  # the values of offloaded and sharded weights cannot be compared here
     if {name for name, _ in named_tensors(dense)} != {name for name, _ in named_tensors(model)}:
@@ -285,13 +282,7 @@ def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
 class Teacher:
     """The dense model in a walk; it trains blocks of the pruned model to match its own blocks (`walk.Matching`).
 
-    Args:
-        dense: The dense model; None is the model itself, whose blocks are dense until the walk reaches them.
-        data: The pruned model and its batches, on which the dense model runs too.
-        passes, rate, seed, outputs: As for `recover`.
-
-    Attributes:
-        stream: The inputs of the next block in the dense model. It is None before `start`, and if there are no blocks.
+    `data` is of the pruned model; with `dense=None` that model is the dense one, until the walk reaches its blocks.
     """
 
     row = BlockRow
@@ -310,7 +301,7 @@ class Teacher:
         check_ranks(data)
         self.dense, self.data = dense, data
         self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
-        self.stream: Stream | None = None
+        self.stream: Stream | None = None  # of the dense model; None before `start`, and if there are no blocks
         self._next = 0  # the dense block whose inputs the stream has
 
     def described(self) -> tuple[object, ...]:
@@ -318,10 +309,7 @@ class Teacher:
         return self.dense, self.passes, self.rate, self.seed, self.outputs
 
     def start(self, walk: Walk) -> None:
-        """Begin the dense stream before anything changes.
-
-        If there are no blocks and the model itself is the dense one, keep its outputs instead.
-        """
+        """Begin the dense stream; if the model itself is the dense one and has no blocks, keep its outputs instead."""
         self._walk, dense = walk, walk.data.model if self.dense is None else self.dense
         if is_elsewhere(walk.data.model) and (self.outputs is not None or not walk.blocks):
             raise SparsityError(
@@ -371,10 +359,7 @@ class Teacher:
             self._next += 1
 
     def match(self, at: int, block: nn.Module, stream: Stream) -> BlockRow | None:
-        """Train a block, with its inputs in the pruned model, to give the outputs of the dense block.
-
-        Return its row, or None if the block has no floating-point parameters.
-        """
+        """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
         if not _has_weights(block):
             return None
         dense = self.stream
@@ -399,15 +384,7 @@ class Teacher:
         return RecoveryReport(rows=tuple(rows), tokens=self.data.counted())
 
     def _train(self, student: "_Student", target: Callable[[int], Tensor], metric: str, at: int, name: str) -> BlockRow:
-        """Train a module to give the target of each batch, and keep the weights of the best pass.
-
-        Args:
-            student: The module.
-            target: A function that returns the output of the dense model for the batch of an index.
-            metric: "mse" or "kl", as `outputs` of `recover`.
-            at: The number of the block, which is added to the seed.
-            name: The name of the block; "" is the whole model.
-        """
+        """Train a block, or the whole model (named ""), to give `target(k)` for batch k, and keep the best weights."""
         start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
         draws = torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.weight_rms() * (1 if name else WHOLE)
@@ -488,15 +465,7 @@ def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.opti
 
 
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:
-    """Return the dense model's blocks and, for each block of the model, the index of the dense block that it matches.
-
-    A block that remains after `shrink_layers` also takes the place of the removed blocks that follow it (the first one
-    also of those before it), so the last of these is the one that it matches.
-
-    Args:
-        model, dense: The pruned model and the dense model.
-        names: The names of the model's blocks, of which there is at least one.
-    """
+    """Return the dense model's blocks and, for each block of the model, the index of the dense one that it matches."""
     path = names[0].rpartition(".")[0]
     dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
     indices = _numbers_in_dense(model.get_submodule(path), dense.get_submodule(path))
@@ -506,6 +475,8 @@ def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[l
             f"{len(dense_blocks)}. Only the model that shrink_layers returned knows which ones were removed; give that "
             "model, or a copy of it"
         )
+    # A block that remains after `shrink_layers` also takes the place of the removed blocks that follow it (the first
+    # one also of those before it), so the last of these is the one that it matches.
     return dense_blocks, [after - 1 for after in (*indices[1:], len(dense_blocks))]
 
 
@@ -533,25 +504,11 @@ def _names_in_dense(model: nn.Module, dense: nn.Module, names: Iterable[str]) ->
 
 
 class _Student(nn.Module):
-    """A module whose weights are trained: those of 16 bits as float32 copies, and others in their own memory.
-
-    `functional_call` puts the trained tensors in place of the parameters while `forward` runs the module on a batch. It
-    can only do this for parameters of the module that it calls, so the trained module is a child of this one.
-
-    Args:
-        module: A block, or the whole model.
-        run: `(module, index of a batch) -> output`.
-
-    Attributes:
-        originals: {name: parameter} of all floating-point parameters except embeddings.
-        weights: {name: the tensor that is trained for this parameter, which may share its memory}.
-        kept: {name: bool mask of the elements that may change} of the parameters with two or more dimensions. These
-            elements are not zero, and no mask drops them.
-        saved: Copies of `weights` after the best pass so far; before that, of the initial weights.
-    """
+    """A module whose weights are trained: those of 16 bits as float32 copies, and others in their own memory."""
 
     def __init__(self, module: nn.Module, run: Callable[[nn.Module, int], Any]) -> None:
         super().__init__()
+        # `functional_call` can only replace parameters of the module that it calls, so the trained one is a child.
         self.module, self.run = module, run
         embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         parameters = [(n, p) for n, p in self.named_parameters() if p.is_floating_point() and id(p) not in embeddings]
@@ -561,6 +518,8 @@ class _Student(nn.Module):
             for name in masking.parametrized_names(m)
             if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)
         }
+        # By name: the parameters, the tensors that are trained for them (which may share their memory), bool masks of
+        # the elements that may change, and copies of the trained tensors after the best pass so far.
         self.originals, self.weights, self.kept, self.saved = dict(parameters), {}, {}, {}
         for name, p in parameters:
             self.weights[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_()
@@ -632,11 +591,7 @@ def refuse_unfit(output: Any, dense_output: Any, name: str) -> None:
 
 
 def _error(actual: Tensor, expected: Tensor, metric: str) -> tuple[Tensor, Tensor]:
-    """Return the loss of some rows, and the number that it is divided by in reports.
-
-    For "mse", these are the sums of squares of the differences and of the expected values. For "kl", they are the
-    divergence of the rows in nats and the number of rows.
-    """
+    """Return the loss summed over some rows, in nats for "kl", and the number that it is divided by in reports."""
     actual, expected = actual.float(), expected.float()
     if metric == "mse":
         return (actual - expected).square().sum(), expected.square().sum()

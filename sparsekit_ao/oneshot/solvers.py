@@ -30,24 +30,17 @@ WIDEST_SCOPE = 256  # columns that structured OBS prunes together; wider scopes 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixScopes:
-    """Which elements of a weight matrix compete, and how many blocks of them are kept.
+    """Which elements of a weight matrix compete, and how many blocks of them are kept."""
 
-    Attributes:
-        name: The weight's, for errors.
-        project: Saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every
-            scope. A block has the norm of its elements' saliencies, or with None their sum.
-        labels: Return the scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
-        keep: Blocks that are kept in each scope, int64 [scopes].
-        blocks_per_scope: Number of blocks in a full scope.
-        is_plain: Whether there is one stage, and no scope or block is smaller than the others.
-    """
-
-    name: str
+    name: str  # of the weight, for errors
+    # Saliencies [groups, outputs, inputs] and a norm -> the mask that keeps the highest blocks of every scope. A block
+    # has the norm of its elements' saliencies, or with None their sum.
     project: Callable[[Tensor, float | None], Tensor]
+    # Returns the scope and the block of each element, int64 [groups, outputs, inputs]; -1 if it is in none.
     labels: Callable[[], tuple[Tensor, Tensor]]
-    keep: Tensor
-    blocks_per_scope: int
-    is_plain: bool
+    keep: Tensor  # blocks that are kept in each scope, int64 [scopes]
+    blocks_per_scope: int  # in a full scope
+    is_plain: bool  # whether there is one stage, and no scope or block is smaller than the others
 
 
 Gram = Tensor | RowGram
@@ -70,11 +63,7 @@ def relative_error(weight: Tensor, gram: Gram, solution: Tensor) -> float:
 def least_squares(
     weight: Tensor, gram: Gram, mask: Tensor, steps: int = CG_STEPS, start: Tensor | None = None
 ) -> Tensor:
-    """Return the best kept weights for a mask, zero where it drops.
-
-    Runs conjugate gradients on all rows at once, preconditioned by diag(G); each step is one product with G. They start
-    at the masked weights (or `start`), so that a singular G needs no damping: what the data does not determine stays.
-    Where all rows keep the same columns, as after the removal of units, one factorization takes the place of the steps.
+    """Return the best kept weights for a mask, zero where it drops, by conjugate gradients preconditioned by diag(G).
 
     >>> w, g = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])  # two equal inputs
     >>> least_squares(w, g, torch.tensor([[[True, False]]]))
@@ -82,9 +71,10 @@ def least_squares(
     """
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-12 * float(scale.mean()) or 1.0)
+    # From here a singular G needs no damping: what the data does not determine stays.
     solution = (weight if start is None else start) * mask
     rest = ((weight - solution) @ gram).mul_(mask)
-    if isinstance(gram, Tensor) and bool((mask == mask[:, :1]).all()):
+    if isinstance(gram, Tensor) and bool((mask == mask[:, :1]).all()):  # such as after the removal of units
         root, columns = scale.sqrt(), mask[:, :1]
         kept = torch.where(columns & columns.mT, gram, 0.0).div_(root).div_(root.mT)
         kept.diagonal(dim1=1, dim2=2).masked_fill_(~columns[:, 0], 1.0)
@@ -107,15 +97,10 @@ def least_squares(
 
 
 def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STEPS) -> tuple[Tensor, Tensor]:
-    """Mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831).
-
-    The projection is an exact selection, so that any structure can be given.
-    The start is a mask by magnitudes of scaled weights, with least squares. It is returned if the result has a
-    larger error.
-    """
+    """Return mask and weights by the alternating direction method of multipliers (ALPS, arXiv 2406.07831)."""
     scale = gram.diagonal(dim1=1, dim2=2)[:, None, :]
     scale = scale.clamp(min=1e-8 * float(scale.mean()) or 1.0).sqrt()
-    first_mask = scopes.project(weight * scale, 2)
+    first_mask = scopes.project(weight * scale, 2)  # an exact selection, so that any structure can be given
     first = least_squares(weight, gram, first_mask, FEW_STEPS)
     hessian = gram.scaled(scale) if isinstance(gram, RowGram) else gram / (scale.mT * scale)
     mask, kept = _admm_steps(weight * scale, hessian, first * scale, scopes, steps)
@@ -158,15 +143,12 @@ def penalized_inverse(hessian: Gram, rho: float) -> Gram:
 
 
 def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
-    """Structured optimal brain surgeon (S3, arXiv 2604.11315): scope after scope, compensated in the columns after it.
-
-    Scopes of several stages, or wider than `WIDEST_SCOPE` columns, are chosen at once instead. The weights are the best
-    for all masks together.
-    """
+    """Prune scope after scope, compensated in the columns after it, by structured OBS (S3, arXiv 2604.11315)."""
     inverse = damped_inverse(gram, 0.0, scopes.name)
     scope_ids, block_ids = scopes.labels()
     is_plain = scopes.is_plain and len(weight) == 1 and bool((block_ids >= 0).all())
     chunks = column_chunks(scope_ids[0]) if is_plain else []
+    # scopes of several stages, or wide ones, are chosen at once
     if not is_plain or max(stop - start for start, stop in chunks) > WIDEST_SCOPE:
         joint = [joint_saliency(w, c, b) for w, c, b in zip(weight, inverse, block_ids, strict=True)]
         mask = scopes.project(torch.stack(joint), None)
@@ -244,15 +226,12 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
 
 
 def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
-    """SparseGPT (arXiv 2301.00774), a loop over columns with the Cholesky factor of C; the baseline of comparisons.
-
-    It takes N:M along the inputs, and single elements over the whole tensor. In the second case, every expert keeps the
-    same share, and so do every `WIDTH` columns of an expert, except for rounding.
-    """
+    """Prune by SparseGPT (arXiv 2301.00774), a loop over columns that is the baseline of comparisons."""
     keep, m = _sparsegpt_budget(scopes)
     inverse = damped_inverse(gram, 0.0, scopes.name)
     solution, mask, columns = weight.clone(), torch.ones_like(weight, dtype=torch.bool), weight.shape[2]
     factors = torch.linalg.cholesky(inverse, upper=True)
+    # Without N:M, every expert keeps the same share, and so do every WIDTH columns of an expert, except for rounding.
     for group, (w, kept, upper) in enumerate(zip(solution, mask, factors, strict=True)):
         own = keep if m is not None else keep * (group + 1) // len(weight) - keep * group // len(weight)
         for start in range(0, columns, WIDTH):

@@ -66,25 +66,16 @@ def check_method(method: object, caller: str) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class Layer:
-    """One tensor while a walk prunes it.
-
-    Attributes:
-        target: Its name, module and parameter.
-        statistics: Those of this pass, with gradients that the user collected before; None if no batch reached it.
-        weight: The dense weight in float32 (float64 if it is float64).
-        pruning_groups: The pruning groups of this tensor alone, stage by stage; empty if its mask was chosen before.
-        mask, compensated, seconds: Its mask and new weight, once they are computed, and the time that both took.
-        unused_score: The note of the report if the method chose the mask and ignored a score.
-    """
+    """One tensor while a walk prunes it."""
 
     target: Target
-    statistics: Statistics | None
-    weight: Tensor
-    pruning_groups: Sequence[PruningGroup]
+    statistics: Statistics | None  # of this pass, with gradients collected before; None if no batch reached it
+    weight: Tensor  # the dense weight in float32 (float64 if it is float64)
+    pruning_groups: Sequence[PruningGroup]  # of this tensor alone, stage by stage; empty if its mask was chosen before
     mask: Tensor | None = None
     compensated: Tensor | None = None
-    seconds: float = 0.0
-    unused_score: str = ""
+    seconds: float = 0.0  # the time that both took
+    unused_score: str = ""  # the note of the report if the method chose the mask and ignored a score
 
     @property
     def gram(self) -> Tensor | RowGram | None:
@@ -93,40 +84,26 @@ class Layer:
 
 
 class Layers:
-    """The layers that a walk prunes: which are chosen together, how each is solved, and its mask (`walk.Solving`).
-
-    Args:
-        groups: The group dicts of the tensors.
-        pruning_groups: The pruning groups of the tensors, stage by stage.
-        recorder: Gives the matrix form of each tensor, and statistics that were recorded before.
-        method: How kept weights make up for dropped ones.
-        live_mask: A function that returns the mask of a group; None if the model has no masks.
-        caller: The name of the user's call, for errors.
-
-    Attributes:
-        shared: The pruning groups of tensors that are coupled or share a budget.
-        given_masks: {name: mask} of their tensors, once they are chosen.
-        notes: {name: why a tensor is not compensated}.
-    """
+    """The layers that a walk prunes: which are chosen together, how each is solved, and its mask (`walk.Solving`)."""
 
     row = LayerRow
 
     def __init__(
         self,
         groups: Sequence[TensorGroup],
-        pruning_groups: Sequence[PruningGroup],
+        pruning_groups: Sequence[PruningGroup],  # stage by stage
         recorder: Recorder,
         method: str | None,
-        live_mask: Callable[[TensorGroup], Tensor] | None,
+        live_mask: Callable[[TensorGroup], Tensor] | None,  # None if the model has no masks
         caller: str,
     ) -> None:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
         self.chosen: dict[str, Tensor] = {}
-        self.given_masks: dict[str, Tensor] = {}
-        self.notes: dict[str, str] = {}
+        self.given_masks: dict[str, Tensor] = {}  # of the tensors of `shared`, once they are chosen
+        self.notes: dict[str, str] = {}  # {name: why a tensor is not compensated}
         self._single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
-        self.shared: list[PruningGroup] = []
+        self.shared: list[PruningGroup] = []  # of tensors that are coupled or share a budget
         for coupled in connected({pruning: pruning.specs for pruning in pruning_groups}):
             if any(len(pruning.specs) > 1 for pruning in coupled):
                 self.shared += coupled
@@ -134,12 +111,10 @@ class Layers:
                 self._single[next(iter(coupled[0].specs))] = coupled
 
     def check(self, has_data: bool) -> None:
-        """Raise an error if a tensor cannot be solved: values are not finite, inputs too many, or gradients missing.
-
-        Other parametrizations are refused only with data; without data, zeros are written through them.
-        """
+        """Raise an error if a tensor cannot be solved: values are not finite, inputs too many, or gradients missing."""
         for name, group in self.groups.items():
             module, tensor_name = group["module"], group["tensor_name"]
+            # without data, zeros are written through other parametrizations
             if has_data and not masking.is_parameter(module, tensor_name):
                 raise SparsityError(
                     f"{self.caller}: {name} has another parametrization below its mask; remove it first "
@@ -191,13 +166,11 @@ class Layers:
 
     @contextmanager
     def masks(self, names: Collection[str]) -> Iterator[None]:
-        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored.
-
-        Until the exit, solved weights hold their zeros themselves, so a block computes the same with these masks.
-        """
+        """Return a context in which these masks keep everything; on exit each is the chosen one, or restored."""
         live = {} if self._live_mask is None else {name: self._live_mask(self.groups[name]) for name in names}
         before = {name: mask.clone() for name, mask in live.items()}
         for mask in live.values():
+            # until the exit, solved weights hold their zeros themselves, so a block computes the same
             mask.fill_(True)
         try:
             yield

@@ -52,59 +52,36 @@ _DIFFERENCES = ("another model", "other arguments", "other batches, forward or t
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A part of the model that is finished before the next: a block, or layers outside of blocks with the same input.
+    """A part of the model that is finished before the next: a block, or layers outside of blocks with one input."""
 
-    Attributes:
-        name: The name of the block, or of the first tensor.
-        block: The number of the block; None for layers outside of blocks.
-        tensors: The names of the tensors that are pruned.
-        is_recorded: Whether the inputs of the tensors are recorded.
-        is_after: Whether these are layers that the walk visits after all blocks.
-    """
-
-    name: str
-    block: int | None
-    tensors: tuple[str, ...]
-    is_recorded: bool = True
-    is_after: bool = False
+    name: str  # of the block, or of the first tensor
+    block: int | None  # its number; None for layers outside of blocks
+    tensors: tuple[str, ...]  # those that are pruned
+    is_recorded: bool = True  # whether the inputs of the tensors are recorded
+    is_after: bool = False  # whether these are layers that the walk visits after all blocks
 
 
 class Solving(Protocol):
-    """What a walk calls to prune layers.
+    """What a walk calls to prune layers."""
 
-    Attributes:
-        row: The class of the rows that `solve` returns.
-        chosen: {name: mask} of solved tensors whose masks are to be written.
-    """
-
-    row: Any
-    chosen: dict[str, Tensor]
+    row: Any  # the class of the rows that `solve` returns
+    chosen: dict[str, Tensor]  # {name: mask} of solved tensors whose masks are to be written
 
     def target(self, name: str) -> Target:
         """Return a tensor as it is in the model now, with the statistics to record for it."""
 
     def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which these masks keep everything.
-
-        When it ends, a mask of `chosen` holds what was chosen; every other mask holds what it held before.
-        """
+        """Return a context in which these masks keep everything; on exit each is that of `chosen`, or restored."""
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
         """Prune all of these tensors, or none after an error, and return a row of the report for each."""
 
 
 class Matching(Protocol):
-    """What a walk calls to match blocks to those of the dense model.
+    """What a walk calls, with a block and its number in the walk, to match it to that of the dense model."""
 
-    Methods are called with the number of a block in the walk and with the block itself.
-
-    Attributes:
-        row: The class of the rows that `match` returns.
-        stream: The dense stream; None before `start`, and if there are no blocks.
-    """
-
-    row: Any
-    stream: Stream | None
+    row: Any  # the class of the rows that `match` returns
+    stream: Stream | None  # the dense stream; None before `start`, and if there are no blocks
 
     def start(self, walk: "Walk") -> None:
         """Begin the dense stream; this is called before anything changes."""
@@ -117,39 +94,23 @@ class Matching(Protocol):
 
 
 class Walk:
-    """A walk over the blocks of a model and over the layers outside of them.
-
-    Args:
-        data: The model and its batches.
-        targets: The tensors whose inputs are recorded.
-        blocks: The name of the list of repeated blocks; None finds the one that holds most of `layers`.
-        layers: The layers that are counted to find this list; None counts those of the targets.
-        device: Where blocks run; None runs them where their weights are.
-        stream_memory: How many bytes of the streams are kept in memory; the rest is kept in temporary files. None sets
-            no limit.
-
-    Attributes:
-        blocks: The repeated blocks. If there are none, there is no stream, and the whole model runs anew in each step.
-        names: The names of the blocks.
-        reached: Targets in the order of the forward pass, each with a number for the tensor that it reads.
-        unreached: Targets that no batch reaches.
-        stream: The stream of the pruned model, from the first block that is visited on; None before.
-    """
+    """A walk over the blocks of a model and over the layers outside of them."""
 
     def __init__(
         self,
         data: CalibrationData,
-        targets: Sequence[Target],
+        targets: Sequence[Target],  # whose inputs are recorded
         *,
-        blocks: str | None = None,
-        layers: Sequence[nn.Module] | None = None,
-        device: Device = None,
-        stream_memory: float | None = None,
+        blocks: str | None = None,  # the name of their list; None finds the one that holds most of `layers`
+        layers: Sequence[nn.Module] | None = None,  # None counts those of the targets
+        device: Device = None,  # where blocks run; None is where their weights are
+        stream_memory: float | None = None,  # bytes of the streams in memory, the rest is in files; None is no limit
     ) -> None:
         self.data, self.device = data, device
         with eval_mode(data.model), torch.no_grad():
             self.reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
             layers = [target.module for target, _ in self.reached] if layers is None else layers
+            # without blocks there is no stream, and the whole model runs anew in each step
             self.blocks = find_blocks(data, layers, blocks)
         if has_process_group():
             self._agree(targets)
@@ -160,7 +121,7 @@ class Walk:
         self.kept = Kept(*self._kept_options)
         # Whether weights are changed where they are, so that an error must put them back.
         self._is_in_place = not is_elsewhere(data.model)
-        self.stream: Stream | None = None
+        self.stream: Stream | None = None  # of the pruned model, from the first block that is visited on
 
     def _agree(self, targets: Sequence[Target]) -> None:
         """Make all ranks visit the same targets in one order, and use blocks only if every rank has found them."""
@@ -185,25 +146,15 @@ class Walk:
     def run(
         self,
         caller: str,
-        solving: Solving | None,
-        matching: Matching | None = None,
+        solving: Solving | None,  # None prunes no layers
+        matching: Matching | None = None,  # None matches no blocks
         *,
-        rest: Collection[str] = (),
+        rest: Collection[str] = (),  # tensors that are pruned without statistics
         checkpoint: "Checkpoint | None" = None,
         progress: bool = True,
-        writes: bool = True,
+        writes: bool = True,  # whether changed weights are stored where they came from
     ) -> tuple[list[Any], list[Any]]:
-        """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks.
-
-        Args:
-            caller: The name of the user's call, for progress and errors.
-            solving: How layers are pruned; None prunes none.
-            matching: How blocks are matched; None matches none.
-            rest: Tensors that are pruned without statistics.
-            checkpoint: Where finished steps are saved, and from where a resumed walk restores them.
-            progress: Whether progress is shown.
-            writes: Whether changed weights are stored where they came from.
-        """
+        """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
         self.stream, self.kept = None, Kept(*self._kept_options)
         plan = steps_of(self, rest, matching is not None)
         solved: list[Any] = []
@@ -287,10 +238,7 @@ class Walk:
         recorded: dict[str, Statistics] | None = None,
         moves_on: bool = False,
     ) -> tuple[list[Any], Any]:
-        """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step.
-
-        The stream moves on here too, so that an error in moving it leaves the weights of the step as they were.
-        """
+        """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step."""
         named: dict[str, Tensor] = {}
         for at, module in enumerate(modules):
             named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
@@ -304,7 +252,7 @@ class Walk:
                 rows, row = self._solved(step, solving, matching, recorded)
             else:
                 rows, row = self._restored(saved, named, solving, matching)
-            if moves_on and step.block is not None:
+            if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
                 assert self.stream is not None
                 self.stream.advance(self.blocks[step.block], is_last=step.block + 1 == len(self.blocks))
             if checkpoint is not None and saved is None:
@@ -379,13 +327,11 @@ class Walk:
         return recording.statistics
 
     def _sampled(self, target: Target) -> Target:
-        """Return the target with fewer sampled positions of a convolution per batch.
-
-        The positions of all batches then have at most `SAMPLED` input values for each group of the convolution.
-        """
+        """Return the target with fewer sampled positions of a convolution per batch."""
         adapter = copy.copy(target.adapter)
         if adapter is not None:
             inputs = adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
+            # at most SAMPLED input values of all batches for each group of the convolution
             adapter.sampled = max(1, SAMPLED // (inputs * len(self.data.batches)))
         return replace(target, adapter=adapter)
 
@@ -402,10 +348,7 @@ class Walk:
             yield
 
     def _may_skip_blocks(self, layers: Sequence[nn.Module]) -> bool:
-        """Return whether layers after the blocks get the same inputs from the first batch if the blocks do not run.
-
-        The inputs differ if a layer also reads what another block than the last one gave. The model may also not run.
-        """
+        """Return whether layers after the blocks get the same inputs from the first batch if the blocks do not run."""
         inputs: list[list[Any]] = []
         for skips in (False, True):
             inputs.append([])
@@ -416,17 +359,11 @@ class Walk:
                     if not skips:
                         raise
                     return False
-        return are_same(*inputs)
+        return are_same(*inputs)  # not if a layer also reads what another block than the last one gave
 
 
 def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step]:
-    """Return the steps of the walk, in order: those that have tensors, and the blocks between them.
-
-    Args:
-        walk: The walk, with its blocks and the targets that are reached.
-        rest: Tensors that are pruned without statistics.
-        visits_all: Whether all blocks are visited, as matching needs it.
-    """
+    """Return the steps of the walk, in order: those that have tensors, and the blocks between them, or all blocks."""
     block_of = {id(m): k for k, block in enumerate(walk.blocks) for m in block.modules()}
     inside: dict[int, list[str]] = {}  # {block: names}
     outside: dict[int, tuple[int, list[str]]] = {}  # {number of the tensor they read: (last block before them, names)}
@@ -463,17 +400,9 @@ def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step
 
 
 class Checkpoint:
-    """A folder with a file for each finished step of a walk. The same call made again restores these steps.
+    """A folder with a file for each finished step of a walk, which rank 0 writes and the same call made again restores.
 
-    In distributed training, rank 0 writes and all ranks read.
-
-    Args:
-        folder: The folder, which is created if it does not exist.
-        call: Digests that identify this call, one for each of `_DIFFERENCES`.
-        caller: The name of the user's call, for errors.
-
-    Attributes:
-        count: The number of steps that an earlier call finished.
+    `call` are digests that identify this call, one for each of `_DIFFERENCES`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], call: Sequence[str], caller: str) -> None:
@@ -509,18 +438,14 @@ class Checkpoint:
                 "continue that call, load the model as it was before and give the same arguments; to begin a new one, "
                 "give another folder"
             )
-        self.count: int = status[1]
+        self.count: int = status[1]  # steps that an earlier call finished
 
     def has(self, number: int) -> bool:
         """Return whether the step of this number was finished by an earlier call."""
         return number < self.count
 
     def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return what an earlier call saved of a step, or None.
-
-        Raises:
-            SparsityError: The file cannot be read, or the tensors differ from those that the earlier call began with.
-        """
+        """Return what an earlier call saved of a step, or None; refuse tensors other than those that it began with."""
         if not self.has(number):
             return None
         path = self._path(number)
