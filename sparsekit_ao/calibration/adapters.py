@@ -308,12 +308,9 @@ def unfolded(
     stride: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    sampled: int | None = None,
+    sampled: int | None = None,  # at most this number of positions, drawn with a fixed seed
 ) -> Iterator[Tensor]:
-    """What every position of a kernel covers: [groups, positions, channels of the group x kernel], some at a time.
-
-    With `sampled`, at most this number of positions, drawn with a fixed seed.
-    """
+    """Yield what a kernel covers, some positions at a time: [groups, positions, channels of the group x kernel]."""
     n, x = len(kernel), padded
     for k in range(n):
         x = x.unfold(2 + k, dilation[k] * (kernel[k] - 1) + 1, stride[k])[..., :: dilation[k]]

@@ -98,21 +98,16 @@ class _Known(NamedTuple):
 
 
 class Products(TorchFunctionMode):
-    """A context that calls `take(product, place)` for each product of the model that reads one of the weights.
+    """A context that calls `take(product, place)` before each product of the model that reads one of the weights.
 
     Products inside of compiled functions, `torch.func` transforms and kernels of other libraries are not seen.
-
-    Args:
-        tensors: {name: (module, name of the tensor in it)} of the weights.
-        take: A function that is called before a product is computed.
-        token_mask: A function that returns the mask of the tokens that count, or None if all of them do.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, tuple[nn.Module, str]],
+        tensors: Mapping[str, tuple[nn.Module, str]],  # {name of a weight: (module, name of the tensor in it)}
         take: Callable[[Product, Place], None],
-        token_mask: Callable[[], Tensor | None],
+        token_mask: Callable[[], Tensor | None],  # returns the mask of the tokens that count, or None if all of them do
     ) -> None:
         super().__init__()
         self._tensors, self._take, self._token_mask = tensors, take, token_mask

@@ -178,10 +178,7 @@ class Statistics:
 
 
 def loaded_statistics(saved: object, targets: Mapping[str, "Target"]) -> dict[str, Statistics]:
-    """Check {tensor name: what `Statistics.saved` gives}, and copy it to the devices of the targets.
-
-    Tensors that are not among the targets are left out.
-    """
+    """Check {tensor name: what `Statistics.saved` gives}, and copy that of the targets to their devices."""
     prefix = "load_state_dict: "
     if not isinstance(saved, Mapping):
         raise SparsityError(f"{prefix}'statistics' must be a dict, got {type(saved).__name__}")
