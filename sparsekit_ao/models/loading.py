@@ -24,22 +24,14 @@ Device = torch.device | str | int | None
 
 
 class _Offloaded(NamedTuple):
-    """A tensor that accelerate keeps outside of the model.
+    """A tensor that accelerate keeps outside of the model."""
 
-    Attributes:
-        owner, name: The module that has it, and its name there.
-        placeholder: The tensor on the meta device that stands for it.
-        values: The mapping that has its values: names in the model, or in the owner, to tensors.
-        key: Its name in `values`.
-        device: Where accelerate would load it.
-    """
-
-    owner: nn.Module
-    name: str
-    placeholder: Tensor
-    values: Any
-    key: str
-    device: Any
+    owner: nn.Module  # the module that has it
+    name: str  # its name there
+    placeholder: Tensor  # the tensor on the meta device that stands for it
+    values: Any  # the mapping that has its values: names in the model, or in the owner, to tensors
+    key: str  # its name in `values`
+    device: Any  # where accelerate would load it
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -102,13 +94,9 @@ def refuse_tied(model: nn.Module, names: Collection[str], caller: str) -> None:
 def loaded(
     model: nn.Module, modules: Sequence[nn.Module], device: Device = None, *, writes: bool = False
 ) -> Iterator[None]:
-    """Inside, the parameters of some modules of a model are plain tensors; then they are what they were before.
+    """Inside, the parameters of modules and of all inside them are plain tensors, on `device` if one is given.
 
-    Args:
-        model: The model, which FSDP2 may have sharded.
-        modules: The modules whose weights are loaded, with those of all modules inside them.
-        device: None is the device of its weights, or where accelerate would load them.
-        writes: Whether changed values are written to where they came from; they are not after an error inside.
+    With `writes`, changed values are afterwards written to where they came from, but not after an error inside.
     """
     with ExitStack() as stack:
         stack.enter_context(gathered(model, modules, writes))
@@ -202,12 +190,7 @@ def _write(each: _Offloaded, value: Tensor) -> None:
 
 
 def replace_offloaded(model: nn.Module, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
-    """Give offloaded tensors of a copy of a model values of other shapes, and the copy a folder of its own.
-
-    Args:
-        model: The copy, which still has the model's placeholders.
-        changes: {id of a placeholder: the function of the old values}.
-    """
+    """Replace offloaded values of a copy by `changes[id of a placeholder](value)`, in a folder that the copy gets."""
     offloaded = [*_offloaded(model)]
     for values in {id(each.values): each.values for each in offloaded}.values():
         if getattr(values, "save_folder", None) is not None:

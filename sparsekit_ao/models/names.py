@@ -97,8 +97,6 @@ def _sharing(tensors: list[tuple[int, str, Tensor]], length: int) -> dict[int, s
 def weights_by_name(model: nn.Module) -> dict[str, int]:
     """{name: elements} of the weights that layers multiply by: of two or more dimensions, no embeddings, no biases.
 
-    Complex and quantized weights count, also where a buffer `weight` has them; other integers are indices.
-
     >>> weights_by_name(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)))
     {'1.weight': 8}
     """
@@ -108,6 +106,7 @@ def weights_by_name(model: nn.Module) -> dict[str, int]:
         name: p.numel()
         for name, p in itertools.chain(named_tensors(model), buffers)
         if p.ndim > 1 and id(p) not in embeddings and not name.endswith("bias")  # of experts
+        # complex and quantized weights count, also where a buffer `weight` has them; other integers are indices
         if p.dtype.is_floating_point or p.dtype.is_complex or name.endswith("weight") or p.dtype in _QUANTIZED
     }
 
@@ -146,11 +145,8 @@ def uncompiled_name(name: str) -> str:
 
 
 def module_in_copy(model: nn.Module, name: str) -> nn.Module:
-    """A module of a copy by its name in the original; `copy.deepcopy` leaves out checkpoint wrappers of masked layers.
-
-    Raises:
-        AttributeError: There is none.
-    """
+    """Return the module of a copy that has this name in the original, or raise an AttributeError."""
+    # `copy.deepcopy` leaves out checkpoint wrappers of masked layers
     if plain_name(name) != name and not any(n.endswith(_WRAPPED) for n, _ in model.named_modules()):
         name = plain_name(name)
     return model.get_submodule(name)
@@ -221,10 +217,7 @@ def matcher(rule: str, where: str) -> Callable[[str], bool]:
 
 
 def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """{tensor_fqn: why} of those names that belong to an adapter of peft.
-
-    peft's layers list the attributes that hold adapters in `adapter_layer_names`.
-    """
+    """{tensor_fqn: why} of those names that belong to adapters, which peft's layers list in `adapter_layer_names`."""
     inside = {
         f"{prefix}.{attribute}" if prefix else attribute
         for prefix, module in model.named_modules()

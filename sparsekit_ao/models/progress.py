@@ -20,22 +20,15 @@ class _Bar(tqdm):
 
 
 def progress_bar(
-    items: Iterable[Any] | None,
+    items: Iterable[Any] | None,  # None to call `update()` of the bar after each piece of work
     what: str,
     unit: str,
     *,
     progress: bool = True,
     total: int | None = None,
-    elements: int | None = None,
+    elements: int | None = None,  # of usually quick work: no bar below `LARGE`, nor at first, and none remains
 ) -> Any:
-    """Return the items with a tqdm bar on standard error, if that is a terminal and `progress` is True.
-
-    Args:
-        items: Pieces of work; None to call `update()` of the bar after each piece.
-        what, unit, total: The bar's title, what it counts, and how many there are.
-        elements: The number of elements, for work that is usually quick. There is no bar for fewer than `LARGE`, none
-            in the first seconds, and none remains afterwards.
-    """
+    """Return the items with a tqdm bar on standard error, if that is a terminal and `progress` is True."""
     is_shown = progress and sys.stderr is not None and sys.stderr.isatty() and (elements is None or elements >= LARGE)
     keys = {} if elements is None else {"delay": AFTER, "leave": False}
     return _Bar(items, desc=what, unit=unit, total=total, disable=not is_shown, miniters=1, **keys)
@@ -53,16 +46,9 @@ def phases(what: str, names: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable[[str, float], None]]:
-    """Signs of life of work that may take hours: a bar on a terminal, else `say` a line for each step.
+    """Show signs of life of work that may take hours: a bar on a terminal, else a line for each step.
 
-    Lines begin after the first seconds.
-
-    Args:
-        what, unit, total: The work, what it counts, and how many there are.
-        progress: False shows nothing.
-
-    Yields:
-        A function to be called after each step, with its name and its error (NaN where it has none).
+    Yield a function to be called after each step, with its name and its error (NaN where it has none).
     """
     start, count = time.perf_counter(), 0
     with progress_bar(None, what, unit, progress=progress, total=total) as bar:

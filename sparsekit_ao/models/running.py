@@ -58,15 +58,11 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Run the model on one batch: dicts are keyword arguments, tuples and lists positional ones.
-
-    Raises:
-        SparsityError: The model does not take such arguments, as where a data loader gives labels too.
-    """
+    """Run the model on one batch: dicts are keyword arguments, tuples and lists positional ones."""
     args, kwargs = arguments(batch)
     try:
         inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)  # an exported model is not a module
-    except TypeError as e:
+    except TypeError as e:  # such as where a data loader gives labels too
         how = f"the keyword arguments {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} positional arguments"
         raise SparsityError(
             f"calibration data: a batch (a {type(batch).__name__}) is passed to {type(model).__name__} as {how}, which "
