@@ -19,14 +19,11 @@ GATHERED, BISECTION, LOCAL = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWindow:
-    """The part of a view inside a box: its start in the view and its shape.
-
-    For each dimension of the view `steps` holds the dimension of the parameter that it steps along, and by how much.
-    """
+    """The part of a view inside a box: its start in the view and its shape."""
 
     start: Shape
     shape: Shape
-    steps: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[int, int], ...]  # for each dimension: that of the parameter which it steps along, and how far
 
     def on(self, local: Tensor) -> Tensor:
         """A live alias of this window on a tensor of the box's shape, whatever its strides."""
@@ -55,10 +52,7 @@ def is_part(mesh: Any, of: Any) -> bool:
 
 
 def cuts_of(t: Any, mesh: Any) -> tuple[int, ...]:
-    """Return the dimensions of a mesh over which a tensor is sharded; it is replicated over the others.
-
-    The tensor may be on a part of the mesh.
-    """
+    """Return the dimensions of a mesh over which a tensor, on all or a part of it, is sharded and not replicated."""
     if not is_sharded(t):
         return ()
     part = t.device_mesh
@@ -73,11 +67,7 @@ def box_of(t: Any) -> Any:
 
 
 def window_of(spec: BlockSpec, box: Any) -> LocalWindow | None:
-    """The part of a block spec's view inside a box, where that is a window again; else None.
-
-    It is one where every dimension of the view steps along one dimension of the parameter. The box may cut only the
-    dimension of the largest step of each, between two steps.
-    """
+    """Return the part of a block spec's view inside a box, or None where that is not a window."""
     view, full = spec.view, tuple(spec.view.param.shape)
     strides = row_major(full)
     if view.param.stride() != strides or view.offset != 0:
@@ -86,6 +76,7 @@ def window_of(spec: BlockSpec, box: Any) -> LocalWindow | None:
     for j, (n, d) in enumerate(zip(view.shape, view.stride, strict=True)):
         if n == 1:
             continue
+        # every dimension of the view must step along one dimension of the parameter
         k = next((k for k in range(len(full)) if full[k] > 1 and strides[k] <= d < strides[k] * full[k]), None)
         if k is None or d % strides[k] or (d // strides[k]) * (n - 1) >= full[k]:
             return None
@@ -99,6 +90,7 @@ def window_of(spec: BlockSpec, box: Any) -> LocalWindow | None:
             if step != covered:
                 return None
             largest, covered = (step, j), step * view.shape[j]
+        # the box may cut only the dimension of the largest step, between two steps
         if largest is None or covered != full[k] or at % largest[0] or size % largest[0]:
             return None
         step, j = largest
@@ -107,11 +99,7 @@ def window_of(spec: BlockSpec, box: Any) -> LocalWindow | None:
 
 
 def method_of(member: ScopeMember, value: Any) -> int:
-    """How masks of a scope's member can be chosen, as far as this rank can tell; `value` is its first block spec's.
-
-    LOCAL where this rank's box cuts no scope, BISECTION where it cuts no block, else GATHERED; also GATHERED for blocks
-    of several tensors and blocks at a partial edge.
-    """
+    """Return how masks of a scope's member can be chosen, for this rank; `value` is that of its first block spec."""
     spec, *more = member.block.blocks()
     if not (more or is_sharded(value)):
         return LOCAL

@@ -150,28 +150,18 @@ def _choose_by_bisection(mesh: Any, dims: Sequence[int], requests: Sequence[tupl
 
 @dataclass(kw_only=True, eq=False)
 class _Shard:
-    """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of.
+    """What this rank holds of one member of a scope: a row of keys for each scope that it has blocks of."""
 
-    Attributes:
-        keys: Integer keys of the blocks' scores, [rows, slots]; the lowest integer where no block may be kept.
-            `_select` replaces them by bools, True where the block is kept.
-        scopes: The scope of each row, among those of all requests.
-        first_index: The index that the member's first block has in a scope.
-        indices: What each dimension of the block grid adds to that index, for the slots of a row.
-        is_counted: Whether this rank counts these blocks; False for all replicas but one.
-        windows: On values and masks.
-        layout: How the padded block grid is cut into rows.
-        inside: The block grid without its padding.
-    """
-
+    # Integer keys of the blocks' scores, [rows, slots]; the lowest integer where no block may be kept. `_select`
+    # replaces them by bools, True where the block is kept.
     keys: Tensor
-    scopes: Tensor
-    indices: Sequence[Tensor]
-    first_index: int = 0
-    is_counted: bool = True
-    windows: Sequence[Window]
-    layout: ScopeWindows
-    inside: tuple[slice, ...]
+    scopes: Tensor  # the scope of each row, among those of all requests
+    indices: Sequence[Tensor]  # what each dimension of the block grid adds to `first_index`, for the slots of a row
+    first_index: int = 0  # the index that the member's first block has in a scope
+    is_counted: bool = True  # whether this rank counts these blocks; False for all replicas but one
+    windows: Sequence[Window]  # on values and masks
+    layout: ScopeWindows  # how the padded block grid is cut into rows
+    inside: tuple[slice, ...]  # the block grid without its padding
     within_mask: bool
 
     def per_row(self, numbers: Tensor) -> Tensor:
@@ -182,14 +172,12 @@ class _Shard:
 def _shard_of(
     request: Request, member: ScopeMember, windows: Sequence[Window], start: Sequence[int], dtype: torch.dtype
 ) -> _Shard:
-    """The keys of a member's blocks; scopes and indices are counted from the member's first ones.
-
-    Rows begin where scopes do, so the block grid may be padded. Along dimensions of which this rank has blocks in one
-    scope only, rows are as long as these.
-    """
+    """Return the keys of a member's blocks; scopes and indices are counted from the member's first ones."""
     keys = _keys(windows, request, member, dtype)
     order, index_steps = member.order or range(keys.ndim), row_major(member.shape)
     scope_steps = dict(zip(order, row_major([member.grid_shape[k] for k in order]), strict=True))
+    # Rows begin where scopes do, so the block grid may be padded. Along dimensions of which this rank has blocks in one
+    # scope only, rows are as long as these.
     padding, shape = [0] * keys.ndim, list(member.shape)
     scopes, indices = torch.zeros((), dtype=torch.int64, device="cpu"), []
     for k, (at, n, size) in enumerate(zip(start, keys.shape, member.shape, strict=True)):
@@ -219,10 +207,7 @@ def _shard_of(
 
 
 def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_over_ranks: SumOverRanks) -> None:
-    """Replace the keys of shards, integers of `bits` bits, by bools: True where the block is kept.
-
-    `keep` are the blocks to keep in each scope, `width` the most blocks that a scope has, over all ranks.
-    """
+    """Replace keys of `bits` bits by True where the block is kept; over all ranks, scopes have at most `width`."""
     limits, reached = _kth_largest(shards, keep, bits, sum_over_ranks)
     limits.clamp_(min=1 - (1 << (bits - 1)))  # above the lowest integer; no score has this key
     above = [s.keys > s.per_row(limits) for s in shards]
@@ -247,10 +232,9 @@ def _select(shards: Sequence[_Shard], keep: Tensor, bits: int, width: int, sum_o
 def _kth_largest(
     shards: Sequence[_Shard], keep: Tensor, bits: int, sum_over_ranks: SumOverRanks
 ) -> tuple[Tensor, Tensor]:
-    """The keep-th largest key of each scope, and how many keys are at least as large.
+    """Return the keep-th largest key of each scope by bisection, and how many keys are at least as large.
 
-    Bisects the range of integers of these bits; one count of each scope is summed over the ranks for each bit. Where
-    a scope has fewer keys than `keep`, the results are the lowest integer and 0; where `keep` is 0, the highest and 0.
+    Where a scope has fewer keys than `keep`, these are the lowest integer and 0; where `keep` is 0, the highest and 0.
     """
     keys = [s.keys for s in shards]
     left_out = torch.zeros_like(keep)  # keys that are no longer in `keys` and are larger than all guesses to come
