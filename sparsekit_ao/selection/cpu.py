@@ -162,14 +162,12 @@ def _fill_plain(request: Request) -> None:
 def _fill_chunk(
     m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
 ) -> None:
-    """Select among the single elements of whole scopes.
-
-    For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
-    [1, 4, R, C / 4], so that `lanes` is [4, scopes].
-    """
+    """Select among the single elements of whole scopes."""
     assert m.values is not None and m.mask is not None
     width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
     narrow = width <= PAIRS  # then keys are [slots, scopes], and else [scopes, slots]
+    # For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
+    # [1, 4, R, C / 4], so that `lanes` is [4, scopes].
     order, split = (*inner, *outer) if narrow else (*outer, *inner), list[int]()
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
@@ -261,10 +259,7 @@ def _keys(
     within: Array | None = None,
     narrow: bool = False,
 ) -> Array:
-    """Return integers in the order of scores, of 32 bits or more unless `narrow`; see `structure.rule`.
-
-    Scores are 0 where `under` is 0. Where `within` is 0, keys are below all others.
-    """
+    """Return keys ordered as scores, in 32 bits or more unless `narrow`: 0 if `under` is 0, lowest if `within` is 0."""
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
     top, nan = np.iinfo(bits.dtype).max, INF[dtype] + 1
     if magnitude:
@@ -282,10 +277,7 @@ def _keys(
 
 
 def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
-    """Keep exactly `keep` (an int, or [rows, 1]) of each row of keys; bool of the same shape.
-
-    Keys of 16 bits have many ties. These are broken by the place of the slot, in the lower half of 32 bits.
-    """
+    """Keep exactly `keep` (an int, or [rows, 1]) of each row of keys; bool of the same shape."""
     rows, width = keys.shape
     if isinstance(keep, int) and keep in (0, width):
         return np.full(keys.shape, keep > 0)
@@ -299,7 +291,7 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():
             return _with_ties(above, keys == least, room)
-    if is_16_bit and width <= 1 << 16:
+    if is_16_bit and width <= 1 << 16:  # the place of the slot in the lower half breaks their many ties
         keys = (keys << 16) | np.arange(width - 1, -1, -1, dtype=np.int32)
     elif least_is_common and width > NETWORK:
         keys = _with_distinct_least(keys, least)
@@ -330,10 +322,7 @@ def _with_ties(kept: Array, ties: Array, room: Array) -> Array:
 
 
 def _with_distinct_least(keys: Array, least: Any) -> Array:
-    """Replace equal least keys by different ones, in the order of ties.
-
-    `numpy.partition` takes ten times as long if half of a row is equal, as in masked weights.
-    """
+    """Replace equal least keys, which make `numpy.partition` slow, by different ones in the order of ties."""
     width = keys.shape[1]
     first = -1 if least == 0 else least + width
     return np.where(keys == least, np.arange(first, first - width, -1, dtype=keys.dtype), keys)
@@ -433,10 +422,7 @@ def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
 
 
 def _bracket(parts: Sequence[_LongPart], keep: int) -> tuple[int, int, bool]:
-    """Return (low, high, tied): probably low < last kept key <= high, or the last kept key equals low.
-
-    `tied` says whether the key after `high` is so frequent that it was left out of the bracket.
-    """
+    """Return (low, high, tied): probably low <= last kept key <= high, or if `tied` it is the frequent key high + 1."""
     slots = sum(part.size for part in parts)
     stretch = min(max(64, slots // SAMPLED), max(part.size for part in parts))
     generator = np.random.default_rng(0)

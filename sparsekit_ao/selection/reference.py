@@ -29,10 +29,7 @@ def run(requests: Sequence[Request]) -> None:
 
 
 def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., Tensor]) -> None:
-    """Fill masks in three steps: block scores as rows, the selection, the masks.
-
-    `score` and `select` are called as `block_scores` and `keep_rows`.
-    """
+    """Fill masks with `score` (called as `block_scores`) and `select` (called as `keep_rows`)."""
     budget, scopes = request.budget, request.scope_windows
     as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
     scores = []

@@ -36,45 +36,28 @@ REGISTERS = 128  # of a thread, so that an SM holds 16 warps; without a limit th
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a kernel is specialised on when it is compiled.
+    """What a kernel is specialised on when it is compiled."""
 
-    Attributes:
-        norm, within_mask, masked: See `Selection`.
-        signed, bits: Whether scores have signs; bits of a key.
-        big: Offsets have 64 bits.
-        tile: Scopes, blocks or slots that a program holds at a time.
-        single: A block is one element of one tensor, so that its score is |x| as it is.
-        width, padded: Blocks of a scope that a program takes whole, and the power of two above.
-        elements, chunk: Elements of a block; how many are read at a time, a power of two.
-        outer, inner: The innermost loop over the elements of a block, and the trips of those around it.
-        contiguous: A tile is contiguous in values and mask alike.
-        apart: Scopes are neighbours in memory, so that a program reads each of their slots as one vector.
-        vector, runs: Neighbouring slots of a long row that a thread reads at once; slots of two tiles go in one run a
-            thread.
-        row_warps: Warps of a program that reads all of a long row; more where offsets take many registers too.
-        narrow: Long rows are sampled and narrowed first.
-    """
-
-    norm: str
+    norm: str  # this and the next two are those of `Selection`
     within_mask: bool
     masked: bool
-    signed: bool
-    bits: int
-    big: bool
-    tile: int
-    single: bool = True
-    width: int = 1
-    padded: int = 1
-    elements: int = 1
-    chunk: int = 1
-    outer: int = 1
-    inner: int = 1
-    contiguous: bool = False
-    apart: bool = False
-    vector: int = 1
-    runs: int = 1
-    row_warps: int = 8
-    narrow: bool = False
+    signed: bool  # whether scores have signs
+    bits: int  # of a key
+    big: bool  # whether offsets have 64 bits
+    tile: int  # scopes, blocks or slots that a program holds at a time
+    single: bool = True  # whether a block is one element of one tensor, so that its score is |x| as it is
+    width: int = 1  # blocks of a scope that a program takes whole
+    padded: int = 1  # the power of two above
+    elements: int = 1  # of a block
+    chunk: int = 1  # how many of these are read at a time, a power of two
+    outer: int = 1  # trips of the loops around the innermost one over the elements of a block
+    inner: int = 1  # trips of that one
+    contiguous: bool = False  # whether a tile is contiguous in values and mask alike
+    apart: bool = False  # whether scopes are neighbours in memory, so that each of their slots is read as one vector
+    vector: int = 1  # neighbouring slots of a long row that a thread reads at once
+    runs: int = 1  # the number of runs in which the slots of two tiles go, one a thread
+    row_warps: int = 8  # warps of a program that reads all of a long row; more where offsets take many registers too
+    narrow: bool = False  # whether long rows are sampled and narrowed first
 
     @property
     def digits(self) -> int:

@@ -1,11 +1,7 @@
 """Kernels that select in rows too long for one program: the k-th largest key of each row, then the mask.
 
-A row's keys are read from the tensor itself. Programs work on spans of consecutive tiles, each with its own record, so
-that ties go by index. Where rows are very long, a sample brackets the k-th key. One pass gathers the keys of
-the bracket and counts the others; radix passes go over what was gathered. Where the sample missed, or a span
-has more keys inside than its buffer holds, they read the whole row: the result never depends on the sample.
-
-`part` is a `lowering.Operand`, `FORM` a `launches.Form`, `spans` a `launches.Spans`.
+Programs work on spans of consecutive tiles, each with its own record, so that ties go by index; see README.md beside
+this. `part` is a `lowering.Operand`, `FORM` a `launches.Form`, `spans` a `launches.Spans`.
 """
 
 import triton
@@ -164,13 +160,11 @@ def bracket_of(line):
 
 @triton.jit
 def gather(keys, bracket, below, at_high, at_low, buffer, capacity, before, LENGTH: tl.constexpr, FORM: tl.constexpr):
-    """Count a tile's keys, and append those to gather to the `before` earlier ones, unless the buffer overflows.
-
-    The keys that a thread has read are its run. One scan over the runs says where each run goes, so that it costs an
-    element a thirty-second, and no key moves to another thread.
-    """
+    """Count a tile's keys, and append those to gather to the `before` earlier ones, unless the buffer overflows."""
     apart, least, width, high, low = bracket
     differences = keys - 1 - (least - 1)  # in this order nothing is computed for the 1 that `order_key` adds
+    # The keys that a thread has read are its run. One scan over the runs says where each run goes, so that it costs an
+    # element a thirty-second, and no key moves to another thread.
     turned = tl.permute(tl.reshape(differences, [LENGTH // FORM.vector, FORM.runs, FORM.vector]), 1, 0, 2)
     runs = slots_apart(tl.reshape(turned, [FORM.runs, LENGTH]), LENGTH)
     last = (0xFFFFFFFF - least).to(tl.uint32)  # differences of lower keys wrap, to more than any other
@@ -301,10 +295,8 @@ def tie_kernel(part, spans, state, records, gathered, counts, keep, KEEP: tl.con
 
 @triton.jit(do_not_specialize=["keep"])
 def mark_kernel(part, spans, state, records, counts, keep, KEEP: tl.constexpr, FORM: tl.constexpr):
-    """The mask: keys above the k-th one, and of those equal to it the first ones by index.
-
-    Programs go backwards: the end of a tensor, which was read last, may still be in the cache.
-    """
+    """Write the mask: keys above the k-th one, and of those equal to it the first ones by index."""
+    # backwards: the end of a tensor, which was read last, may still be in the cache
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row, record, begin, end = span_of(program.to(tl.int64), spans, FORM)
     _, limit, need = threshold_of(state, counts, row, keep, KEEP, FORM)

@@ -61,23 +61,14 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What kernels are given: parts, a budget and how to score.
+    """What kernels are given: parts, a budget and how to score."""
 
-    Attributes:
-        parts: Tensors; the blocks of one inner tuple are kept or dropped together, those of all of them compete.
-        keep: Blocks kept in each scope: a number, or int64 with one element or one for each scope.
-        norm: "1", "2" or "inf"; "sum" for saliencies, which have signs.
-        within_mask: Choose among the blocks that masks keep, scored as with `masked`; blocks are only removed.
-        masked: Values that the mask drops score 0.
-        refusals: Why kernels cannot take the request.
-    """
-
-    parts: tuple[tuple[Operand, ...], ...]
-    keep: int | Tensor
-    norm: str
-    within_mask: bool
-    masked: bool
-    refusals: tuple[str, ...]
+    parts: tuple[tuple[Operand, ...], ...]  # blocks of an inner tuple are kept or dropped together; tuples compete
+    keep: int | Tensor  # blocks kept in each scope: a number, or int64 with one element or one for each scope
+    norm: str  # "1", "2" or "inf"; "sum" for saliencies, which have signs
+    within_mask: bool  # choose among the blocks that masks keep, scored as with `masked`; blocks are only removed
+    masked: bool  # values that the mask drops score 0
+    refusals: tuple[str, ...]  # why kernels cannot take the request
 
 
 def lower(request: Request) -> Selection:

@@ -130,10 +130,7 @@ def root(total, NORM: tl.constexpr):
 
 @triton.jit
 def keep_sorted(keys, keep, COUNT: tl.constexpr, UNIQUE: tl.constexpr, SPARE: tl.constexpr):
-    """Exactly `keep` of each row of keys [S, COUNT], of which with UNIQUE no two are equal; with SPARE some are 0.
-
-    What is kept reaches the row's k-th largest key, which a sorting network finds in registers.
-    """
+    """Keep exactly `keep` of each row of keys [S, COUNT], of which with UNIQUE no two are equal, with SPARE some 0."""
     slots = sorted_slots(slots_apart(keys, COUNT), COUNT)
     least = kth_largest(slots, keep, COUNT)
     if SPARE:
