@@ -378,17 +378,16 @@ def find_removals(
     multiple_of: int | Mapping[str, int],
     known: Known | None = None,
 ) -> list[Removal]:
-    """Find what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
+    """Return what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
 
-    Removals in `known`, by (coupling without attributes, multiple), are not searched for again; new ones are added. In
-    `shrink` and `removable` all of them are known, since the units were chosen before their weights became zero.
+    What is not in `known` is searched for, and added to it.
     """
     check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
     removals, known = list[Removal](), Known() if known is None else known
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
         key = replace(coupling, attrs={}), multiple
-        if key not in known:
+        if key not in known:  # `shrink` and `removable` know all, since they choose units before these become zero
             known[key] = [find_removal(model, bound, multiple) for bound in coupling.bind(model)]
         for removal in known[key]:
             removals.append(replace(removal, bound=replace(removal.bound, attrs=coupling.attrs), source=source))
@@ -410,11 +409,7 @@ def without_units(
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    With `single_use`, the copy serves one comparison: it has the dtype of comparisons, and computes large tensors when
-    they are read.
-
-    Raises:
-        SparsityError: The units cannot be removed.
+    With `single_use`, the copy serves one comparison, in its dtype, and computes large tensors when they are read.
     """
     check_lists(model, removals, "")
     changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.bound.members]

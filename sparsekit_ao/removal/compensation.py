@@ -23,15 +23,9 @@ def compensated(
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Return a copy whose weights that read removed units are the best ones without them, and their output errors.
 
-    Layers are visited in the order of the forward pass; those of one block are recorded together, before any of them
-    changes. For the inputs X that a layer has then, with all units of the layers before it, ||X V^T - X W^T||^2 is
-    minimized over the weights V that are zero where they multiply a removed unit. Weights stay as they are that several
-    modules share, that are complex, or whose inputs cannot be recorded. All other parameters are shared with the model.
-
-    Args:
-        model: Without other parametrizations than masks; not changed.
-        removals: What is to be removed.
-        data: The calibration data; its model is not used.
+    For the inputs X that a layer has with all units of the layers before it, ||X V^T - X W^T||^2 is minimized over the
+    weights V that are zero where they multiply a removed unit. All other parameters are shared with the model, which
+    must have no other parametrizations than masks.
     """
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     kept = dict[str, Tensor]()  # {tensor: which of its elements belong to kept units}
@@ -61,5 +55,6 @@ def compensated(
     ]
     layers = Layers(groups, (), recorder, "least_squares", None, "shrink")
     layers.given_masks = masks
+    # It visits blocks in the order of the forward pass, and records all layers of one before any of them changes.
     walk = Walk(replace(data, model=copied), [layers.target(name) for name in masks])
     return copied, walk.run("shrink", layers)[0] if walk.reached else []

@@ -284,10 +284,7 @@ def _states(block: nn.Module, args: Any, kwargs: Any, outputs: Mapping[str, Any]
 def _without(
     model: nn.Module, removals: Sequence[Removal], batches: Sequence[Any], forward: Forward | None
 ) -> tuple[nn.Module, Compaction]:
-    """Return the model without units that are not zero, and a report; its difference is that on the first batch.
-
-    If parts of blocks are removed, outputs must equal those of the model in which these parts give zeros.
-    """
+    """Return the model without units that are not zero, and a report; its difference is that on the first batch."""
     calls: list[Any] = []
     record = lambda _, args, kwargs: calls.append((args, kwargs))  # noqa: E731
     with model.register_forward_pre_hook(record, with_kwargs=True), torch.no_grad(), eval_mode(model):
@@ -297,7 +294,7 @@ def _without(
     dropped = [name for name, kept in pairs if not kept]
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, inputs, sys.float_info.max)
-    with ExitStack() as hooks:
+    with ExitStack() as hooks:  # outputs must equal those of the model in which dropped parts give zeros
         for name in dropped:
             zeros = lambda *call: _changed(torch.zeros_like, call[-1])  # noqa: E731 (called with module, inputs, output)
             hooks.enter_context(model.get_submodule(name).register_forward_hook(zeros))

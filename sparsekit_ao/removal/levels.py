@@ -45,8 +45,6 @@ def cost_function(cost: str | Cost, inputs: Any) -> Cost | None:
 def multiple_for(model: nn.Module, coupling: Coupling) -> int:
     """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it.
 
-    Kernels need it for 16-bit weights, and for packed experts (experts, out, in) of any dtype.
-
     >>> mlp = Coupling({"0.weight": "u i", "1.weight": "o u"})
     >>> model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
     >>> multiple_for(model, mlp), multiple_for(model.half(), mlp)
@@ -57,6 +55,7 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
         tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
         is_packed = tensor.ndim == 3 and re.search("expert|moe", type(owner_of(model, member.fqn)[0]).__name__.lower())
         is_aligned = is_packed and pattern.dimension_of(coupling.unit) > 0
+        # Kernels need it for 16-bit weights, and for packed experts (experts, out, in) of any dtype.
         if tensor.ndim > 1 and tensor.is_floating_point() and (is_aligned or tensor.element_size() == 2):
             lengths = pattern.lengths(tuple(tensor.shape))
             axes = pattern.dimensions[pattern.dimension_of(coupling.unit)]
@@ -68,13 +67,7 @@ def multiple_for(model: nn.Module, coupling: Coupling) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """How many units of a scope a coupling may lose, or one of its layers.
-
-    Attributes:
-        units: The units of a scope.
-        level: The fraction of them that is dropped if the whole model has no budget.
-        limit: The largest fraction that is dropped if the whole model has a budget.
-        multiple: The number of kept units is a multiple of it, or all units.
+    """How many units of a scope may be dropped: the fraction `level`, or up to `limit` if the whole model has a budget.
 
     >>> quota = Quota(units=12, level=0.5, limit=0.9, multiple=4)
     >>> quota.kept, quota.least
@@ -84,7 +77,7 @@ class Quota:
     units: int
     level: float
     limit: float
-    multiple: int
+    multiple: int  # of which the number of kept units is a multiple, unless all are kept
 
     @property
     def kept(self) -> int:
@@ -126,14 +119,13 @@ def numbers_by_coupling(
 def _numbers_of_layers(
     model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any], default: Any, what: str
 ) -> list[list[Any]]:
-    """Return the numbers of each coupling's layers, by a tensor or module of them, the coupling's name or its kind.
-
-    The name of another coupling does not count as a tensor. If several modules are named, the longest name counts.
-    """
+    """Return the numbers of each coupling's layers, by a tensor or module of them, the coupling's name or its kind."""
+    # The name of another coupling does not count as a tensor.
     reserved = {name for coupling in couplings for name in (coupling.name, coupling.layer_of)}
 
     def number(coupling: Coupling, bound: BoundCoupling) -> Any:
         names = names_of_outputs(model, bound) - (reserved - {coupling.name})
+        # The longest name of a module counts.
         named = sorted((name for name in numbers if name in names), key=lambda name: -name.count("."))
         for rival in named:
             if rival.count(".") == named[0].count(".") and numbers[rival] != numbers[named[0]]:
@@ -166,8 +158,7 @@ def with_own_names(couplings: Sequence[Coupling]) -> list[Coupling]:
 def divided(model: nn.Module, couplings: Sequence[Coupling], numbers: Mapping[str, Any]) -> list[Coupling]:
     """Return the couplings, each replaced by its layers if these have different numbers.
 
-    Args:
-        numbers: {argument: a number for all, or numbers by the name of a coupling, tensor or module, or by kind}.
+    `numbers` is {argument: a number for all, or {name of a coupling, tensor or module, or kind: number}}.
     """
     by_name = {what: n for what, n in numbers.items() if isinstance(n, Mapping)}
     by_layer = [_numbers_of_layers(model, couplings, n, None, what) for what, n in by_name.items()]
@@ -186,16 +177,12 @@ def counts_within(
     ratio: float,
     quotas: Mapping[str, Quota],
 ) -> dict[str, int]:
-    """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it costs now.
-
-    Without a cost, the units of all couplings are counted. Units are dropped in steps of one or a multiple. The next
-    step is the one that adds least to the lost importance of its coupling, relative to the kept importance, per square
-    root of the cost that it saves. The root keeps costly couplings from being cut to their limit
-    (examples/benchmarks/compare_accuracy.py). The last step, such as a whole head, may save more than is needed. It
-    stays, and earlier steps are taken back until the cost is close to the allowed one.
-    """
+    """Return {coupling: kept units of a scope} with which the model costs at most 1 - ratio of what it costs now."""
     full = {coupling.name: quotas[coupling.name].units for coupling in couplings}
     cost_at = partial(_units_with, model, couplings) if cost is None else partial(_cost_with, model, couplings, cost)
+    # Units are dropped in steps of one or a multiple. The next step is the one that adds least to the lost importance
+    # of its coupling, relative to the kept importance, per square root of the cost that it saves. The root keeps costly
+    # couplings from being cut to their limit (examples/benchmarks/compare_accuracy.py).
     dense, steps = cost_at({}), list[tuple[float, list[str], int]]()
     for names in connected({coupling.name: coupling.attrs.items() for coupling in couplings}):  # they share an integer
         units, multiple = full[names[0]], max(quotas[name].multiple for name in names)
@@ -228,6 +215,8 @@ def counts_within(
             f"model still costs {cost_at(counts(len(steps))):.6g} of {dense:.6g}; lower the ratio, raise max_sparsity "
             "(what passes between blocks stays unless it is named: max_sparsity={'width': 0.9}), or exclude less"
         )
+    # The last step, such as a whole head, may save more than is needed. It stays, and earlier steps are taken
+    # back until the cost is close to the allowed one.
     while taken and not (fixed and cost_at(counts(taken)) > CLOSE * target):
         _, names, kept = steps[taken - 1]
         fixed |= {name: kept for name in names if name not in fixed}

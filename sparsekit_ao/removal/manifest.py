@@ -24,10 +24,7 @@ VERSION = 1
 
 
 def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> dict[str, Any]:
-    """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes.
-
-    `config` has the dense model's fields that `drop_modules` changes.
-    """
+    """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes."""
     tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.bound.members])
     for part in (part for removal in removals for part in removal.bound.parts):
         tensors |= {f"{part.name}.{name}": p for name, p in model.get_submodule(part.name).named_parameters()}
@@ -51,7 +48,7 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
         ],
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
-        "config": {
+        "config": {  # the fields of the dense model that `drop_modules` changes
             field: entries
             for removal in removals
             for path in removal.bound.lists

@@ -63,6 +63,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         keep = dict(zip(removal.bound.parts, removal.keep.flatten().tolist(), strict=True))
         for same_type in attention_by_type(model, removal.bound.parts).values():
             kept_layers = [layers for part, (_, layers) in same_type.items() if keep[part]]
+            # Caches count tokens by the first number, or the first of a type, so that it must be kept.
             for number, layers in zip(sorted(number for number, _ in same_type.values()), kept_layers, strict=False):
                 for layer in layers:
                     vars(layer)["layer_idx"] = number
@@ -165,11 +166,7 @@ def layer_fields(model: nn.Module, path: str) -> dict[str, list[Any]]:
 
 
 def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict[Part, tuple[int, list[nn.Module]]]]:
-    """Return {type in a cache, with its name in a block: {part: (its number, the modules that have it)}} of attention.
-
-    Caches count tokens by the first number, or the first of a type, so that kept parts of a type must be numbered from
-    its first number on.
-    """
+    """Return {type in a cache and name in a block: {part: (its number, modules that have it)}} of attention."""
     types: dict[str, dict[Part, tuple[int, list[nn.Module]]]] = {}
     for part in parts:
         layers = [m for m in model.get_submodule(part.name).modules() if type(vars(m).get("layer_idx")) is int]

@@ -62,11 +62,7 @@ def fold_norms(
 def _fold(
     norms: dict[str, nn.Module], small: nn.Module, keep: Tensor, notes: list[str], unrounded: _Exact
 ) -> list[Change]:
-    """Return the changes of the eps of the RMSNorms of one weight, and append to the notes what is not exact.
-
-    Whether they are RMSNorms is tested on random values, since a class may have any name. A weight may also be stored
-    as its difference from one. If one of the norms cannot be folded, none is.
-    """
+    """Fold all RMSNorms of one weight or none; return changes of eps, and append what is not exact to the notes."""
     smaller = {name: small.get_submodule(name) for name in norms}
     weight: nn.Parameter = next(iter(smaller.values()))._parameters["weight"]  # type: ignore[assignment]
     ratio = keep.numel() / int(keep.sum())
@@ -86,6 +82,7 @@ def _fold(
             was = getattr(dense, eps_name)
             eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
             changes.append(Change(path=f"{name}.{eps_name}".lstrip("."), was=was, now=eps))
+    # A class may have any name, so folds are tested. A weight may also be stored as its difference from one.
     for shift, factor in ((0.0, math.sqrt(ratio)), (1.0, math.sqrt(ratio)), (0.0, ratio)):
         scaled = (weight.detach().double() + shift) * factor - shift
         wrong = [

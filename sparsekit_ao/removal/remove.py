@@ -30,19 +30,12 @@ _KeptOf = Sequence[tuple[AxisPattern, int]]  # axes of each coupling of a tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Removal:
-    """Which units of a coupling of one model are kept and removed.
-
-    Attributes:
-        bound: The coupling, bound to the model.
-        keep: bool, of the coupling's grid; the same number is True in each scope.
-        source: Index of the `Coupling` that it was bound from.
-        partly: The number of kept units, over all scopes, that are zero in some of the weights.
-    """
+    """Which units of a coupling of one model are kept: bool, of the coupling's grid, equally many in each scope."""
 
     bound: BoundCoupling
     keep: Tensor
-    source: int = 0
-    partly: int = 0
+    source: int = 0  # index of the `Coupling` that it was bound from
+    partly: int = 0  # the number of kept units, over all scopes, that are zero in some of the weights
 
     @property
     def scope_units(self) -> int:
@@ -122,10 +115,7 @@ def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
 
 
 def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Remove the dropped units from every member, in place, and update sizes that torch.nn's layers hold.
-
-    `Computed` tensors stay computed. An error is raised before anything changes.
-    """
+    """Remove dropped units, in place, and update sizes of torch.nn's layers; an error is raised before any change."""
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # {id of a tensor: what is cut from it}
     tensors: dict[int, Tensor] = {}
     for removal, member in ((r, member) for r in removals for member in r.bound.members):

@@ -282,11 +282,9 @@ def _walk(model: nn.Module, data: CalibrationData, layers: Iterable[str]) -> Wal
 
 
 def _inside_blocks(walk: Walk, discovery: Discovery, must_match: bool) -> Discovery:
-    """Leave out layers of couplings whose units pass between repeated blocks, or leave the last one.
-
-    The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
-    modules of several places, the outputs of the blocks between them have its units.
-    """
+    """Leave out layers of couplings whose units pass between repeated blocks, or leave the last one."""
+    # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
+    # modules of several places, the outputs of the blocks between them have its units.
     model, finished, places = walk.data.model, 0, defaultdict[nn.Module, set[int]](set)
 
     def record(module: nn.Module, *_: Any) -> None:  # called before and after the module, which may contain blocks
@@ -320,11 +318,7 @@ def _inside_blocks(walk: Walk, discovery: Discovery, must_match: bool) -> Discov
 def _divided_by_numbers(
     model: nn.Module, discovery: Discovery, numbers: Mapping[str, Any]
 ) -> tuple[Discovery, dict[str, int]]:
-    """Divide each coupling whose layers are given different numbers by the arguments.
-
-    Returns the discovery with all couplings, and {coupling: number}. The number of units that a coupling keeps is a
-    multiple of its number.
-    """
+    """Divide couplings whose layers are given different numbers, and return {coupling: multiple of its kept units}."""
     parts = divided(model, discovery.couplings, numbers)
     given = numbers_by_coupling(model, parts, numbers["multiple_of"], 1, "multiple_of")
     multiples = {c.name: given[c.name] or multiple_for(model, c) for c in parts}
@@ -401,11 +395,7 @@ def _removed(
 ) -> tuple[list[tuple[str, Removal]], nn.Module, Compaction, list[tuple[str, str]]]:
     """Remove units of the lowest scores, and leave couplings out until the others can be removed together.
 
-    With `keeps_config`, the config of the model must be able to hold the result, too. `with_zeros` chooses the units
-    again each time, because the couplings that are not left out may have to lose more to meet one budget.
-
-    Returns:
-        A list of (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
+    Return pairs (coupling's name, removal), the smaller model, its report, and (name, reason) of what was left out.
     """
     if errors and not scores:
         raise SparsityError(f"shrink: the score fits no coupling ({[*errors.values()][-1]}); score=None takes norms")
@@ -414,7 +404,7 @@ def _removed(
     left_out = [(name, str(error)) for name, error in errors.items()]
     left_out += [(name, "the score rates all of its units 0") for name in zero]
     while True:
-        trials = with_zeros(rated)
+        trials = with_zeros(rated)  # chosen again, since those that remain may have to lose more to meet one budget
         try:
             removals, small, report = trials.removed(rated)
         except SparsityError:
@@ -458,10 +448,7 @@ def _with_reasons(
 def _divided_by_size(
     model: nn.Module, couplings: Sequence[Coupling], quotas: Mapping[str, Quota], each: bool
 ) -> tuple[list[Coupling], dict[str, Quota]]:
-    """Divide each coupling whose layers differ in size into its layers, or every coupling if `each` is True.
-
-    Returns the couplings with the quota of each.
-    """
+    """Divide couplings whose layers differ in size, or all with `each`, into layers; return them and their quotas."""
     parts: list[tuple[Coupling, Quota]] = []
     for coupling in couplings:
         differ = len({bound.grid for bound in coupling.bind(model)}) > 1
@@ -520,12 +507,8 @@ def _why_kept(
 def _scored(
     model: nn.Module, couplings: Sequence[Coupling], score: Score | str | None, **how: Any
 ) -> tuple[dict[str, list[Tensor]], dict[str, SparsityError]]:
-    """Return the scores of `_all_scored`, and {name: error} of couplings that the score does not fit.
-
-    If scoring all at once fails, the couplings are scored by halves, down to those that fail by themselves. Without a
-    score, what `obd` does not fit, or rates 0, is scored by norms.
-    """
-    if score is None:
+    """Return the scores of `_all_scored`, and {name: error} of couplings that the score does not fit."""
+    if score is None:  # norms score what `obd` does not fit, or rates 0
         scores, _ = _scored(model, couplings, "obd", **how)
         by_norm = [c for c in couplings if not any(bool(rows.any()) for rows in scores.get(c.name, ()))]
         return scores | _all_scored(model, by_norm, NORM, **how), {}

@@ -66,11 +66,7 @@ def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> lis
 
 
 def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
-    """Find the new values of all attributes that the couplings list; a SparsityError if some do not fit.
-
-    Couplings that share a tensor shrink one factor each. Couplings that share no tensor and list the same axes belong
-    to different layers with the same number; they must agree, and the number shrinks once.
-    """
+    """Find the new values of all attributes that the couplings list; a SparsityError if some do not fit."""
     changes: dict[tuple[int, str], Change] = {}  # by the object and the attribute
     counted: dict[tuple[int, str], list[tuple[Removal, str]]] = {}
     for removal, (pattern, axes) in ((r, item) for r in removals for item in r.bound.attrs.items()):
@@ -242,9 +238,8 @@ def _is_fixed(holder: object, name: str) -> bool:
 def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = False) -> dict[str, str]:
     """Find attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
 
-    Returns {path: axes}, as in `Coupling(attrs=)`; each has that value for every binding of the coupling. With
-    `inside`, they are attributes of the modules around the layers, equal the number of units or its product with one
-    other size, and equal no size that keeps its units.
+    Return {path: axes}, as in `Coupling(attrs=)`. With `inside`, they are of modules around the layers, equal the
+    number of units or its product with one other size, and equal no size that keeps its units.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -270,10 +265,7 @@ def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = Fals
 
 
 def width_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
-    """Find modules of layers that may read the number of units, times sizes of the coupling, as the width of an input.
-
-    Returns {path: axes} as `candidate_attrs` does; it is `WIDTH` of each that changes.
-    """
+    """Return {path of `WIDTH`: axes} of modules that may read the units, times other sizes, as an input's width."""
     bindings, stars = coupling.bind(model), count_stars(next(iter(coupling.members)))
     products, attrs = _products(bindings[0]), dict[str, str]()
     for prefix in dict.fromkeys(".".join(member.split(".")[:-2]) for member in coupling.members):
@@ -308,9 +300,8 @@ def _integers_around(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (path, value, depth) of integers around members, first those of their modules, those of configs last.
 
-    The depth is 1 for modules that hold members, 2 for those around these, and so on; 0 for configs, and for children
-    without tensors (a GroupNorm without weights). Members, and so paths, may have stars, which stand for `captured` in
-    the layer whose tensors are named by `fqns`.
+    The depth is 1 for modules that hold members, 2 for those around these, and so on; 0 for configs and for children
+    without tensors. Stars in members stand for `captured` in the layer whose tensors are `fqns`.
     """
     layer_sizes: dict[int, set[str]] = {}  # of the modules that hold members, by id; `remove_units` sets these
     for fqn in fqns:
@@ -378,16 +369,8 @@ def fit_config(
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
-    The fields that hold a removed size and still have the dense model's value are tried.
-
-    Args:
-        dense, small: The model before and after the removal.
-        removals: What was removed.
-        reference: The outputs with which those of a model constructed from the config are compared.
-        single_use: As for `Reference.compare`. The smaller model itself is then not compared again.
-
-    Returns:
-        The changes, and how a model constructed from the config differs; "" if it does not.
+    Return the changes, and how a model constructed from the config differs, "" if it does not. With `single_use`, the
+    smaller model itself is not compared again.
     """
     now = dict(config_sizes(small))
     options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
@@ -513,16 +496,14 @@ _OF_ENGINES = frozenset((
 
 
 def fitting_engines(model: nn.Module) -> tuple[str, ...]:
-    """Judge which engines load a model that its config describes: transformers was run, the others were not.
-
-    Those read the sizes of a known architecture from the config, divide heads and MLPs evenly over ranks, and llama.cpp
-    quantizes rows in blocks of 32. The rules stay here although no engine is run, because `report.fits` quotes them.
-    """
+    """Judge which engines load a model that its config describes: transformers was run, the others were not."""
     config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
     heads = _attribute(config, "num_attention_heads")
     if heads is None or config.model_type not in _OF_ENGINES or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return ("transformers", f"other engines were not judged: {name} is not a decoder that all of them know")
     key_heads = _attribute(config, "num_key_value_heads") or heads
+    # The rules that `report.fits` quotes: heads and MLPs are divided evenly over ranks, and llama.cpp quantizes rows in
+    # blocks of 32.
     parts = [heads, *(_attribute(config, f"{kind}intermediate_size") or heads for kind in ("", "moe_"))]
     fitting = [n for n in (8, 4, 2) if math.gcd(n, *parts) == n and 0 in (key_heads % n, n % key_heads)]
     split = f"on up to {fitting[0]} ranks" if fitting else "on one rank"
@@ -532,11 +513,9 @@ def fitting_engines(model: nn.Module) -> tuple[str, ...]:
 
 
 class _Unfilled(TorchDispatchMode):
-    """Leaves the memory of new Parameters as it is, where random values would be written: all are replaced.
-
-    Other tensors are filled: `trunc_normal_` draws into them until no value is out of bounds.
-    """
+    """Leaves the memory of new Parameters as it is, where random values would be written: all are replaced."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Other tensors are filled: `trunc_normal_` draws into them until no value is out of bounds.
         is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
         return args[0] if is_random and isinstance(args[0], nn.Parameter) else func(*args, **(kwargs or {}))

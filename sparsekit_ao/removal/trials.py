@@ -115,16 +115,10 @@ def find_removable(
     named: Collection[str] | None = None,
     caller_verifies: bool = False,
 ) -> Discovery:
-    """Find couplings as `removable` does, on a short twin (a copy with fewer blocks; see `twin`) if there can be one.
+    """Find couplings as `removable` does, on a short twin if there is one that serves, else on the whole model.
 
-    If the twin does not run, or if the whole model is checked and cannot lose what the twin can lose, the whole model
-    is tried instead.
-
-    Args:
-        named: What the user names; couplings of the kind "width" are left out unless they are named. None tries all.
-        caller_verifies: Whether the caller checks on the whole model what can be removed, as `shrink` does. The check
-            is then left to the caller, except if `couplings` is None: couplings are then discovered in a short model
-            first, and are checked on the whole model here. If this check fails, they are discovered in the whole model.
+    Couplings of the kind "width" are left out unless they are `named`; None tries all. With `caller_verifies`, the
+    caller must check the result on the whole model; only what was discovered in a short model is checked here.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
@@ -144,15 +138,11 @@ def find_removable(
 
 
 def _for_trials(model: nn.Module) -> nn.Module:
-    """Return a copy that shows what is wrong with a removal; parameters are shared, except for those that change.
-
-    Parameters that are almost zero, such as LayerScale's, get random values, because what a trial removes in their
-    branch would otherwise change nothing that can be measured. Models of transformers run their own code for attention,
-    which reads integers (such as `num_key_value_groups`) that torch's reads only with a mask.
-    """
+    """Return a copy that shows what is wrong with a removal; parameters are shared, except for those that change."""
     shared: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     for name, p in model.named_parameters():
         is_factor = p.is_floating_point() and p.numel() > 0 and not name.endswith("bias")
+        # What is removed in a branch with a factor near zero, as of LayerScale, would change nothing measurable.
         if is_factor and float(p.detach().abs().max()) < _TINY:
             values = torch.rand(p.shape, generator=keyed_generator(0, name), dtype=torch.float32, device="cpu")
             is_positive = p.ndim < 2 or bool((p > 0).all())  # such as a standard deviation
@@ -162,7 +152,7 @@ def _for_trials(model: nn.Module) -> nn.Module:
     for module in copied.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "to_dict") and getattr(config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = "eager"
+            config._attn_implementation = "eager"  # reads integers that torch's attention reads only with a mask
     return copied
 
 
@@ -184,14 +174,7 @@ def _removable_part(
 ) -> Discovery:
     """Return a discovery with the couplings that can be removed, found by trials.
 
-    Args:
-        reference_of: A function that returns the reference with which the outputs of a model are compared.
-        ratio, exclude, multiple_of, named: As for `find_removable`.
-        verify_whole: Whether to check on the whole model what can be removed from the twin.
-        may_try_whole: Whether the whole model is tried if the twin is of no use.
-
-    Raises:
-        _TwinError: With `may_try_whole=False`, if there is no twin, or what was found in it cannot be used.
+    Without `may_try_whole`, raise `_TwinError` if there is no twin, or what was found in it cannot be used.
     """
     kinds = {"width", *(coupling.kind for coupling in discovery.couplings)}
     excluded = excluded_names(model, exclude, dict(named_tensors(model)), kinds)
@@ -291,13 +274,8 @@ def _refitted(
 ) -> tuple[list[Coupling], list[tuple[str, str]]]:
     """Replace couplings whose sizes do not fit the model by those that are found for the same tensors.
 
-    The searches are called one after the other, as long as couplings wait to be replaced.
-
-    Returns:
-        The couplings that fit, and (name, reason) of those for which no replacement was found.
-
-    Raises:
-        SparsityError: A coupling names a tensor that the model does not have.
+    The searches are called in turn while couplings wait to be replaced. Return the couplings that fit, and (name,
+    reason) of those for which no replacement was found.
     """
     fitting, stale = list[Coupling](), dict[Coupling, SparsityError]()
     for coupling in couplings:
@@ -336,11 +314,9 @@ def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[st
 def _divided(
     model: nn.Module, couplings: Sequence[Coupling], make_trials: Callable[[Sequence[Coupling], _Failures], "Trials"]
 ) -> tuple[list[Coupling], dict[Coupling, str]]:
-    """Divide couplings by trials into those that can be removed together and the others.
+    """Divide couplings by trials into those that can be removed together, and {coupling: reason} of the others.
 
-    Returns:
-        The couplings that can be removed together, some of them merged, divided into layers, or with more `attrs`; and
-        {coupling: reason} of the others.
+    Some of the first are merged, divided into layers, or have more `attrs`.
     """
     failures = _Failures(list)
     first = make_trials(couplings, failures)
@@ -377,14 +353,8 @@ def _divided(
 class Trials:
     """Trials, each of which removes units that are zero in one masked model, and checks the smaller model.
 
-    Args:
-        model: The model, which is not changed.
-        known: The removals of all couplings that may be tried. The masked model is a copy in which all units that they
-            drop are zero, so each trial removes the units of some couplings, and the others stay as zeros.
-        reference_of: A function that returns the `Reference` of a masked model and its dense one.
-        done: A function that is called after each trial.
-        failures: {family: reasons} of couplings that cannot be removed, to which this object adds. Several objects may
-            share it. None (default) begins with no failures.
+    In the masked model, a copy, all units that `known` drops are zero, so those that a trial does not remove stay as
+    zeros. Several objects may share `failures`, to which each adds.
     """
 
     def __init__(
@@ -428,18 +398,14 @@ class Trials:
         return find_removals(self._masked, couplings, multiples, self._known)
 
     def removed(self, couplings: Sequence[Coupling]) -> tuple[list[Removal], nn.Module, Compaction]:
-        """Return the removals of these couplings, and the smaller model and its report from `verified`.
-
-        The config of a transformers model is changed accordingly, if it can hold the result.
-        """
+        """Return the removals, the smaller model, whose config follows if it can hold the result, and its report."""
         removals = self._removals(couplings)
         return removals, *verified(self.reference, removals, with_config=True)
 
     def misfit(self, couplings: Sequence[Coupling], kept: int = 1) -> str:
-        """Return how the model without the zero units of these couplings differs from what its config describes.
+        """Return how the model without the zero units of these couplings differs from what its config describes, or "".
 
-        The text is "" if a model that is constructed from the config does not differ. At least `kept` units are kept in
-        each scope; where fewer would be, the first zero units stay.
+        At least `kept` units are kept in each scope.
         """
         removals = self._removals(couplings)
         # Each scope keeps the first of its dropped units too, until it keeps `kept`.
@@ -458,14 +424,12 @@ class Trials:
         return good, {coupling: why for coupling, why in failing.items() if fits[coupling] is None} | more
 
     def with_unread(self, couplings: Sequence[Coupling]) -> list[Coupling]:
-        """Add attributes that seem to count units and may change too without changing outputs, to all couplings.
-
-        Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide what they do.
-        """
+        """Add attributes that seem to count units and may change too without changing outputs, to all couplings."""
 
         def extended(coupling: Coupling, paths: Mapping[str, str]) -> Coupling:
             return replace(coupling, attrs={**coupling.attrs, **paths, **coupling.attrs})
 
+        # Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide it.
         unread = [candidate_attrs(self._masked, coupling, inside=True) for coupling in couplings]
         found = list(map(extended, couplings, unread))
         if found == couplings or not self.problem(found):
@@ -480,10 +444,7 @@ class Trials:
     def fitted(self, coupling: Coupling, together: int = 1) -> Coupling | None:
         """Return a coupling with the further `attrs` that its removal needs, or None if none were found.
 
-        With `together=1`, these attributes are tried in turn: all candidates; those outside of configs; these and the
-        widths that forwards read; each of the nearest candidates alone. If a set of several attributes works, those
-        that it does not need are then dropped from it one by one. With a larger number, only sets of this many of the
-        nearest candidates are tried.
+        With `together` above 1, only sets of this many of the nearest candidates are tried.
         """
         if self.has_failed(coupling, together):
             return None
@@ -506,6 +467,7 @@ class Trials:
 
         near = [path for path in axes if "config" not in path.split(".")]
         nearest, widths = list(axes)[:_NEAREST], width_attrs(self._masked, coupling)
+        # All candidates, those outside of configs, these and the widths that forwards read; each nearest alone.
         tries = [list(axes), near, [*near, *widths] if widths else []] if together == 1 else []
         axes |= widths  # only now, because `nearest` must not contain widths
         for paths in tries:
@@ -521,10 +483,7 @@ class Trials:
         return next((fit for fit in map(with_attrs, sets) if not self.problem([fit])), None)
 
     def _split(self, couplings: list[Coupling]) -> tuple[list[Coupling], dict[Coupling, str]]:
-        """Return the couplings that can be removed together as they are, and {other: reason}, by trials of halves.
-
-        For each single coupling that fails, `_fits` gets the coupling with further attributes, or None.
-        """
+        """Return the couplings that can be removed together as they are, and {other: reason}, by trials of halves."""
         if stopped := {c: NOT_TRIED + self._failures[_family(c)][-1] for c in couplings if self.has_failed(c)}:
             good, failing = self._split([coupling for coupling in couplings if coupling not in stopped])
             return good, failing | stopped
@@ -567,20 +526,8 @@ def in_config(
 ) -> tuple[Discovery, dict[str, int]]:
     """Leave out the couplings of a transformers model whose removal its config cannot hold, by trials of each.
 
-    Couplings that fail are tried again together with failing ones that have as many units, since one field of the
-    config may hold the number of all of them. Those whose tensors still misfit are left out. Trials run on a short twin
-    if its config describes it.
-
-    Args:
-        model, discovery, reference_of, ratio: The model, and what `find_removable` found in it with this ratio.
-        multiples: {name of a coupling: m}; the number of units that the coupling keeps is a multiple of m.
-        any_width: Whether couplings may later keep any such number of units, and not only the one that the ratio
-            leaves. If so, each m is raised until the config can express the largest multiple of m below the number of
-            units. Only multiples of the given m that divide the number of units are tried, or m itself if there are
-            none. If none is right, m becomes the number of units, so that all of them are kept.
-
-    Returns:
-        The discovery with the couplings that the config can hold, and `multiples` with the numbers that were raised.
+    With `any_width`, couplings may later keep any multiple of their number in `multiples`. Each number is then raised
+    until the config can express its largest multiple below the number of units, or else to the number of units.
     """
     twin, couplings, trials = make_twin(model, discovery.couplings), discovery.couplings, None
     with contextlib.suppress(SparsityError):  # the twin does not run
@@ -593,6 +540,7 @@ def in_config(
     failing = {coupling: why for coupling in couplings if (why := trials.misfit([coupling]))}
     units_of = {coupling: coupling.bind(trials.reference.model)[0].grid[-1] for coupling in couplings}
     names = {c: {m.fqn for bound in c.bind(trials.reference.model) for m in bound.members} for c in failing}
+    # One field may hold the number of several couplings, so failing ones with as many units are tried together.
     for number in dict.fromkeys(units_of[coupling] for coupling in failing):
         equal = [coupling for coupling in failing if units_of[coupling] == number]
         while len(equal) > 1 and (why := trials.misfit(equal)):
@@ -622,10 +570,7 @@ def in_config(
 
 
 def _family(coupling: Coupling, together: int = 1) -> str:
-    """Return a text that is the same for all couplings of one family: only the numbers in their members' names differ.
-
-    The text ends with `together`, so that failures are counted separately for each number of attributes.
-    """
+    """Return a text that is the same for couplings of which only the numbers in their members' names differ."""
     return re.sub(r"\d+|\*+", "*", " ".join(coupling.members)) + f"{[*coupling.members.values()]} {together}"
 
 
@@ -634,8 +579,7 @@ def _random_removals(
 ) -> Known:
     """Return removals of random units of all couplings, the same in every call.
 
-    The number of kept units of a scope is a multiple of the coupling's number in `multiples` (1 if it has none), or all
-    units. At least one unit is dropped from a scope that has more units than this number.
+    At least one unit is dropped from a scope that has more units than the coupling's number in `multiples`.
     """
     generator, known = torch.Generator().manual_seed(0), Known()
     for coupling in couplings:
@@ -657,10 +601,7 @@ def _count_kept(bound: BoundCoupling, ratio: float) -> int:
 def _merges(
     model: nn.Module, good: Sequence[Coupling], failing: Iterable[Coupling]
 ) -> list[tuple[Coupling, list[Coupling]]]:
-    """Return (merged coupling, its parts) for couplings that share an attribute and so must be removed together.
-
-    The attribute is one that `candidate_attrs` finds for the couplings that failed, or is in the `attrs` of good ones.
-    """
+    """Return (merged coupling, its parts) for couplings that share an attribute and so must be removed together."""
     sharing: dict[str, list[Coupling]] = {}  # {attribute: the couplings that share it}
     for coupling in failing:
         for path in candidate_attrs(model, coupling):

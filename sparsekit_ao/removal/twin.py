@@ -33,27 +33,15 @@ _KeptBlocks = Mapping[str, Sequence[int]]  # {path of a list, with a dot at the 
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """A short model with the parameters of the whole one.
-
-    Attributes:
-        model: The short model.
-        couplings: The couplings of the short model, without the tensors of blocks that it does not have.
-        wholes: {coupling of the short model, without `attrs`: the same coupling of the whole model}.
-        kept: For each list of blocks, the indices in the whole model of the blocks that the short model has.
-    """
+    """A short model with parameters of the whole one, and its couplings without tensors of blocks that it lacks."""
 
     model: nn.Module
     couplings: tuple[Coupling, ...]
-    wholes: Mapping[Coupling, Coupling]
+    wholes: Mapping[Coupling, Coupling]  # {coupling of the short model, without `attrs`: that of the whole model}
     kept: _KeptBlocks
 
     def in_whole(self, coupling: Coupling) -> Coupling:
-        """Return a coupling of the short model as one of the whole model, with the `attrs` of both.
-
-        Raises:
-            SparsityError: The coupling is merged from others, and couplings name single blocks. Its tensors in blocks
-                that the short model does not have are then not known.
-        """
+        """Return a coupling of the short model as one of the whole model, with the `attrs` of both."""
         if (whole := self.wholes.get(replace(coupling, attrs={}))) is not None:
             numbers = {path: {str(k): str(at) for k, at in enumerate(kept)} for path, kept in self.kept.items()}
             found = {_renamed(path, numbers): axes for path, axes in coupling.attrs.items()}
@@ -66,12 +54,9 @@ class Twin:
 
 
 def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
-    """Return a short model and couplings in it.
+    """Return a short model, which may turn out not to run, and couplings in it, without copying the other blocks.
 
-    The blocks that it does not have are not copied. Numbers of layers in a config are changed accordingly. The short
-    model is not run here, so it may turn out that it does not run.
-
-    Returns None if no list has more than two blocks of one kind, if the model cannot be copied without the other
+    Return None if no list has more than two blocks of one kind, if the model cannot be copied without the other
     blocks, or if a coupling does not bind to the same tensors in both models, apart from those in missing blocks.
     """
     try:
@@ -99,12 +84,10 @@ def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
 
 
 def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
-    """Find couplings of a model as `discover` does, but in a short model.
+    """Find couplings as `discover` does, but in a short model; None if there is none that can stand for the whole one.
 
-    Returns None if there is no short model, if it does not run, or if something shows that the whole model has other
-    couplings. Names of couplings and frozen axes have the numbers that blocks have in the whole model. Frozen axes have
-    no places in blocks that the short model lacks; counts and values are those of the short model. Where a block reads
-    what a block far from it has written, the couplings found here may join more blocks than those of the whole model.
+    Names have the numbers of the whole model, but places in missing blocks are missing, and counts and values are those
+    of the short one. Where a block reads what a block far from it has written, couplings may join more blocks.
     """
     kept = _kept_blocks(model, {})
     numbers = {path: {str(k): str(at) for k, at in enumerate(some)} for path, some in kept.items()}
@@ -157,10 +140,7 @@ def _renamed(name: str, numbers: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _kept_blocks(model: nn.Module, bounds: Mapping[Coupling, Sequence[BoundCoupling]]) -> _KeptBlocks:
-    """Return the indices of the first two blocks of each kind, for every list that has more of a kind.
-
-    Lists inside such a list are left out.
-    """
+    """Return the indices of the first two blocks of each kind, for every outermost list that has more of a kind."""
     inside = defaultdict[str, list[Any]](list)  # {path of a module, with a dot at the end: tensors of couplings in it}
     for at, member in ((at, m) for at, bound in enumerate(bounds.values()) for b in bound for m in b.members):
         parts = member.fqn.split(".")
@@ -201,16 +181,12 @@ def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable value that stands for the value of an attribute.
-
-    This is the shape and dtype of a tensor, the value of an int, a bool, a str or None, the name of a function or
-    class, a tuple of such values for a tuple or list, and the class of anything else. Floats count by their class too,
-    since they only scale values.
-    """
+    """Return a hashable value that stands for an attribute: what determines code or shapes, or else its class."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
+    # Floats count by their class too, since they only scale values.
     return value if type(value) in (int, bool, str, type(None)) else getattr(value, "__qualname__", type(value))
 
 

@@ -36,18 +36,13 @@ _ROUNDINGS = 16  # differences of at most this many times the model's own roundi
 class Comparison:
     """How the outputs of a smaller model differ from those of the masked one.
 
-    Attributes:
-        difference: The largest difference of an output tensor, relative to the largest of its values that differ or, if
-            it is smaller, to the largest change that the zeros of the masked model make. It is inf if shapes or
-            integers differ, or if a value is nan or inf in one model only.
-        in_float64: The difference of float64 copies of both models, or None if no copies ran, or if rounding does not
-            explain `difference`.
-        flops: FLOPs of one forward of the smaller model.
+    `difference` is the largest of an output tensor, relative to the largest of its values that differ or, if it is
+    smaller, to the largest change that the zeros of the masked model make; inf if shapes, integers, nan or inf differ.
     """
 
     difference: float
-    in_float64: float | None
-    flops: int
+    in_float64: float | None  # of float64 copies; None if none ran, or if rounding does not explain `difference`
+    flops: int  # of one forward of the smaller model
 
     @property
     def decisive(self) -> float:
@@ -58,28 +53,9 @@ class Comparison:
 class Reference:
     """The masked model and its outputs on the example inputs, with which outputs of smaller models are compared.
 
-    Copies run, so neither models nor inputs change. Models of 16-bit floats run in float32, because their rounding
-    would hide errors. If a difference is above the tolerance, it is computed again in float64, provided that it is at
-    most 16 times the difference of the masked model from its own float64 copy.
-
-    Args:
-        model: The masked model.
-        inputs, tolerance: As for `compact`.
-        normed: What is needed to redo the weight norms that were undone in the model. A smaller model that is returned
-            gets them again.
-        fused: Whether torch may fuse attention, as it does in inference.
-        dense: The model without the zeros, if it is known. A difference is then small only if it is also small beside
-            what the zeros change. This shows wrong removals in branches that contribute little to large outputs.
-
-    Attributes:
-        flops: FLOPs of one forward.
-        uncounted: The operators that `flops` leaves out.
-        opaque: Objects in the output that are not inspected.
-        unrounded: {parameter of the smaller model: its values before they were rounded to 16 bits}. Whoever makes the
-            smaller model sets it.
-
-    Raises:
-        SparsityError: The model does not run, or returns no tensor, only zeros, or a nan.
+    Copies run, so neither models nor inputs change; models of 16-bit floats run in float32, because their rounding
+    would hide errors. With `dense`, the model without the zeros, a difference is small only if it is also small beside
+    what the zeros change, which shows wrong removals in branches that contribute little to large outputs.
     """
 
     def __init__(
@@ -95,6 +71,7 @@ class Reference:
         self.model, self.example_inputs, self.tolerance, self.normed = model, inputs, tolerance, normed
         self.dtype, self._fused = run_dtype(model), fused
         self._inputs = arguments(inputs)
+        # {parameter: its values before rounding to 16 bits}, set by whoever makes a smaller model
         self.unrounded: Mapping[str, Tensor] = {}
         self._dense = dense if tolerance <= _EXACT else None
         self._exact: tuple[Outputs, Sequence[float]] | None = None  # outputs of a float64 copy, and what zeros change
@@ -122,8 +99,7 @@ class Reference:
     def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
 
-        With `single_use`, nothing may use the model afterwards: it runs without being copied, so it must have the dtype
-        of the comparison, and its FLOPs are not counted.
+        With `single_use`, no copy runs, so the model must have the dtype of comparisons, and serves nothing else later.
         """
         values = None if single_use else self.unrounded
         output, flops, _ = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
@@ -158,13 +134,8 @@ class Reference:
             )
 
     def check_lengths(self) -> None:
-        """Raise an error if inputs have one entry in a dimension along which the model combines entries.
-
-        Attention over one token gives the same outputs whatever its queries and keys are, so a wrong removal of these
-        would not be seen. Inputs are extended by two entries in each dimension of size 1, before the existing one. If
-        the model runs, and outputs at the last entry depend on the values of the new ones, the dimension is a length
-        and not a batch. A length of one is allowed all the same where it hides no parameter, as in convolutions.
-        """
+        """Raise an error if inputs have one entry in a dimension along which the model combines entries."""
+        # Attention over one token gives the same outputs whatever its queries and keys are.
         tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
         single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
         runs = False
@@ -189,10 +160,7 @@ class Reference:
                     )
 
     def with_other_inputs(self) -> "Reference | None":
-        """Return a reference with random values for inputs that are equal along a dimension, such as equal tokens.
-
-        Returns None if there are no such inputs, or if the model does not run with the random values.
-        """
+        """Return a reference with random values for inputs that are equal along a dimension, or None if it fails."""
 
         def other(tensor: Tensor) -> Tensor:
             if tensor.dtype == torch.bool or not any(
@@ -254,13 +222,10 @@ class Reference:
         entry: int | None = None,
         single_use: nn.Module | None = None,
     ) -> Outputs | None:
-        """Return the outputs for longer inputs, or None if the model does not run with them.
+        """Return outputs for inputs with two more entries in each (tensor, dimension); None if the model does not run.
 
-        Args:
-            longer: Each (tensor, dimension) that gets two more entries, which repeat the tensor's values.
-            changed: The tensor whose new entries have other values instead; None for no tensor.
-            entry: The only one of the three entries that the inputs have, or None for all.
-            single_use: A copy that runs in place of the model, and whose parameters autograd records.
+        New entries repeat the tensor's values, or have other ones in `changed`; `entry` picks one of the three. With
+        `single_use`, that copy runs in place of the model, and autograd records its parameters.
         """
 
         def extended(tensor: Tensor) -> Tensor:
@@ -280,10 +245,7 @@ class Reference:
         return list(tensors_in("output", output))
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
-        """Return the difference of float64 copies, or None if rounding does not explain the difference in float32.
-
-        Returns None, too, if the copies do not run.
-        """
+        """Return the difference of float64 copies; None if they do not run or rounding does not explain `outputs`."""
         try:
             if self._exact is None:
                 run = _run(self.model, self._inputs, torch.float64, fused=self._fused)[0]
@@ -323,10 +285,7 @@ def _other_values(tensor: Tensor) -> Tensor:
 
 
 def _last_differs(short: Outputs, same: Outputs, other: Outputs, tolerance: float) -> bool:
-    """Return whether two outputs for longer inputs differ in their last entries.
-
-    These are as many entries as the outputs for the shorter inputs have.
-    """
+    """Return whether two outputs for longer inputs differ in their last entries, as many as `short` has."""
     has_arrays = any(t.ndim for _, t in same)  # a scalar beside arrays is a loss over the batch, and does not count
     for (_, few), (_, a), (_, b) in zip(short[::-1], same[::-1], other[::-1], strict=False):
         if few.ndim != a.ndim or a.ndim != b.ndim:
@@ -359,20 +318,10 @@ def _run(
     training: bool = False,
     gradients: bool = False,
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """Run a forward in eval mode, or in training mode.
+    """Run a copy of a model, or with `single_use` the model itself, which may change its mode, parameters and buffers.
 
-    Args:
-        model, inputs: The model and its arguments. A copy of each runs.
-        dtype: The dtype in which the model runs; None leaves the dtypes as they are.
-        values: With a `dtype`, values of parameters by their names, which replace those of the model.
-        single_use: Whether the model itself runs instead of a copy; its mode, parameters and buffers may then change.
-        fused: Whether torch may fuse attention.
-        training: Whether the forward runs in training mode.
-        gradients: Whether autograd records the parameters.
-
-    Returns:
-        The output, its FLOPs, and the operators that may multiply but have no formula for FLOPs. FLOPs are 0 with
-        `single_use` or if attention is fused.
+    Return the output, its FLOPs (0 with `single_use` or if attention is fused), and operators that may multiply but
+    have no formula. With a `dtype`, `values` replace those of parameters.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
@@ -409,10 +358,7 @@ def _run(
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return {operator: formula of its FLOPs} for operators of which torch's counter has none.
-
-    A formula is called with the shapes of the operator's arguments.
-    """
+    """Return {operator: formula of its FLOPs, from shapes of arguments} for those that torch's counter has not."""
 
     def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
@@ -434,19 +380,11 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 class Computed(Tensor):
-    """A part of a tensor of the user's model, possibly with zeros, that takes no memory.
-
-    Every operation that reads it computes it first.
-
-    Attributes:
-        source: The plain tensor.
-        kept: {dimension: the indices of the source that this tensor has}; in other dimensions, it has all.
-        zero: {dimension: bool tensor that says for each index of the source whether its entries are zero}.
-    """
+    """A part of a tensor of the user's model, possibly with zeros, which each operation that reads it computes."""
 
     source: Tensor
-    kept: dict[int, Tensor]
-    zero: dict[int, Tensor]
+    kept: dict[int, Tensor]  # {dimension: indices of the source that this tensor has}; it has all of other dimensions
+    zero: dict[int, Tensor]  # {dimension: bool, for which indices of the source the entries are zero}
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -527,13 +465,7 @@ def in_format_of(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def light_copy(model: nn.Module, dtype: torch.dtype | None = None, shared: Collection[int] = ()) -> nn.Module:
-    """Copy a model, except for large parameters, which become `Computed` tensors of the same values.
-
-    Args:
-        model: The model.
-        dtype: The dtype of the copy's floats; None leaves the dtypes as they are.
-        shared: Ids of parameters that the copy shares with the model, in their own dtype.
-    """
+    """Copy a model; large parameters become `Computed`, and those with `shared` ids stay the model's own."""
     tensors: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) in shared}
     for p in (p for p in model.parameters() if id(p) not in shared):
         to = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -564,10 +496,7 @@ def replace_tensors(model: nn.Module, tensors: Mapping[int, Tensor]) -> None:
 
 
 def output_difference(wanted: Outputs, outputs: Outputs, changes: Sequence[float] = ()) -> float:
-    """Return the largest difference of an output tensor, as in `Comparison.difference`.
-
-    `changes` are the largest changes of the outputs that the zeros of the masked model make.
-    """
+    """Return the `Comparison.difference` of outputs; `changes` are the largest changes that the zeros make in each."""
     if [(place, t.shape) for place, t in wanted] != [(place, t.shape) for place, t in outputs]:
         return float("inf")
     triples = itertools.zip_longest(wanted, outputs, changes, fillvalue=0.0)
@@ -575,10 +504,7 @@ def output_difference(wanted: Outputs, outputs: Outputs, changes: Sequence[float
 
 
 def _relative(wanted: Tensor, output: Tensor, change: float) -> float:
-    """Return the largest difference, relative to the largest value that differs: equal values do not hide it.
-
-    It is relative to the change, if there is one, where that is smaller.
-    """
+    """Return the largest difference, relative to the largest value that differs or, if smaller, to the change."""
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return 0.0 if torch.equal(wanted, output) else float("inf")
     worst, largest = _largest(wanted, output)
@@ -605,14 +531,10 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_rounding(wanted: Tensor, output: Tensor, exact: Tensor) -> bool:
-    """Return whether rounding explains the difference of two outputs.
-
-    It does so if the difference is at most `_ROUNDINGS` times the rounding error of the first output, which is its
-    difference from the exact one. Values that are larger than all that differ do not count, since rounding errors grow
-    with values.
-    """
+    """Return whether two outputs differ by at most `_ROUNDINGS` times the rounding error of the first one."""
     worst, largest = _largest(wanted, output)
     rounding = 0.0
+    # Values larger than all that differ do not count, since rounding errors grow with values.
     for part, exact_part in zip(*(tensor.reshape(-1).split(_PART) for tensor in (wanted, exact)), strict=True):
         a, wide = _real(part), _real(exact_part)
         rounding = max(
