@@ -281,14 +281,7 @@ class Coupling:
         tensors: Mapping[str, Tensor],
         parameters: Collection[str],
     ) -> BoundCoupling:
-        """Return the coupling of the members whose `*`s match these values.
-
-        Args:
-            captured: One value for each `*`.
-            matches: {member: {values: names of tensors}}.
-            tensors: {name: parameter or buffer of the model}.
-            parameters: The names of the parameters.
-        """
+        """Return the coupling of the members whose `*`s match the values in `captured`, one for each `*`."""
         name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
         rows: list[tuple[str, str, bool]] = []  # (name, axes, whether an earlier dimension has the unit)
         source: dict[str, str] = {}
@@ -347,10 +340,7 @@ def check_attrs(where: str, attrs: object) -> None:
 
 
 def _member_rows(bound: BoundCoupling) -> _Rows:
-    """Return the parameters of a coupling without lists, with the keys of their blocks.
-
-    The blocks of all of them are coupled: a block of the coupling is one unit.
-    """
+    """Return parameters of a coupling without lists and keys of their coupled blocks, each of which is one unit."""
     rows = []
     for member in bound.members:
         if member.is_parameter and not member.tied_to:
@@ -365,15 +355,13 @@ def _member_rows(bound: BoundCoupling) -> _Rows:
 
 
 def _module_rows(bound: BoundCoupling, model: nn.Module) -> dict[str, _Rows]:
-    """Return {name of a unit: the parameters of its modules, with the keys of their blocks} of a coupling with lists.
-
-    The parameters of one unit are one coupled block, and the units of a scope share the budget of the scope.
-    """
+    """Return {name of a unit: parameters of its modules, with keys of their blocks} of a coupling with lists."""
     rows_of = {}
     for at, names in enumerate(bound.listed):
         scope = f"{bound.name}, scope {at // bound.grid[-1]}" if bound.scope else bound.name
         parameters = {fqn: parameter_of(*owner_of(model, fqn)) for fqn in names}
         first_name = {id(parameters[fqn]): fqn for fqn in reversed(names)}  # a tied parameter has only one entry
+        # The parameters of one unit are one coupled block, and the units of a scope share its budget.
         rows_of[f"{bound.name}, unit {at}"] = [
             (fqn, {"block_shape": (-1,) * parameters[fqn].ndim, "scope_coupling": scope})
             for fqn in names
@@ -449,11 +437,7 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     """Return one coupling in place of two, or None if they cannot be merged.
 
     A unit of the result is one unit of the coupling with fewer units, together with an equal share of the units of the
-    other coupling. In a rotary attention, for example, a pair of numbers of the queries and keys belongs with two
-    numbers of the values.
-
-    Couplings cannot be merged if they share a tensor, are bound to different layers, have units in a part of a
-    concatenation or in two dimensions of a tensor, or if neither number of units divides the other.
+    other: in a rotary attention, a pair of numbers of the queries and keys belongs with two numbers of the values.
 
     >>> model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(3, 8)})
     >>> pairs, single = Coupling({"q.weight": "(d u) i"}, sizes={"d": 2}), Coupling({"v.weight": "u i"})

@@ -38,10 +38,7 @@ def pointwise(op: Operation) -> Label:
 
 
 def combined(op: Operation, labels: Sequence[Label], is_zero: IsZero = all) -> Label:
-    """Return the axes of the result for operands that broadcast.
-
-    `is_zero` tells from which operands are zero whether the result is (`all`: of a sum, `any`: of a product).
-    """
+    """Return the axes of the result of broadcast operands; `is_zero` is `all` for a sum and `any` for a product."""
     width = max(map(len, labels))
     padded = [((),) * (width - len(label)) + label for label in labels]
     return tuple(united(op, axes, is_zero) for axes in zip(*padded, strict=True))
@@ -216,11 +213,7 @@ def attention_scale(op: Operation) -> list[Label]:
 
 
 def _recurrent(op: Operation) -> list[Label]:
-    """LSTM, GRU, plain recurrent layers: torch runs all layers, directions and steps as one operation.
-
-    Units are the same in all layers and directions: these have one size, and one tensor of initial states. A unit whose
-    rows and biases are zero stays zero, if it begins with zero: tanh(0) = 0, and every gate multiplies.
-    """
+    """LSTM, GRU, plain recurrent layers: torch runs all layers, directions and steps as one operation."""
     x = op.label("data" if op["batch_sizes"] is not None else "input")
     states = [op["hx"]] if isinstance(op["hx"], Tensor) else op["hx"]
     first, *cells = [op.label_of(state)[-1] for state in states]
@@ -230,6 +223,8 @@ def _recurrent(op: Operation) -> list[Label]:
     gated = 4 if op["has_biases"] else 2
     split = [split_axis(label[0], _GATES[op.name], op.why) for layer in layers for label in layer[:gated]]
     op.freeze(*(gate for gate, _ in split))
+    # Units are the same in all layers and directions, which have one size and one tensor of initial states. A unit
+    # whose rows and biases are zero stays zero, if it begins with zero: tanh(0) = 0, and every gate multiplies.
     unit = united(op, [*(rows for _, rows in split), *cells])
     projections = [layer[gated] for layer in layers if len(layer) > gated]
     for _, columns in projections:

@@ -96,11 +96,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class AxisFactor:
-    """A factor in one tensor.
-
-    `zero`: the tensor is exactly zero wherever a unit of the factor has been dropped, that is, where the parameters
-    that have the factor are zero.
-    """
+    """A factor in one tensor, which with `zero` is exactly zero wherever a unit of the factor has been dropped."""
 
     factor: Factor
     zero: bool = False
@@ -169,9 +165,7 @@ def _unite_pieces(a: Factor, b: Factor, why: str) -> None:
 
 
 def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
-    """Return the axes of another shape with the same elements in row-major order.
-
-    None if that divides a factor, or if there are no elements.
+    """Return the axes of another shape with the same elements in row-major order; None if that divides a factor.
 
     >>> row = (AxisFactor(Factor(2)), AxisFactor(Factor(12)))
     >>> [[p.factor.size for p in axis] for axis in reshape_axes([row], (8, 3))]

@@ -15,12 +15,7 @@ Label = tuple[Axis, ...]  # one axis a dimension
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that has run: the operator, its arguments, and what it returned (one tensor or several).
-
-    The module that ran it is `module`, and `label_of` gives the axes of a tensor. With `is_norm` a tensor holds squares
-    of which that module normalizes exactly this axis. Without `is_used` only the shape of the result matters (the mean
-    over heads of attention weights that nobody reads).
-    """
+    """An operation that has run: the operator, its arguments, and what it returned (one tensor or several)."""
 
     func: Any
     args: tuple[Any, ...]
@@ -28,8 +23,8 @@ class Operation:
     out: Any
     module: str
     label_of: Callable[[Tensor], Label]
-    is_norm: Callable[[Tensor, Sequence[AxisFactor]], bool]
-    is_used: bool = True
+    is_norm: Callable[[Tensor, Sequence[AxisFactor]], bool]  # whether the module normalizes this axis of squares
+    is_used: bool = True  # if not, only the shape of the result matters (as of attention weights that nobody reads)
 
     @property
     def name(self) -> str:

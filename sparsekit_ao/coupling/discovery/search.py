@@ -293,10 +293,7 @@ def _pattern(
 
 
 def fold(axes: Sequence[tuple[Coupling, int]], names: Collection[str]) -> list[tuple[Coupling, int, int]]:
-    """Return (coupling with starred names, units, how many it represents), ordered by the first of each.
-
-    `names` are all names of the model, which the stars must not match by mistake.
-    """
+    """Return (coupling with starred names, units, how many it represents), ordered by the first of each."""
     single = dict(enumerate(axes))
     folded: list[tuple[int, Coupling, int, int]] = []
     for which in (slice(None), slice(-1, None), slice(0, 1)):  # all numbers, else the last, else the first
@@ -306,7 +303,7 @@ def fold(axes: Sequence[tuple[Coupling, int]], names: Collection[str]) -> list[t
             alike.setdefault((texts, coupling.scope, tuple(coupling.sizes.items())), []).append(k)
         for ks in alike.values():
             columns = list(zip(*(single[k][0].members for k in ks), strict=True))
-            stars = [_common(column) for column in columns]
+            stars = [_common(column) for column in columns]  # must match no other names of the model by mistake
             if len(ks) > 1 and all(_exact(star, column, names) for star, column in zip(stars, columns, strict=True)):
                 first, units = single[ks[0]]
                 members = dict(zip(stars, first.members.values(), strict=True))

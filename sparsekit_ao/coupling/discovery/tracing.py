@@ -46,28 +46,18 @@ NOT_RUN = "give example inputs for which it runs, or remove it from the model"
 
 
 class Trace(TorchDispatchMode):
-    """The axes of every tensor of one forward.
-
-    Attributes:
-        named: {name of a parameter or buffer: its axes}; a tensor with several names has the first.
-        further: Axes, as (name, dimension), that an earlier dimension of the parameter has too: masks are on that one.
-        seen: The axes of every result of an operation.
-        names: Names of parameters (whose units a mask may make zero) and buffers, by fake tensor.
-        used: Names of the parameters and buffers that were read.
-        opaque: Descriptions of objects in the output that are not inspected.
-        values: {line of code in a module that reads values: those that it read from the example inputs}.
-    """
+    """The axes of every tensor of one forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.named: dict[str, Label] = {}
-        self.further: set[tuple[str, int]] = set()
-        self.seen: list[Label] = []
-        self.used: set[str] = set()
-        self.opaque: list[str] = []
-        self.values: dict[str, list[str]] = {}
+        self.named: dict[str, Label] = {}  # of parameters and buffers, by the first of their names
+        self.further: set[tuple[str, int]] = set()  # (name, dimension) of axes that an earlier one has, with the mask
+        self.seen: list[Label] = []  # the axes of every result of an operation
+        self.used: set[str] = set()  # names of the parameters and buffers that were read
+        self.opaque: list[str] = []  # descriptions of objects in the output that are not inspected
+        self.values: dict[str, list[str]] = {}  # {line of code in a module: values that it read from the inputs}
         self._labels = WeakIdKeyDictionary()
-        self.names = WeakIdKeyDictionary()
+        self.names = WeakIdKeyDictionary()  # of parameters (whose units a mask may make zero) and buffers
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
@@ -154,10 +144,7 @@ class Trace(TorchDispatchMode):
             del self._steps[steps:], self._passed[passed:], self._modules[:]
 
     def follow(self, inputs: Any, outputs: dict[str, Any]) -> None:
-        """Apply the rules of all operations in their order; the outputs decide which results are used.
-
-        Again where a parameter has an axis twice: its values along the second one are not zero then.
-        """
+        """Apply the rules of all operations in their order; the outputs decide which results are used."""
         used = self._used_steps(outputs)
         self._reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}
         self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", outputs)}
@@ -170,7 +157,7 @@ class Trace(TorchDispatchMode):
             repeated = set(self._repeated())
             if repeated <= self.further:
                 break
-            self.further |= repeated
+            self.further |= repeated  # their values are not zero along these in the next round
         self._keep_readable()
         self._steps, self._passed = [], []
         for name, label in self.named.items():
@@ -178,17 +165,14 @@ class Trace(TorchDispatchMode):
                 freeze(axis, UNUSED)
 
     def _keep_readable(self) -> None:
-        """Freeze axes that layers which did not run could read: of tensors around them, with the sizes of a weight.
-
-        Buffers that the forward did not read count as well, unless it read one of the same shape in the same module,
-        as the frequencies of a rotary embedding, of which there is a copy.
-        """
+        """Freeze axes that layers which did not run could read: of tensors around them, with the sizes of a weight."""
         around = defaultdict[str, list[Tensor]](list)  # {module: the tensors of its forward}
         for module, value in [*self._passed, *((op.module, [op.tensors, op.outs]) for _, op in self._steps)]:
             around[module] += [tensor for _, tensor in tensors_in("", value)]
         read = {(name.rpartition(".")[0], t.shape) for t, name in self.names.items() if name in self.used}
         for parameter, name in self.names.items():
             path, is_buffer = name.rpartition(".")[0], not isinstance(parameter, nn.Parameter)
+            # A buffer that was not read counts too, unless one like it was, as of rotary embeddings, which have copies.
             if (
                 name in self.used
                 or (is_buffer and (path, parameter.shape) in read)
@@ -271,16 +255,14 @@ class Trace(TorchDispatchMode):
         return [op.fixed(*out.shape) for out in op.outs]
 
     def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
-        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon.
-
-        A global response norm (a weight of [1, 1, 1, units]) may have it in its code.
-        """
+        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
         if squares not in self._squares:
             return False  # a mean that is subtracted, say
         weight = getattr(module, "weight", None)
         size = math.prod(part.factor.size for part in leaves(axis))
         if not isinstance(weight, Tensor) or weight.shape[-1:] != (size,) or weight.numel() != size:
             return False
+        # A global response norm, with a weight of [1, 1, 1, units], may have the epsilon in its code.
         return weight.dim() > 2 or hasattr(module, "eps") or hasattr(module, "variance_epsilon")
 
 
@@ -316,10 +298,7 @@ class _Probe(TorchDispatchMode):
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Trace:
-    """Run a copy of the model in eval mode once; arguments and errors are those of `discover`.
-
-    It runs on fake tensors; if that fails, with the values of model and inputs.
-    """
+    """Run a copy of the model in eval mode once, on fake tensors or else with values; errors are as of `discover`."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SparsityError(
