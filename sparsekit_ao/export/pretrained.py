@@ -136,16 +136,13 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
 
 @contextmanager
 def _written_together(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to and check; its files then replace those of an earlier model in `folder`.
-
-    An error leaves `folder` as it is. Earlier weights and masks are removed before the new ones are moved in, so that
-    no interruption leaves those of two models beside each other.
-    """
+    """Yield a temporary folder; its files replace those of an earlier model in `folder` if no error is raised."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder if folder.is_dir() else folder.parent) as parent:
         unchecked = Path(parent) / folder.name
         unchecked.mkdir()
         yield unchecked
+        # Earlier files are removed first, so that no interruption leaves those of two models beside each other.
         shards = [file.name for file in folder.glob("model-*-of-*.safetensors")]
         for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, *shards):
             (folder / stale).unlink(missing_ok=True)
@@ -157,11 +154,7 @@ def _written_together(folder: Path) -> Iterator[Path]:
 
 
 class _LazyMasked(Tensor):
-    """A masked weight that is computed each time its values are read, so that it takes no memory of its own.
-
-    transformers reads values shard by shard. From the whole state dict it takes only views, shapes and addresses, for
-    which no values are needed.
-    """
+    """A masked weight that is computed each time its values are read, so that it takes no memory of its own."""
 
     mask: Tensor
 
@@ -183,6 +176,7 @@ class _LazyMasked(Tensor):
             if name in ("chunk", "detach", "squeeze"):  # a view of the weight under the same view of the mask
                 views = (func(tensor, *other_args, **kwargs) for tensor in (lazy.as_subclass(Tensor), lazy.mask))
                 return _pytree.tree_map(cls.of, *views)
+            # Of the whole state dict, transformers reads views, shapes and addresses; of one shard at a time, values.
             if name in ("__get__", "data_ptr", "size", "untyped_storage"):  # `__get__` reads attributes such as shape
                 attribute = func(lazy.as_subclass(Tensor), *other_args, **kwargs)
                 if not isinstance(attribute, Tensor):  # tensors, such as `.T`, hold values: they are masked below
@@ -294,12 +288,7 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 
 
 def _write_per_layer_config(model: Any, path: Path) -> str:
-    """Write the sizes of layers that differ from the config into config.json, and return a note on this, or "".
-
-    Only decoders with the modules of Llama get sizes. `per_layer_config` is a key of transformers 5. Its configs accept
-    the key, as tests with `AutoConfig` show, although some refuse certain sizes by layer and none of its models reads
-    it yet.
-    """
+    """Write the sizes of layers that differ from the config into config.json, and return a note on this, or ""."""
     data, sizes = json.loads(path.read_text()), layer_sizes(model)
     # `shrink_layers` may have written entries already, by which a layer skips its attention or its MLP.
     skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
@@ -310,6 +299,7 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
     if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
         # All layers share hidden_size, and RoPE rotates a cut head unlike a head that was constructed with this size.
         differing = []
+    # `per_layer_config` is a key of transformers 5, whose configs accept it, as tests with `AutoConfig` show.
     try:
         type(model.config).from_dict(
             data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}
@@ -326,10 +316,7 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
 
 
 def layer_sizes(model: nn.Module) -> list[dict[str, int]]:
-    """Return the sizes of each layer of a decoder with the modules of Llama, under the names of Llama's config.
-
-    Parts that `shrink_layers` removed have no sizes. The list is empty if the model has other modules.
-    """
+    """Return the sizes of each layer of a decoder with the modules of Llama, as Llama's config names them, else []."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
         layer_sizes = dict[str, int]()
@@ -395,11 +382,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors`, or of the files that the index lists.
-
-    Raises:
-        SparsityError: The folder has both or neither, a further `model*` file, or files that contradict the index.
-    """
+    """Return the tensors of `model.safetensors`, or of all files that the index lists; further `model*` files raise."""
     from safetensors.torch import load_file
 
     single, index, where = folder / WEIGHTS, folder / INDEX, "load_pretrained: "

@@ -29,22 +29,14 @@ _SHOWN = 10  # lines of an error
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightToExport:
-    """One weight of a model.
-
-    Attributes:
-        path, module: The name of the module that holds the weight, in `model.named_modules()`, and the module.
-        tensor_name: The name of the weight in the module.
-        masked: Whether it has a mask, a `WeightMask` or another `FakeSparsity`.
-        names: All names of the weight in the state dict after `squash_mask`; several if it or its module is shared.
-        computed: The values, where they are computed once for several uses.
-    """
+    """One weight of a model, which has `names` in the state dict after `squash_mask`, several if it is shared."""
 
     path: str
     module: nn.Module
     tensor_name: str
-    masked: bool
+    masked: bool  # by a `WeightMask` or another `FakeSparsity`
     names: tuple[str, ...]
-    computed: Tensor | None = field(default=None, repr=False)
+    computed: Tensor | None = field(default=None, repr=False)  # the values, where computed once for several uses
 
     @property
     def weight(self) -> Tensor:
@@ -267,10 +259,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def checked_layers(
     model: nn.Module, target: str, refusals: Callable[[WeightToExport], list[str]], tensors: Sequence[str] | None
 ) -> tuple[list[WeightToExport], dict[str, str]]:
-    """Return the layers to convert, and {tensor: why} of the others; `refusals` returns why a layer is not taken.
-
-    `target` is the first word of error messages; `tensors` are as for `check`.
-    """
+    """Return the layers to convert and {tensor: why} of others; raise if `refusals` returns why one is not taken."""
     layers = layers_of(model)
     if tensors is None:
         any_masked = any(layer.masked for layer in layers)
