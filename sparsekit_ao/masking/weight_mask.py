@@ -73,10 +73,8 @@ class _ConvertedMask(NamedTuple):
     converted: Tensor
 
     def is_of(self, mask: Tensor, dtype: torch.dtype) -> bool:
-        """Return whether this is the conversion to `dtype` of a mask that has the values of `mask`.
-
-        Values are compared because the version counter of a tensor misses some writes, such as those to `.data`.
-        """
+        """Return whether this is the conversion to `dtype` of a mask that has the values of `mask`."""
+        # Values are compared because the version counter of a tensor misses some writes, such as those to `.data`.
         if self.converted.dtype != dtype or self.mask.dtype != mask.dtype:
             return False
         itemsize = mask.element_size()
@@ -154,10 +152,7 @@ class WeightMask(FakeSparsity):
         return {k: v for k, v in self.__dict__.items() if k != "_kept"}
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Do as any module in `.to()` and the like; a mask that leaves the meta device keeps everything.
-
-        It had no values there.
-        """
+        """Do as any module in `.to()` and the like; a mask that leaves the meta device, without values, is all True."""
         was_meta, self._kept = self.mask.is_meta, None
         super()._apply(*args, **kwargs)
         if was_meta and not self.mask.is_meta:
@@ -469,11 +464,8 @@ def apply_parametrizations(layers: list[nn.Module], originals: list[Tensor]) -> 
 
 
 def _keep_list_outside(module: nn.Module) -> None:
-    """Keep the list of weights of a parametrized recurrent module outside of the module.
-
-    `nn.RNN`, `nn.LSTM` and `nn.GRU` fill this list with the computed weights at each forward pass, and `copy.deepcopy`
-    of a module that holds such tensors fails. Other modules are left as they are.
-    """
+    """Keep the list of weights of a parametrized recurrent module outside of the module."""
+    # They fill it with the computed weights at each forward pass, and `copy.deepcopy` of such tensors fails.
     if isinstance(module, nn.RNNBase) and "_flat_weights" in vars(module):
         _LISTS[module] = vars(module).pop("_flat_weights")
         # parametrize made this class for the module, and only its deep copies share it. A copy fills a list of its own
