@@ -387,7 +387,7 @@ def find_removals(
     for source, coupling in enumerate(couplings):
         multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
         key = replace(coupling, attrs={}), multiple
-        if key not in known:  # `shrink` and `removable` know all, since they choose units before these become zero
+        if key not in known:  # `shrink` and `removable` know all, since they chose units before they zeroed them
             known[key] = [find_removal(model, bound, multiple) for bound in coupling.bind(model)]
         for removal in known[key]:
             removals.append(replace(removal, bound=replace(removal.bound, attrs=coupling.attrs), source=source))

@@ -405,7 +405,7 @@ class Trials:
     def misfit(self, couplings: Sequence[Coupling], kept: int = 1) -> str:
         """Return how the model without the zero units of these couplings differs from what its config describes, or "".
 
-        At least `kept` units are kept in each scope.
+        At least `kept` units are kept in each scope; where fewer would be, the first zero units stay.
         """
         removals = self._removals(couplings)
         # Each scope keeps the first of its dropped units too, until it keeps `kept`.

@@ -99,7 +99,8 @@ class Reference:
     def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
 
-        With `single_use`, no copy runs, so the model must have the dtype of comparisons, and serves nothing else later.
+        With `single_use`, nothing may use the model afterwards: it runs without being copied, so it must have the dtype
+        of the comparison, and its FLOPs are not counted.
         """
         values = None if single_use else self.unrounded
         output, flops, _ = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
@@ -135,7 +136,7 @@ class Reference:
 
     def check_lengths(self) -> None:
         """Raise an error if inputs have one entry in a dimension along which the model combines entries."""
-        # Attention over one token gives the same outputs whatever its queries and keys are.
+        # Attention over one token gives the same outputs whatever its queries and keys are, so it hides wrong removals.
         tensors = dict.fromkeys(t for t in _pytree.tree_leaves(self._inputs) if isinstance(t, Tensor))
         single = [(t, d) for t in tensors for d, n in enumerate(t.shape) if n == 1]
         runs = False
@@ -160,7 +161,7 @@ class Reference:
                     )
 
     def with_other_inputs(self) -> "Reference | None":
-        """Return a reference with random values for inputs that are equal along a dimension, or None if it fails."""
+        """Return a reference with random values where inputs repeat along a dimension; None if none do, or it fails."""
 
         def other(tensor: Tensor) -> Tensor:
             if tensor.dtype == torch.bool or not any(
@@ -358,7 +359,7 @@ def _run(
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return {operator: formula of its FLOPs, from shapes of arguments} for those that torch's counter has not."""
+    """Return {operator: formula of its FLOPs, from shapes of arguments} where torch's counter has none."""
 
     def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
