@@ -131,7 +131,7 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     if norm != 2:
         return total / count if isinstance(count, Tensor) else total
     is_float32_on_cpu = total.dtype == torch.float32 and total.device.type == "cpu"  # one would have to wait for a GPU
-    if is_float32_on_cpu and total.numel() and not LEAST <= float(total.max()) < math.inf:
+    if is_float32_on_cpu and total.numel() and (float(total.max()) < LEAST or math.isinf(total.max())):
         wide = [replace(m, values=scored(m).double(), under=None) for m in windows]
         return block_scores(wide, norm, ndim, as_mean).float()
     return _root(total / count if isinstance(count, Tensor) else total)

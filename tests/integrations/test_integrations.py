@@ -232,7 +232,9 @@ def test_smaller_models_of_a_trained_one_are_saved_under_their_own_names(kind, t
     model, sparsifier, _ = held_by_a_callback(kind, **MODELS[kind])
     sparsifier.squash_mask()
     tokens = torch.arange(8)[None]
-    small, report = sparsekit_ao.shrink(model, tokens, ratio=0.5, exclude=["model.layers.0", "width"], uniform=False)
+    small, report = sparsekit_ao.shrink(
+        model, tokens, ratio=0.5, exclude=["model.layers.0", "width"], keep_config=False
+    )
     export.save_pretrained(small, report, tmp_path)
     assert (tmp_path / "manifest.json").exists()  # its layers differ, as its config cannot say
     again = export.load_pretrained(tmp_path, type(model))
