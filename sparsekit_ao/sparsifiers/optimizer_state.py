@@ -271,33 +271,35 @@ _DIAGONALS: dict[type[Optimizer], Callable[..., Diagonal | None]] = {
 }
 
 
-class StepCounts:
-    """Counts the optimizers' steps that moved a parameter: with a gradient, and not skipped by gradient scaling."""
+class MovedParameters:
+    """Which parameters optimizers have moved: with a gradient, and in a step that gradient scaling did not skip."""
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
-        self._count = 0  # steps of all optimizers
-        self._moved: dict[Tensor, int] = {}  # the step that moved a parameter last
-        self._used: dict[str, int] = {}  # the step of a parameter that was considered last; -1 for a restored one
+        self._moved: set[Tensor] = set()  # since they were used last
+        self._restored: set[str] = set()  # names of those that had been moved when the state was saved
         self._versions: dict[str, int] = {}  # of parameters when they were used last
         self._called = False  # whether an optimizer was called since then
         self._ready: set[Tensor] = set()  # parameters that had gradients before the step
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps of these optimizers instead of the present ones."""
+        """Watch these optimizers instead of the present ones."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers, self._moved = list(optimizers), {}
+        self.optimizers, self._moved = list(optimizers), set()
         self._watch()
 
     def stepped(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Return the names of those whose optimizer has moved them since their last `use`."""
-        return [n for n, p in parameters.items() if self._last(p, n) > self._used.get(n, 0)]
+        for name, p in parameters.items() if self.optimizers else ():
+            trainer_of(self.optimizers, p, name)  # raises an error unless one of them trains it
+        return [n for n, p in parameters.items() if p in self._moved or n in self._restored]
 
     def use(self, parameters: Mapping[str, Tensor]) -> None:
         """Note that the steps up to now have been considered for these."""
-        self._used |= {n: self._last(p, n) for n, p in parameters.items()}
+        self._moved -= {*parameters.values()}
+        self._restored -= parameters.keys()
         self._versions |= {n: p._version for n, p in parameters.items()}
         self._called = False
 
@@ -308,20 +310,15 @@ class StepCounts:
 
     def restore(self, stepped: Iterable[str]) -> None:
         """Begin with the result that `stepped` had when it was saved."""
-        self._moved, self._used, self._versions = {}, dict.fromkeys(stepped, -1), {}
+        self._moved, self._restored, self._versions = set(), {*stepped}, {}
 
     def restored(self) -> list[str]:
         """Return the names that were restored and not used since."""
-        return [n for n, step in self._used.items() if step < 0]
+        return sorted(self._restored)
 
     def _watch(self) -> None:
         self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
-
-    def _last(self, parameter: Tensor, name: str) -> int:
-        if self.optimizers:
-            trainer_of(self.optimizers, parameter, name)  # raises unless it is one
-        return self._moved.get(parameter, 0)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """A step that frees gradients had them before; one with a closure has them after."""
@@ -333,8 +330,7 @@ class StepCounts:
         self._called = True
         skipped = getattr(optimizer, "found_inf", None)  # set by GradScaler where the optimizer itself skips
         if skipped is None or not bool(skipped > 0):
-            self._count += 1
-            self._moved |= dict.fromkeys(ready | self._ready, self._count)
+            self._moved |= ready | self._ready
         self._ready = set()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .groups import PruningGroup, counts_in_scopes, groups_by_name
 from .optimizer_state import (
     Conditioner,
     Diagonal,
-    StepCounts,
+    MovedParameters,
     check_optimizer,
     diagonal_of,
     trainer_of,
@@ -116,7 +116,7 @@ class ProximalSparsifier(BudgetSparsifier):
         self._has_default = has_budget or strength is not None
         self.conditioner: Conditioner = conditioner
         self.iteration = 0
-        self._counts = StepCounts()
+        self._moved = MovedParameters()
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -126,9 +126,9 @@ class ProximalSparsifier(BudgetSparsifier):
         super().attach(optimizers)
         if self._phase == "prepared":
             check_optimizers(optimizers, parameters_of(self.groups), self.conditioner)
-        stepped = self._counts.restored()
-        self._counts.attach(optimizers)
-        self._counts.restore(stepped)
+        stepped = self._moved.restored()
+        self._moved.attach(optimizers)
+        self._moved.restore(stepped)
 
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
@@ -141,7 +141,7 @@ class ProximalSparsifier(BudgetSparsifier):
         """
         self.require_prepared("step")
         needs_optimizer = self.conditioner is not None or any(g.get("strength") is not None for g in self.groups)
-        if needs_optimizer and not self._counts.optimizers:
+        if needs_optimizer and not self._moved.optimizers:
             raise SparsityError(
                 "step: the learning rate is needed, but no optimizer is attached; call sparsifier.attach(optimizer)"
             )
@@ -203,18 +203,18 @@ class ProximalSparsifier(BudgetSparsifier):
         iteration, stepped = saved_count(state_dict, "iteration", 0), saved_names(state_dict, "stepped", self.groups)
         super().load_state_dict(state_dict, strict)
         self.iteration = iteration
-        self._counts.restore(stepped)
+        self._moved.restore(stepped)
 
     def _extra_state(self) -> dict[str, Any]:
-        is_prepared, counts = self._phase == "prepared", self._counts
-        stepped = counts.stepped(parameters_of(self.groups)) if is_prepared else counts.restored()
+        is_prepared = self._phase == "prepared"
+        stepped = self._moved.stepped(parameters_of(self.groups)) if is_prepared else self._moved.restored()
         return {**super()._extra_state(), "iteration": self.iteration, "stepped": stepped}
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the optimizers, which belong to the user."""
-        counts = StepCounts()
-        counts.restore(self._extra_state()["stepped"])
-        return {**super().__getstate__(), "_counts": counts}
+        moved = MovedParameters()
+        moved.restore(self._extra_state()["stepped"])
+        return {**super().__getstate__(), "_moved": moved}
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         defaults = copied(self.defaults)
@@ -268,9 +268,9 @@ class ProximalSparsifier(BudgetSparsifier):
         super()._after_prepare()
         if not self._resumes:
             self.iteration = 0
-            self._counts.restore(())
-        if self._counts.optimizers:
-            check_optimizers(self._counts.optimizers, parameters_of(self.groups), self.conditioner)
+            self._moved.restore(())
+        if self._moved.optimizers:
+            check_optimizers(self._moved.optimizers, parameters_of(self.groups), self.conditioner)
 
     def _sync_state(self, groups: Sequence[TensorGroup] | None = None) -> None:
         for group in self.groups if groups is None else groups:
@@ -315,14 +315,14 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _end(self) -> None:
         super()._end()
-        self._counts.attach([])
+        self._moved.attach([])
 
     def _update_all(self) -> None:
         self._check_groups(self.groups)
         pruning_groups, weights = self.pruning_groups(), parameters_of(self.groups)
-        if self._counts.optimizers:  # without optimizers every call shrinks
-            stepped = set(self._counts.stepped(weights))
-            if changed := self._counts.changed_by_others(weights):
+        if self._moved.optimizers:  # without optimizers every call shrinks
+            stepped = set(self._moved.stepped(weights))
+            if changed := self._moved.changed_by_others(weights):
                 warnings.warn(
                     f"step: {changed[0]} was changed, but not by an attached optimizer, so it is not shrunk; call "
                     "sparsifier.attach with the optimizers that train the model now",
@@ -342,7 +342,7 @@ class ProximalSparsifier(BudgetSparsifier):
     ) -> None:
         for pruning in pruning_groups:
             weights = parameters_of([groups[name] for name in pruning.specs])
-            metric = diagonals_of(self._counts.optimizers, weights, self.conditioner)
+            metric = diagonals_of(self._moved.optimizers, weights, self.conditioner)
             known = {pruning.specs[name]: diagonal for name, diagonal in metric.items() if diagonal is not None}
             if len(known) == len(metric):  # else the optimizer has not moved some tensor yet
                 strength = groups[next(iter(pruning.specs))].get("strength")
@@ -350,7 +350,7 @@ class ProximalSparsifier(BudgetSparsifier):
                     strength = strength(self.iteration) if callable(strength) else strength
                     strength = checked_strength(strength, f"{pruning.label}: ", is_value=True)
                 _shrink(pruning, weights, masks, known, keeps[pruning], strength)
-            self._counts.use(weights)
+            self._moved.use(weights)
 
 
 def parameters_of(groups: Sequence[TensorGroup]) -> dict[str, nn.Parameter]:
