@@ -45,7 +45,7 @@ _SHARED = (
     "tensor out (exclude=[...])."
 )
 _OF_A_METHOD = (
-    "has the name of an attribute of nn.ModuleDict, where torch keeps parametrizations",
+    "has a name that is an attribute of nn.ModuleDict, where torch keeps parametrizations",
     "; give the parameter another name, or leave it out (exclude=[...])",
 )
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -145,10 +145,10 @@ def resolve_groups(
     missing = [n for n in dict.fromkeys([*computed_names(model), *listed]) if n not in names and not exists(model, n)]
     excluded = excluded_names(model, exclude, [*names, *missing]) if exclude != () else {}
     owners, labels = _owners(model, config, keys, [*names, *missing])
-    sharing, taken = sharing_memory(model), dir(nn.ModuleDict()) if is_registered else ()
+    sharing, taken = sharing_memory(model), {*dir(nn.ModuleDict())} if is_registered else set()
     unmaskable = {  # {tensor_fqn: (why, what follows or helps)}
         **{n: (f"is no parameter.{hint_of(model, n, names)}", "") for n in owners if n in missing},
-        **{n: _OF_A_METHOD for n in names if n.rpartition(".")[2] in taken},
+        **{n: _OF_A_METHOD for tied in names_of.values() if taken & {n.rpartition(".")[2] for n in tied} for n in tied},
         **{n: (f"shares memory with {sharing[id(p)]!r}", _SHARED) for n, p in names.items() if id(p) in sharing},
     }
     skipped = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from .tiles import Shape, aligned_grid, crop, from_aligned, grid_of, pad_to, split, tile_volumes, tiles_of, to_aligned
 
 Norm = float | None
-LEAST = 2.0**-40  # if no sum of float32 squares is larger, the squares may be too small for float32
+LEAST = 2.0**-100  # sums of float32 squares below this are inexact
 UNROLL = 16  # longest last dimension that is reduced slice by slice
 SMALL = 1 << 14  # ... unless the tensor is so small that the number of operations counts
 
@@ -103,9 +103,8 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     """Return a score for each block of the aligned grid (of `ndim` dimensions): the norm of the blocks of all windows.
 
     A block's sum is taken in one fixed order (a halving tree along each dimension), so it does not depend on chunks,
-    threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|. If the
-    largest sum of float32 squares is below 1e-12 or infinite, all are computed in float64, except on a GPU. Otherwise,
-    blocks whose norm is below 1e-22 count as zeros.
+    threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|. On a CPU,
+    blocks whose float32 squares would leave the range are summed in float64; GPUs take blocks between 1e-15 and 1e19.
 
     Args:
         norm: 1, 2 or inf; None: values are saliencies, and a score is their signed sum.
@@ -130,11 +129,28 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     assert total is not None
     if norm != 2:
         return total / count if isinstance(count, Tensor) else total
-    is_float32_on_cpu = total.dtype == torch.float32 and total.device.type == "cpu"  # one would have to wait for a GPU
-    if is_float32_on_cpu and total.numel() and (float(total.max()) < LEAST or math.isinf(total.max())):
-        wide = [replace(m, values=scored(m).double(), under=None) for m in windows]
-        return block_scores(wide, norm, ndim, as_mean).float()
-    return _root(total / count if isinstance(count, Tensor) else total)
+    beyond = _beyond_range(windows, total, ndim)
+    scores = _root(total / count if isinstance(count, Tensor) else total)
+    if beyond is None:
+        return scores
+    wide = [replace(m, values=scored(m).double(), under=None) for m in windows]
+    return torch.where(beyond, block_scores(wide, norm, ndim, as_mean).float(), scores)
+
+
+def _beyond_range(windows: Sequence[Window], total: Tensor, ndim: int) -> Tensor | None:
+    """Return which blocks have float32 sums of squares that under- or overflowed, on a CPU; None if none has."""
+    if total.device.type != "cpu" or total.dtype != torch.float32 or not total.numel():  # a GPU would be waited for
+        return None
+    least, most = map(float, total.aminmax())
+    if most < math.inf and (least >= LEAST or all(_least_of(m.window) ** 2 >= LEAST for m in windows)):
+        return None  # small sums are those of zeros, such as masked weights
+    largest = block_scores(windows, math.inf, ndim)
+    beyond = ((total < LEAST) & (largest > 0)) | (total.isinf() & largest.isfinite())
+    return beyond if bool(beyond.any()) else None
+
+
+def _least_of(values: Tensor) -> float:
+    return float(_wide(values).abs().min()) if values.numel() else math.inf
 
 
 def scope_scores(scopes: ScopeWindows, norm: Norm = 2, as_mean: bool | None = None) -> Tensor:

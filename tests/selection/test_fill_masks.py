@@ -323,8 +323,9 @@ def test_block_scores_by_hand():
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_scores_of_blocks_do_not_under_or_overflow(exponent, is_mixed, impl):
     drawn = torch.randn(32, 64, generator=generator(exponent + 50), dtype=torch.float64) * 10.0**exponent
-    if is_mixed:  # beside blocks of zeros and of infinite elements
-        drawn[:2], drawn[4, 0] = 0, INF
+    if is_mixed:  # beside blocks of zeros, of usual size and of infinite elements
+        drawn[:2], drawn[2:4] = 0, torch.randn(2, 64, generator=generator(1))
+        drawn[4, 0] = INF
     weight = drawn.float()
     norms = weight.double().unflatten(0, (16, 2)).unflatten(2, (16, 4)).square().sum((1, 3)).sqrt()
     block = BlockSpec(weight, (2, 4))
@@ -334,3 +335,18 @@ def test_scores_of_blocks_do_not_under_or_overflow(exponent, is_mixed, impl):
     expected = keep_mask(norms.float().reshape(-1, 4), 2).view(16, 16)
     if exponent > -40:  # below, several norms are equal in float32
         assert torch.equal(mask, expected.repeat_interleave(2, 0).repeat_interleave(4, 1))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize(("small", "large"), [(1e-25, 1.0), (1e-35, 1.0), (1e-25, 1e25)])
+def test_small_blocks_have_an_order_beside_large_ones_whatever_the_parts(small, large, impl, monkeypatch):
+    monkeypatch.setattr(cpu, "SCORES", 256)  # parts in which all blocks are small, and others
+    weight = torch.randn(64, 64, generator=generator(0))
+    weight[:42] *= small
+    weight[50:] *= large
+    norms = weight.double().unflatten(1, (-1, 4)).square().sum(2).sqrt().float()
+    for keep in (100, 600, 900):  # of 1024
+        mask, block = torch.empty_like(weight, dtype=torch.bool), BlockSpec(weight, (1, 4))
+        fill_masks([Request(scope=ScopeSpec(block, (-1, -1)), masks={block: mask}, keep=keep)], impl=impl)
+        expected = keep_mask(norms.reshape(1, -1), keep).view(64, 16)
+        assert torch.equal(mask, expected.repeat_interleave(4, 1))

@@ -91,7 +91,7 @@ def test_names_of_methods_of_a_module_dict_are_refused_by_name(names):
     model = nn.Sequential(nn.Linear(8, 8), PackedExperts(*names))
     before = [*model.state_dict()]
     with pytest.raises(
-        SparsityError, match=rf"config\[0\]: '1.{names[0]}' has the name of an attribute of nn.ModuleDict"
+        SparsityError, match=rf"config\[0\]: '1.{names[0]}' has a name that is an attribute of nn.ModuleDict"
     ):
         ScopeSparsifier().prepare(model, [{"tensor_fqn": f"1.{names[0]}"}])
     assert [*model.state_dict()] == before
@@ -102,3 +102,17 @@ def test_names_of_methods_of_a_module_dict_are_refused_by_name(names):
     sparsifier = ScopeSparsifier()
     sparsifier.prepare(model)
     assert {f"1.{name}" for name in names if name != "up"} == {*sparsifier.report().skipped}
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "items", "update", "pop"])
+def test_a_tied_parameter_is_refused_under_its_other_name_too(name):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Module(), nn.Linear(8, 8))
+    model[1].register_parameter(name, model[0].weight)
+    before = [*model.state_dict()]
+    with pytest.raises(
+        SparsityError, match=r"config\[0\]: '0.weight' has a name that is an attribute of nn.ModuleDict"
+    ):
+        ScopeSparsifier().prepare(model, [{"tensor_fqn": "0.weight"}])
+    assert [*model.state_dict()] == before
+    ScopeSparsifier().prepare(model)
+    assert not nn.utils.parametrize.is_parametrized(model[0]) and nn.utils.parametrize.is_parametrized(model[2])
