@@ -25,8 +25,8 @@ class RowGram:
         core: A, [groups, tokens, tokens], or None for the identity.
         added: d, [groups, 1, inputs].
 
-    >>> x = torch.tensor([[[1.0, 2.0, 0.0]]])
-    >>> gram, dense = damped_gram(RowGram.of(x), 0.6), x.mT @ x + torch.eye(3)
+    >>> x = torch.tensor([[[1.0, 2.0, 2.0]]])
+    >>> gram, dense = damped_gram(RowGram.of(x), 0.5), x.mT @ x + 1.5 * torch.eye(3)
     >>> torch.equal(torch.eye(3)[None] @ gram, dense)
     True
     >>> torch.allclose(dense @ gram.penalized_inverse(0.5), dense @ (dense + 0.5 * torch.eye(3)).inverse())

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -187,7 +186,7 @@ def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
         )
     if f"{fqn}_g" in names and f"{fqn}_v" in names:
         return f" {fqn!r} is computed by torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations.weight_norm."
-    if any(isinstance(hook, BasePruningMethod) for hook in hooks):
+    if hooks and f"{fqn}_orig" in names:
         return (
             f" {fqn!r} is masked by torch.nn.utils.prune; make that permanent first, by "
             f"torch.nn.utils.prune.remove(model.{module}, {tensor!r})."

@@ -7,6 +7,7 @@ would save of them. What an installed package defines counts by its name.
 
 import contextlib
 import copyreg
+import functools
 import re
 import sys
 import types
@@ -90,7 +91,7 @@ class _Digests:
         if isinstance(value, nn.Module):
             if "_orig_mod" in value._modules or type(value).__module__.startswith("torch.nn.parallel."):
                 return value.children()  # the module that is compiled or distributed
-            hooks = [list(vars(value)[name].values()) for name in _HOOKS]
+            hooks = [[hook for hook in vars(value)[name].values() if _is_own(_module_of(hook))] for name in _HOOKS]
             return type(value), _state({k: v for k, v in vars(value).items() if k not in _OF_MODULES}), hooks
         if isinstance(value, Mapping) and not _is_own(type(value).__module__):
             return [*value.items(), getattr(value, "default_factory", None)]
@@ -121,6 +122,13 @@ def _is_own(module: str | None) -> bool:
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     is_known = top in sys.stdlib_module_names or top in ("torch", __name__.partition(".")[0])
     return not is_known and not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+
+
+def _module_of(function: Any) -> str:
+    """Return the name of the module that defines a function, also of a bound or partial one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
 def _state(state: Any) -> Any:

@@ -23,7 +23,7 @@ from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
-_ENTRIES = 16  # at most this many entries of a tuple or list are looked at
+_ENTRIES = 16  # a tuple or list with more entries is no list of sizes
 _ORDERS = 4  # at most this many orders of changes to a config are tried
 FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
 
@@ -346,8 +346,8 @@ def _integers_of(prefix: str, holder: Any, known: Collection[str] = ()) -> Itera
             continue
         if _is_size(value):
             yield path, value
-        elif isinstance(value, (tuple, list)):
-            yield from ((f"{path}[{at}]", v) for at, v in enumerate(value[:_ENTRIES]) if _is_size(v))
+        elif isinstance(value, (tuple, list)) and len(value) <= _ENTRIES:
+            yield from ((f"{path}[{at}]", v) for at, v in enumerate(value) if _is_size(v))
 
 
 def _is_size(value: object) -> bool:

@@ -255,4 +255,4 @@ def test_a_smaller_model_without_zeros_is_quantized_by_torchao_itself():
     torchao.quantize_(small, INT8)
     assert small(batches()[0]).isfinite().all()
     with pytest.raises(SparsityError, match=r"tensors=\[...\]$"):
-        export.check(mlp(), "pack_2_4")
+        export.check(mlp(), "to_2_4")

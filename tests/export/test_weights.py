@@ -243,7 +243,7 @@ def test_each_masked_weight_is_computed_once(make):
         model[k].parametrizations.weight[0].register_forward_hook(lambda *_, k=k: computed.append(k))
     export.report(model)
     assert computed == [0, 1]
-    for target in (*CONVERT, "to_gathered"):
+    for target in CONVERT:
         computed.clear()
         with contextlib.suppress(SparsityError):  # a weight may not fit
             export.check(model, target)

@@ -72,7 +72,11 @@ def test_every_example_has_a_test():
         "prune_crepe.py",
         "save_decilm.py",
     }
-    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | {"minilm.py", "rows.py"}  # which others import
+    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | {
+        "minilm.py",
+        "rows.py",
+        "gathered_linear.py",
+    }  # which others import
     assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
 
 
