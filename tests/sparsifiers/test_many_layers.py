@@ -1,5 +1,6 @@
 """Each further layer takes as many operations as the one before, however many layers a model has."""
 
+import gc
 import sys
 from functools import partial
 
@@ -21,11 +22,14 @@ def operations(call):
         count += event == "opcode"
         return trace
 
+    gc.collect()
+    gc.disable()  # what earlier tests left would be collected, and counted, at any time
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
