@@ -20,7 +20,9 @@ from .straight_through import StraightThrough
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
+def Static(
+    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, **arguments: Any
+) -> DynamicSparsifier:
     """Train with random masks that never change, as a baseline.
 
     `sparsity_level` is the fraction dropped over all tensors, 0.9 by default.
@@ -31,7 +33,9 @@ def Static(sparsity_level: float | None = None, optimizer: Optimizers = None, **
     return DynamicSparsifier(sparsity_level, optimizer, **{"update_every": None, **arguments})
 
 
-def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
+def SET(
+    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, **arguments: Any
+) -> DynamicSparsifier:
     """Prune the smallest weights and grow random ones: sparse evolutionary training (SET, arXiv 1707.04780).
 
     `sparsity_level` is the fraction dropped over all tensors, 0.9 by default.
@@ -43,7 +47,7 @@ def SET(sparsity_level: float | None = None, optimizer: Optimizers = None, **arg
 
 
 def RigL(
-    sparsity_level: float | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
+    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
     """Prune the smallest weights and grow those with the largest gradients (RigL, arXiv 1911.11134).
 
@@ -59,7 +63,7 @@ def RigL(
 
 
 def SNFS(
-    sparsity_level: float | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
+    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
     """Grow and redistribute by momentum: Sparse Networks from Scratch (SNFS, arXiv 1907.04840).
 

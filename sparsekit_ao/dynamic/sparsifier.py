@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..distributed import copy_values, has_process_group, is_sharded, local, placed_like
 from ..errors import SparsityError
 from ..masking import find_mask, select
+from ..patterns import Pattern
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.checkpoint import refuse_meta_masks
 from ..sparsifiers.config import ConfigContext, TensorGroup
@@ -29,7 +30,7 @@ from ..sparsifiers.optimizer_state import (
     unwrap_optimizers,
 )
 from ..sparsifiers.scope import BudgetSparsifier
-from ..sparsifiers.stages import checked_pattern, without_pattern
+from ..sparsifiers.stages import checked_pattern, level_and_pattern, without_pattern
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import GradientCapture
@@ -50,7 +51,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     the overall one. A tensor with several scopes keeps the same number of blocks in each (constant fan-in, N:M).
 
     Args:
-        sparsity_level: The fraction dropped over all tensors, in [0, 1]; 0.9 by default. `init` distributes it.
+        sparsity_level: The fraction dropped over all tensors, in [0, 1]; 0.9 by default. `init` distributes it. Or a
+            pattern, such as "2:4".
         optimizer: The optimizer or optimizers that train the sparsified parameters. You may also `attach` them later.
         nnz: The number of blocks kept in each scope of every tensor, instead of `sparsity_level`.
         init: How masks start: "erk", "er", "uniform", "random" (the same as uniform), "resume", or one from `inits`.
@@ -96,7 +98,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def __init__(
         self,
-        sparsity_level: float | None = None,
+        sparsity_level: float | Pattern | str | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         nnz: int | None = None,
@@ -118,8 +120,9 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         schedule = {"update_every": update_every, "update_fraction": update_fraction, "until": until, "target": target}
         criteria = {"prune": prune, "grow": grow, "redistribute": redistribute}
         self.settings = make_settings(**schedule, **criteria, seed=seed, state_init=state_init, new_values=new_values)
-        sparsity_level, structure = _overall_level(sparsity_level, nnz, structure, self.init, self.settings)
-        super().__init__(sparsity_level, nnz=nnz, **structure)
+        level, structure["pattern"] = level_and_pattern(sparsity_level, structure.get("pattern"))
+        level, structure = _overall_level(level, nnz, structure, self.init, self.settings)
+        super().__init__(level, nnz=nnz, **structure)
         self.iteration = 0
         self.last_update: UpdateStatistics | None = None
         self._pending = False  # an update waits for an optimizer's step, or for a finite gradient

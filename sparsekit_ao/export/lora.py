@@ -109,7 +109,8 @@ def masked_tensors(
         kind = f"{type(sparsifier).__module__}.{type(sparsifier).__name__}"
         raise SparsityError(
             f"{target}: expected a sparsifier of sparsekit_ao, or {{name: mask}}, got {kind}; for a model that prune "
-            "returned, give {row.tensor: model.get_parameter(row.tensor) != 0 for row in report}"
+            "returned, give {row.tensor: model.get_parameter(row.tensor) != 0 for row in report}, made before peft "
+            "wraps the model"
         )
     if not masks:
         raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from ..errors import SparsityError
 from ..models.names import owner_of
-from ..models.running import Forward, call, checked_list, eval_mode, seeded, tensors_in
+from ..models.running import Forward, call, checked_list, eval_mode, kept_generators, seeded, tensors_in
 from ..removal.verify import Outputs, output_difference
 from .weights import Conversion, WeightToExport, checked_layers, layers_of, linear_refusals, two_four_refusals
 
@@ -114,14 +114,14 @@ def _compared(
     """The largest difference of outputs in eval mode, batch by batch, and the layers that each of the models calls."""
     differences, called, (model, converted) = list[float](), (set[str](), set[str]()), models
     with ExitStack() as stack, torch.no_grad():
-        devices = stack.enter_context(seeded([*model.parameters(), *model.buffers()]))
+        stack.enter_context(seeded([*model.parameters(), *model.buffers()]))
         for one, names in zip(models, called, strict=True):
             stack.enter_context(eval_mode(one))
             for layer in layers:
                 hook = lambda *_, names=names, name=layer.fqn: names.add(name)  # noqa: E731
                 stack.enter_context(one.get_submodule(layer.path).register_forward_pre_hook(hook))
         for batch in batches:
-            with torch.random.fork_rng(devices=devices):  # so that both draw the same random numbers
+            with kept_generators():  # so that both draw the same random numbers
                 wanted = _outputs(model, batch, forward)
             try:
                 outputs = _outputs(converted, batch, forward)

@@ -188,8 +188,8 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(tensors: Iterable[Tensor], seed: int = 0) -> Iterator[list[int]]:
-    """Seed all generators, torch's of the CPU and of the tensors' GPUs, whose indices are yielded; restore them."""
+def seeded(tensors: Iterable[Tensor], seed: int = 0) -> Iterator[None]:
+    """Seed all generators, torch's of the CPU and of the tensors' GPUs; their states are restored afterwards."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with kept_generators():
         torch.default_generator.manual_seed(seed)
@@ -198,7 +198,7 @@ def seeded(tensors: Iterable[Tensor], seed: int = 0) -> Iterator[list[int]]:
                 torch.cuda.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        yield devices
+        yield
 
 
 def import_dynamo() -> None:
@@ -257,7 +257,7 @@ def _tensor_error(wanted: Tensor, got: Tensor, token_mask: Tensor | None) -> flo
     for k in range(len(wanted)):  # one by one, since logits are large
         lost += float((got[k : k + 1].float() - wanted[k : k + 1].float()).square().sum(dtype=torch.float64))
         spread += float((wanted[k : k + 1].float() - mean).square().sum(dtype=torch.float64))
-    return math.sqrt(lost / spread) if spread else math.nan
+    return math.sqrt(lost / spread) if spread else math.nan if lost else 0.0
 
 
 def opaque_in(place: str, value: Any) -> list[str]:

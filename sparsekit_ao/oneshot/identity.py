@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..distributed import is_sharded
+from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 _NO_PARTS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "_abc_impl"}
 _NO_PARTS |= {"__slotnames__"}  # pickle adds it to a class
-# Attributes in which other libraries keep where a model was loaded from and lies, and caches, and variables that name a
-# rank or a device; they differ by process.
+# Attributes in which other libraries keep where a model was loaded from and lies, and caches; they differ by process.
 _PASSING = re.compile(
-    "((local|global)_)?rank|device(_id)?|_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
+    "_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
 )
+_OF_RANKS = re.compile("((local|global)_)?rank|device(_id)?")  # variables that differ by rank in a process group
 _OF_MODULES = {*vars(nn.Module())} - {"_parameters", "_buffers", "_modules"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # without their keys, which count all hooks of a process
 
@@ -134,7 +134,8 @@ def _module_of(function: Any) -> str:
 def _state(state: Any) -> Any:
     if type(state) is not dict:
         return state
-    return {k: v for k, v in state.items() if not (isinstance(k, str) and _PASSING.fullmatch(k))}
+    passing = (_PASSING, _OF_RANKS) if has_process_group() else (_PASSING,)
+    return {k: v for k, v in state.items() if not (isinstance(k, str) and any(p.fullmatch(k) for p in passing))}
 
 
 def _of_tensor(tensor: Tensor) -> Iterable[Any]:

@@ -159,8 +159,10 @@ class Compaction(Table[KeptUnits]):
         """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
         removed = 1 - self.after.parameters / max(self.before.parameters, 1)
         is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
-        what = f"only {removed:.1%} of the parameters are removed, since the config can hold no more"
-        little = [f"{what}; keep_config=False removes what is left out for this reason"] if is_little else []
+        what = (
+            f"{removed:.1%} of the parameters are removed; keep_config=False also removes what the config cannot hold"
+        )
+        little = [what] if is_little else []
         return little + lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
@@ -294,9 +296,8 @@ def verified(
         comparison = f"{text} with other values of inputs that are equal along a dimension (pass typical inputs)"
     if isinstance(comparison, str):
         reference.check_repeats()
-    if with_config and (why := comparison if isinstance(comparison, str) else reference.not_trainable(small)):
-        raise SparsityError(f"the smaller model {why}")  # `shrink` tries the couplings by themselves
-    if isinstance(comparison, str):
+        if with_config:  # `shrink` tries the couplings by themselves
+            raise SparsityError(f"the smaller model {comparison}")
         lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
         lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]

@@ -35,7 +35,7 @@ def cost_function(cost: str | Cost, inputs: Any) -> Cost | None:
         "flops": lambda model: count_flops(model, inputs),
         "parameters": lambda model: sum(p.numel() for p in model.parameters()),
     }
-    if not callable(cost) and cost not in costs:
+    if not callable(cost) and not (isinstance(cost, str) and cost in costs):
         raise SparsityError(
             f"shrink: budget must be 'layer', 'units', 'flops', 'parameters' or a function of a model, got {cost!r}"
         )

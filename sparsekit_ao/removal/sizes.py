@@ -23,6 +23,7 @@ from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
+_OF_NORMS = ("normalized_shape", "num_features", "num_channels")
 _ENTRIES = 16  # a tuple or list with more entries is no list of sizes
 _ORDERS = 4  # at most this many orders of changes to a config are tried
 FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
@@ -259,6 +260,10 @@ def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = Fals
     for path, value, depth in _integers_around(model, coupling.members, names, captured):
         if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
             continue
+        if inside and depth == 0:  # of children without tensors: a stride or a kernel of torch.nn is no number of units
+            _, holder, name = _holders(model, fill_stars(path, captured))[0]
+            if type(holder).__module__.startswith("torch.nn.") and _parsed(name)[0] not in _OF_NORMS:
+                continue
         if all(_holds(model, bound, path, products[value]) for bound in bindings):
             attrs[path] = products[value]
     return attrs

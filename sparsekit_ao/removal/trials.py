@@ -400,7 +400,10 @@ class Trials:
     def removed(self, couplings: Sequence[Coupling]) -> tuple[list[Removal], nn.Module, Compaction]:
         """Return the removals, the smaller model, whose config follows if it can hold the result, and its report."""
         removals = self._removals(couplings)
-        return removals, *verified(self.reference, removals, with_config=True)
+        small, report = verified(self.reference, removals, with_config=True)
+        if why := self.reference.not_trainable(small):
+            raise SparsityError(f"the smaller model {why}")
+        return removals, small, report
 
     def misfit(self, couplings: Sequence[Coupling], kept: int = 1) -> str:
         """Return how the model without the zero units of these couplings differs from what its config describes, or "".
@@ -429,14 +432,19 @@ class Trials:
         def extended(coupling: Coupling, paths: Mapping[str, str]) -> Coupling:
             return replace(coupling, attrs={**coupling.attrs, **paths, **coupling.attrs})
 
-        # Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide it.
+        # Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide it. What may
+        # count the units of couplings that share no tensor is left alone, as these may keep different numbers.
         unread = [candidate_attrs(self._masked, coupling, inside=True) for coupling in couplings]
+        tensors = [{m.fqn for bound in c.bind(self._masked) for m in bound.members} for c in couplings]
+        for one, other in itertools.combinations(range(len(couplings)), 2):
+            for path in unread[one].keys() & unread[other].keys() if tensors[one].isdisjoint(tensors[other]) else ():
+                unread[one].pop(path), unread[other].pop(path)
         found = list(map(extended, couplings, unread))
         if found == couplings or not self.problem(found):
             return found
         found = list(couplings)
         for at, paths in enumerate(unread):
-            for path in paths.keys() - found[at].attrs.keys():
+            for path in (path for path in paths if path not in couplings[at].attrs):
                 more = [*found[:at], extended(found[at], {path: paths[path]}), *found[at + 1 :]]
                 found = found if self.problem(more) else more
         return found

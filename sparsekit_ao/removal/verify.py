@@ -99,8 +99,8 @@ class Reference:
     def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
 
-        With `single_use`, nothing may use the model afterwards: it runs without being copied, so it must have the dtype
-        of the comparison, and its FLOPs are not counted.
+        With `single_use`, only copies of the model may run afterwards: it runs without being copied, so it must have
+        the dtype of the comparison, and its FLOPs are not counted.
         """
         values = None if single_use else self.unrounded
         output, flops, _ = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
@@ -202,10 +202,12 @@ class Reference:
         shares, alone = list[Tensor](), list[Tensor]()  # gradients of rows and columns; the largest of single entries
         try:
             for entry in (0, 1, 2, None):
-                model = plain_weights(light_copy(self._dense or self.model, self.dtype))
+                model = plain_weights(light_copy(self.model if self._dense is None else self._dense, self.dtype))
                 with torch.enable_grad():
                     outputs = [t for _, t in self._extended(longer, changed, entry, model) or () if t.requires_grad]
                     sums = [(_real(t) * _real(_other_values(t.detach()))).sum() for t in outputs]
+                    if not sums:
+                        return True
                     weights = [p for p in model.parameters() if p.requires_grad and p.numel()]
                     gradients = torch.autograd.grad(sums, weights, materialize_grads=True)
                 sizes = [g[..., None, None].abs().movedim(d, 0).flatten(1).amax(1) for g in gradients for d in range(2)]
@@ -240,7 +242,9 @@ class Reference:
         try:
             inputs, how = _pytree.tree_map_only(Tensor, extended, self._inputs), single_use is not None
             with warnings.catch_warnings(action="ignore"):
-                output = _run(single_use or self.model, inputs, self.dtype, single_use=how, gradients=how)[0]
+                output = _run(
+                    self.model if single_use is None else single_use, inputs, self.dtype, single_use=how, gradients=how
+                )[0]
         except Exception:  # the model fixes the size of the dimension, or does not take a new value
             return None
         return list(tensors_in("output", output))

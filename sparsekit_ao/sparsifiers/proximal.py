@@ -33,7 +33,7 @@ from .optimizer_state import (
     unwrap_optimizers,
 )
 from .scope import BudgetSparsifier, ScopeSparsifier
-from .stages import GROUP_KEYS, checked_pattern, merged, refuse_two_budgets, stages_of
+from .stages import GROUP_KEYS, checked_pattern, level_and_pattern, merged, refuse_two_budgets, stages_of
 
 Strength = float | Callable[[int], float]
 
@@ -100,7 +100,8 @@ class ProximalSparsifier(BudgetSparsifier):
         conditioner: Conditioner = "auto",
         **structure: Any,
     ) -> None:
-        pattern = checked_pattern(structure.get("pattern"), "")
+        sparsity_level, structure["pattern"] = level_and_pattern(sparsity_level, structure.get("pattern"))
+        pattern = checked_pattern(structure["pattern"], "")
         budgets = (sparsity_level, nnz, None if pattern is None else pattern.budget_key)
         has_budget = any(budget is not None for budget in budgets)
         if strength is not None and has_budget:
@@ -302,7 +303,8 @@ class ProximalSparsifier(BudgetSparsifier):
         try:
             return super().check(model)
         except SparsityError as e:
-            whole = [g["tensor_fqn"] for g in self.groups if g["sparsity_level"] and self.live_mask(g).all()]
+            wrong = [g for g in self.groups if g["sparsity_level"] and g["tensor_fqn"] in str(e)]
+            whole = [g["tensor_fqn"] for g in wrong if self.live_mask(g).all()]
             if not self.iteration or not whole:
                 raise
             raise SparsityError(

@@ -40,6 +40,7 @@ from .stages import (
     SHAPES,
     checked_pattern,
     joined,
+    level_and_pattern,
     merged,
     refuse_two_budgets,
     stages_of,
@@ -91,10 +92,7 @@ class BudgetSparsifier(MaskSparsifier):
                 hint, takes = hint_of_key(key, ("sparsity_level", *known)), ", ".join(sorted(known))
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}.{hint} It takes {takes}")
         sparsity_level, nnz, structure = copied(sparsity_level), copied(nnz), copied(structure)
-        if isinstance(sparsity_level, (Pattern, str)):
-            if structure.get("pattern") is not None:
-                raise SparsityError(f"give one pattern, got {sparsity_level!r} and pattern={structure['pattern']!r}")
-            sparsity_level, structure["pattern"] = None, sparsity_level
+        sparsity_level, structure["pattern"] = level_and_pattern(sparsity_level, structure.get("pattern"))
         if isinstance(sparsity_level, nn.Module):
             kind = type(sparsity_level).__name__
             raise SparsityError(f"sparsity_level must be a number, got a {kind}; give the model to prepare(model)")

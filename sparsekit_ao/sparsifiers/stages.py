@@ -52,6 +52,17 @@ def checked_pattern(pattern: object, where: str) -> Pattern | None:
     return pattern if pattern is None or isinstance(pattern, Pattern) else parse(pattern, where)
 
 
+def level_and_pattern(level: Any, pattern: Any) -> tuple[Any, Any]:
+    """Return the level and the pattern; a pattern, or its text, may stand in the place of the level."""
+    if not isinstance(level, (Pattern, str)):
+        return level, pattern
+    if pattern is not None:
+        raise SparsityError(f"give one pattern, got {level!r} and pattern={pattern!r}")
+    if isinstance(level, str) and level.replace(".", "", 1).isdigit():
+        raise SparsityError(f"sparsity_level must be a number or a pattern, got the text {level!r}")
+    return None, level
+
+
 def stages_of(group: TensorGroup, known: Collection[str] = (*STRUCTURE, *AXES)) -> tuple[Stage, ...]:
     """The structure that a group specifies, one entry per stage; `known` has the keys that the sparsifier takes."""
     where = f"{group['tensor_fqn']}: "

@@ -307,6 +307,17 @@ def test_integers_that_only_another_branch_reads_follow(name):
     assert small(torch.randn(2, 7, 32), torch.zeros(2, 7)).shape == (2, 7, 3)
 
 
+def test_numbers_that_several_layers_may_count_or_that_are_strides_stay():
+    layers = {f"{name}{k}": nn.Linear(*sizes) for k in (1, 2) for name, sizes in (("up", (4, 8)), ("down", (8, 3)))}
+    model = Net(lambda m, x: m.down1(m.up1(x).relu()) + m.down2(m.up2(x).relu()), hidden=8, **layers)
+    small, report = shrink(model, torch.randn(16, 4), {"up1": 0.5, "up2": 0.25})
+    assert (small.up1.out_features, small.up2.out_features, small.hidden, report.left_out) == (4, 6, 8, ())
+    layers = {"a": nn.Conv1d(3, 4, 1), "pool": nn.AvgPool1d(2, 4), "b": nn.Conv1d(4, 5, 1)}
+    model = Net(lambda m, x: m.b(m.pool(m.a(x).relu())), **layers)
+    small, report = shrink(model, torch.randn(6, 3, 3), 0.5)
+    assert small.a.out_channels == 2 and small.pool.stride == (4,) and not report.changed
+
+
 def positions(m, x):
     h = m.a(x)
     return m.o(h + m.places[: h.shape[1]] if h.shape[1] > 8 else h)

@@ -326,6 +326,19 @@ def test_one_image_of_a_language_model_is_taken():
     assert len(removable(model, inputs).couplings) > 5
 
 
+class WithoutGradients(nn.Module):
+    """Attention that is never differentiated."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    @torch.no_grad()
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.mT).softmax(-1) @ v)
+
+
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 GPT = {"input_ids": torch.tensor([[3], [7]])}
 
@@ -336,6 +349,7 @@ GPT = {"input_ids": torch.tensor([[3], [7]])}
         (Steps(nn.GRU), torch.randn(2, 1, 8)),
         (Steps(nn.LSTM), torch.randn(1, 1, 8)),
         (nn.Sequential(nn.TransformerEncoder(ENCODER, 2), nn.Linear(8, 3)), torch.randn(2, 1, 8)),
+        (WithoutGradients(), torch.randn(2, 1, 8)),
         (hf_models.make("GPT-2")[0], GPT),  # a packed weight, of which the values' part is shown
         (hf_models.make("Bloom")[0], GPT),  # here these parts alternate
     ],

@@ -328,6 +328,7 @@ def test_reports_begin_with_how_far_the_outputs_are_from_those_of_the_dense_mode
         lambda x, y: (y.argmax(-1), y),
         lambda x, y: (y.square().mean(), y),
         lambda x, y: [None, (x, [y])],
+        lambda x, y: (torch.zeros(2, 3), y),
     ],
 )
 def test_the_error_is_that_of_the_first_output_of_floats_that_differs(outputs):

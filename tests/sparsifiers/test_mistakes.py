@@ -230,6 +230,7 @@ MISTAKES = {
     ),
     "pattern must be one of `sparsekit_ao.patterns`, or a text such as": lambda: ScopeSparsifier(pattern="2-4"),
     "give one pattern, got '2:4' and pattern='rows'": lambda: ScopeSparsifier("2:4", pattern="rows"),
+    "sparsity_level must be a number or a pattern, got the text '0.5'": lambda: ScopeSparsifier("0.5"),
     "got a Linear; give the model to prepare(model)": lambda: ScopeSparsifier(nn.Linear(2, 2)),
     "patterns.n_m('2', 4) needs whole numbers, got '2'": lambda: patterns.n_m("2", 4),
     "n_m keeps n of m, so 0 <= n <= m and m >= 1; got n=0, m=0": lambda: patterns.n_m(0, 0),

@@ -176,7 +176,7 @@ class Trace(TorchDispatchMode):
             if (
                 name in self.used
                 or (is_buffer and (path, parameter.shape) in read)
-                or not parameter.is_floating_point()
+                or not (parameter.is_floating_point() or parameter.is_complex())
             ):
                 continue
             sizes = {*parameter.shape[: None if parameter.ndim < 4 else 2]} - {1}
