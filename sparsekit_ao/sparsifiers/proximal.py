@@ -303,8 +303,8 @@ class ProximalSparsifier(BudgetSparsifier):
         try:
             return super().check(model)
         except SparsityError as e:
-            wrong = [g for g in self.groups if g["sparsity_level"] and g["tensor_fqn"] in str(e)]
-            whole = [g["tensor_fqn"] for g in wrong if self.live_mask(g).all()]
+            whole = [g["tensor_fqn"] for g in self.groups if g["sparsity_level"] and self.live_mask(g).all()]
+            whole = [name for name in whole if name in str(e)] or whole  # the error may name a coupling
             if not self.iteration or not whole:
                 raise
             raise SparsityError(
