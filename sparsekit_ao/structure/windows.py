@@ -150,7 +150,13 @@ def _beyond_range(windows: Sequence[Window], total: Tensor, ndim: int) -> Tensor
 
 
 def _least_of(values: Tensor) -> float:
-    return float(_wide(values).abs().min()) if values.numel() else math.inf
+    """Return the smallest absolute value; that of float32 values is read from their bits, without a copy."""
+    if values.dtype != torch.float32 or not values.numel():
+        return float(_wide(values).abs().min()) if values.numel() else math.inf
+    bits, magnitude = values.detach().numpy().view(np.int32), 0x7FFFFFFF
+    # As int32, the negative numbers come first, and as uint32 the others do, each by their magnitude.
+    least = min(int(bits.min()) & magnitude, int(bits.view(np.uint32).min()) & magnitude)
+    return float(np.int32(least).view(np.float32))
 
 
 def scope_scores(scopes: ScopeWindows, norm: Norm = 2, as_mean: bool | None = None) -> Tensor:
