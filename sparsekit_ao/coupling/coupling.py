@@ -210,17 +210,16 @@ class Coupling:
         >>> [c.members for c in Coupling({"*.weight": "u i", "*.bias": "u"}).of_layers(layers)]
         [{'0.weight': 'u i', '0.bias': 'u'}, {'1.weight': 'u i', '1.bias': 'u'}]
         """
-        layers = []
-        for bound in self.bind(model):
-            names = [member.fqn for member in bound.members]
-            pairs = [(match_names(member, names)[bound.captured], axes) for member, axes in self.members.items()]
-            members = {fqn: axes for fqns, axes in pairs for fqn in fqns}
-            attrs = {fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()}
-            origin = self.layer_of or self.name
-            layers.append(
-                replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists, layer_of=origin)
-            )
-        return layers
+        return [self.of_layer(bound) for bound in self.bind(model)]
+
+    def of_layer(self, bound: BoundCoupling) -> "Coupling":
+        """Return a coupling without stars for one of the bound couplings."""
+        names = [member.fqn for member in bound.members]
+        pairs = [(match_names(member, names)[bound.captured], axes) for member, axes in self.members.items()]
+        members = {fqn: axes for fqns, axes in pairs for fqn in fqns}
+        attrs = {fill_stars(path, bound.captured): axes for path, axes in self.attrs.items()}
+        origin = self.layer_of or self.name
+        return replace(self, members=members, name=bound.name, attrs=attrs, lists=bound.lists, layer_of=origin)
 
     def entries(self, model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
         """Return config dicts for a sparsifier, one for each parameter. A config may also have further entries.
@@ -253,6 +252,10 @@ class Coupling:
                 entries += [{"tensor_fqn": fqn, **block, **shared, **keys} for fqn, block in rows]
             yield entries
 
+    def name_of(self, captured: tuple[str, ...]) -> str:
+        """Return the name of the bound coupling for these values of the `*`s."""
+        return fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
+
     @property
     def _where(self) -> str:
         return f"coupling {self.name!r}: "
@@ -282,7 +285,7 @@ class Coupling:
         parameters: Collection[str],
     ) -> BoundCoupling:
         """Return the coupling of the members whose `*`s match the values in `captured`, one for each `*`."""
-        name = fill_stars(self.name, captured) if count_stars(self.name) else " ".join((self.name, *captured))
+        name = self.name_of(captured)
         rows: list[tuple[str, str, bool]] = []  # (name, axes, whether an earlier dimension has the unit)
         source: dict[str, str] = {}
         for member, axes in self.members.items():

@@ -21,9 +21,9 @@ from ..errors import SparsityError
 from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
-from ..removal.compaction import Compaction
 from ..removal.manifest import cut_to
 from ..removal.modules import Zeros
+from ..removal.report import Compaction
 from ..removal.sizes import Change, apply_changes, undone
 from .lora import Masks, adapted, masked_tensors
 from .weights import Conversion, same_bits

@@ -1,10 +1,11 @@
 """Removal of units that a pruned model holds as zeros: smaller dense models with the same outputs, verified."""
 
-from .compaction import Compaction, KeptUnits, Size, compact
+from .compaction import compact
+from .find import removable
 from .layers import shrink_experts, shrink_layers
 from .manifest import cut_to
+from .report import Compaction, KeptUnits, Size
 from .shrinking import shrink
-from .trials import removable
 
 __all__ = [
     "Compaction",

@@ -1,14 +1,11 @@
-"""`compact` makes a masked model smaller and dense, with the same outputs, and reports on it."""
+"""`compact` makes a masked model smaller and dense, with the same outputs, which it verifies."""
 
 import copy
-import json
-import math
 import re
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,185 +15,15 @@ from ..coupling.discovery.tracing import code_line
 from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
-from ..oneshot.matching import RecoveryReport
-from ..oneshot.solving import LayerRow
-from ..tables import Table, lines_of_error
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .remove import Removal, find_removal, plain_tensors, remove_units
+from .report import Compaction, KeptUnits, size_of
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
-# What trials were told to remove, by coupling (without attributes) and multiple. Only couplings that are not in it,
-# such as layers that are divided later, are searched for units of zeros.
-Known = dict[tuple[Coupling, int], list[Removal]]
 UNLISTED = "possibly a removed size (list it in attrs): "
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """The size of a model.
-
-    Attributes:
-        parameters: Elements of all parameters; a shared one counts once.
-        bytes: Bytes of parameters and buffers.
-        flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two), without
-            operators that have no formula (`Compaction.uncounted`).
-
-    >>> Size(parameters=10, bytes=40, flops=16).bytes
-    40
-    """
-
-    parameters: int
-    bytes: int
-    flops: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptUnits:
-    """How many units of one coupling are kept.
-
-    Attributes:
-        name: Name of the coupling.
-        kind: What the units are (`Coupling.kind`): "heads", "mlp".
-        kept, of: The number of units of a scope after and before removal.
-        scopes: Number of independent sets of units.
-        partly: The number of kept units, over all scopes, that are zero in some members, but not in all.
-
-    >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
-    2 of 4 units in each of 3 scopes
-    """
-
-    name: str
-    kind: str = ""
-    kept: int
-    of: int
-    scopes: int = 1
-    partly: int = 0
-
-    def __str__(self) -> str:
-        scopes = f" in each of {self.scopes} scopes" if self.scopes > 1 else ""
-        partly = f" ({self.partly} of them zero in some members only)" if self.partly else ""
-        return f"{self.kept} of {self.of} units{scopes}{partly}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compaction(Table[KeptUnits]):
-    """The result of `compact` as numbers; `print(report)` shows it as text.
-
-    Attributes:
-        couplings: A row for each coupling.
-        before, after: Sizes of the model.
-        difference: Largest difference of an output on the example inputs, relative to the largest value that differs.
-        in_float64: The difference of float64 copies, if rounding explains why `difference` is above the tolerance.
-        notes: Descriptions of what is not exact.
-        uncounted: Operators from outside of torch, and matrix products, whose FLOPs the sizes leave out.
-        not_compared: Objects in the output that were not inspected, so tensors in them were not compared.
-        unlisted: Integers that seem to hold a removed size and are in no coupling's `attrs`.
-        changed: Attributes of modules and configs with their old and new values.
-        not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
-            `from_pretrained` does not load it. Empty if it does, None if this was not determined. Set by `shrink`.
-        fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; set by `shrink`.
-        left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
-        frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
-        values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
-        compensation: Output errors of layers that read removed units, before and after; set by `shrink` with batches.
-        recovery: What `recover` did; set by `shrink(recover=True)`.
-        error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
-            batch or the example inputs; set by `shrink`. See `RecoveryReport`.
-        manifest: Plain data for `cut_to`.
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
-    >>> with torch.no_grad():
-    ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
-    >>> hidden = sparsekit_ao.Coupling({"0.weight": "u i", "1.weight": "o u"})
-    >>> report = sparsekit_ao.removal.compact(model, hidden, torch.ones(1, 2))[1]
-    >>> report.before.parameters, report.after.parameters, str(report.couplings[0])
-    (18, 6, '1 of 4 units')
-    """
-
-    couplings: tuple[KeptUnits, ...]
-    before: Size
-    after: Size
-    difference: float
-    in_float64: float | None = None
-    notes: tuple[str, ...] = ()
-    uncounted: tuple[str, ...] = ()
-    not_compared: tuple[str, ...] = ()
-    unlisted: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    not_in_config: str | None = None
-    fits: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
-    values: tuple[str, ...] = ()
-    compensation: tuple[LayerRow, ...] = ()
-    recovery: RecoveryReport | None = None
-    error_to_dense: float = math.nan
-    manifest: Mapping[str, Any] = field(repr=False)
-
-    def save(self, path: str | Path) -> None:
-        """Write the manifest as JSON, for `cut_to` in another process."""
-        Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
-
-    bars = ("of", "kept")
-
-    @property
-    def rows(self) -> tuple[KeptUnits, ...]:  # type: ignore[override]
-        """The couplings."""
-        return self.couplings
-
-    def metrics(self) -> dict[str, float]:
-        """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
-        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
-
-    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Return the head and the rows as text."""
-        return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
-
-    def above(self) -> list[str]:
-        """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
-        removed = 1 - self.after.parameters / max(self.before.parameters, 1)
-        is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
-        what = (
-            f"{removed:.1%} of the parameters are removed; keep_config=False also removes what the config cannot hold"
-        )
-        little = [what] if is_little else []
-        return little + lines_of_error(self.error_to_dense)
-
-    def below(self) -> list[str]:
-        """Return the lines below the table: sizes, and what was compared, changed and left out."""
-        lines = []
-        for what in ("parameters", "bytes", "flops"):
-            was, now = getattr(self.before, what), getattr(self.after, what)
-            lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
-        lines += [f"flops leave out {', '.join(self.uncounted)}, without a formula"] if self.uncounted else []
-        lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
-        lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
-        lines += [f"changed: {text}" for text in self.changed]
-        lines += [f"not exact: {note}" for note in self.notes]
-        lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
-        if self.unlisted:
-            names = (
-                f"{len(self.unlisted)} integers equal a removed size" if len(self.unlisted) > 1 else self.unlisted[0]
-            )
-            lines.append(f"unchanged, and outputs are the same: {names} (report.unlisted)")
-        if self.not_in_config:
-            how = "save and load it with export.save_pretrained and export.load_pretrained"
-            lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
-        lines += [f"fits: {text}" for text in self.fits]
-        lines += [f"left out: {text}" for text in self.left_out]
-        lines += [f"frozen: {text}" for text in self.frozen]
-        lines += [f"decided by values of the example inputs: {text}" for text in self.values]
-        if rows := self.compensation:
-            before, after = (
-                sum(errors) / len(rows) for errors in zip(*((r.before, r.after) for r in rows), strict=True)
-            )
-            count = f"{len(rows)} layers that read removed units"
-            lines.append(f"mean output error of the {count}: {before:.4f}, and {after:.4f} after they made up for them")
-        recovered = [] if self.recovery is None else [self.recovery.table(folds=True), *self.recovery.below()]
-        return [*lines, *recovered]
 
 
 def compact(
@@ -260,8 +87,12 @@ def compact(
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
-    model = plain_copy(model)
-    removals = find_removals(model, assign_attrs(listed, attrs or {}), multiple_of)
+    model, listed = plain_copy(model), assign_attrs(listed, attrs or {})
+    check_names("", [coupling.name for coupling in listed], multiple_of=multiple_of)
+    multiples = multiple_of if isinstance(multiple_of, Mapping) else {c.name: multiple_of for c in listed}
+    pairs = [(at, coupling, bound) for at, coupling in enumerate(listed) for bound in coupling.bind(model)]
+    found = (replace(find_removal(model, b, multiples.get(c.name, 1)), source=at) for at, c, b in pairs)
+    removals = outside_dropped([*found])
     reference = Reference(model, example_inputs, tolerance)
     reference.check_lengths()
     small, report = verified(reference, removals)
@@ -315,7 +146,17 @@ def verified(
         config_changes, not_in_config = fit_config(model, small, removals, exact)
         changes = [*changes, *config_changes]
     report = Compaction(
-        couplings=tuple(map(_kept_units, removals)),
+        couplings=tuple(
+            KeptUnits(
+                name=removal.bound.name,
+                kind=removal.bound.kind,
+                kept=removal.kept,
+                of=removal.scope_units,
+                scopes=removal.keep.numel() // removal.scope_units,
+                partly=removal.partly,
+            )
+            for removal in removals
+        ),
         before=size_of(model, reference.flops),
         after=size_of(small, comparison.flops),
         difference=comparison.difference,
@@ -329,17 +170,6 @@ def verified(
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
-
-
-def _kept_units(removal: Removal) -> KeptUnits:
-    return KeptUnits(
-        name=removal.bound.name,
-        kind=removal.bound.kind,
-        kept=removal.kept,
-        of=removal.scope_units,
-        scopes=removal.keep.numel() // removal.scope_units,
-        partly=removal.partly,
-    )
 
 
 def _as_texts(changes: Sequence[Change]) -> tuple[str, ...]:
@@ -371,28 +201,6 @@ def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
         alone = compared(reference, single, single_use=True)
         lines += [f"coupling {removal.bound.name!r} by itself {alone}"] if isinstance(alone, str) else []
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
-
-
-def find_removals(
-    model: nn.Module,
-    couplings: Sequence[Coupling],
-    multiple_of: int | Mapping[str, int],
-    known: Known | None = None,
-) -> list[Removal]:
-    """Return what each coupling of a masked model would remove, except in dropped modules; arguments as of `compact`.
-
-    What is not in `known` is searched for, and added to it.
-    """
-    check_names("", [coupling.name for coupling in couplings], multiple_of=multiple_of)
-    removals, known = list[Removal](), Known() if known is None else known
-    for source, coupling in enumerate(couplings):
-        multiple = multiple_of.get(coupling.name, 1) if isinstance(multiple_of, Mapping) else multiple_of
-        key = replace(coupling, attrs={}), multiple
-        if key not in known:  # `shrink` and `removable` know all, since they chose units before they zeroed them
-            known[key] = [find_removal(model, bound, multiple) for bound in coupling.bind(model)]
-        for removal in known[key]:
-            removals.append(replace(removal, bound=replace(removal.bound, attrs=coupling.attrs), source=source))
-    return outside_dropped(removals)
 
 
 def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
@@ -442,11 +250,3 @@ def compared(reference: Reference, small: nn.Module, *, single_use: bool = False
     if comparison.decisive == float("inf"):
         return "gives other outputs: other shapes, integers, inf or nan"
     return f"gives other outputs: a relative difference of {comparison.difference:.1e}"
-
-
-def size_of(model: nn.Module, flops: int) -> Size:
-    """Return the size of a model whose forward takes `flops` FLOPs."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return Size(
-        parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops
-    )

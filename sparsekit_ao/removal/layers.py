@@ -26,9 +26,10 @@ from ..oneshot.chain import CalibrationData
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
-from .compaction import Compaction, verified
+from .compaction import verified
 from .modules import Zeros, attention_by_type, config_of
 from .remove import Removal, check_multiple, rounded
+from .report import Compaction
 from .sizes import fitting_engines, has_config
 from .verify import Reference
 

@@ -18,6 +18,7 @@ from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from ..models.running import seeded
 from .modules import WIDTH, set_width, width_of
+from .plan import Plan
 from .remove import Removal, plain_tensors, sizes_of
 from .verify import Reference
 
@@ -236,7 +237,7 @@ def _is_fixed(holder: object, name: str) -> bool:
     return isinstance(descriptor, property) and descriptor.fset is None
 
 
-def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = False) -> dict[str, str]:
+def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> dict[str, str]:
     """Find attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
 
     Return {path: axes}, as in `Coupling(attrs=)`. With `inside`, they are of modules around the layers, equal the
@@ -246,10 +247,11 @@ def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = Fals
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.up, self.down, self.width, self.shape = nn.Linear(4, 6), nn.Linear(6, 4), 6, (2, 6)
-    >>> candidate_attrs(nn.Sequential(Block()), Coupling({"*.up.weight": "u i", "*.down.weight": "o u"}))
+    >>> model = nn.Sequential(Block())
+    >>> candidate_attrs(model, Plan.of(Coupling({"*.up.weight": "u i", "*.down.weight": "o u"}), model))
     {'*.width': 'u', '*.shape[1]': 'u'}
     """
-    bindings, attrs = coupling.bind(model), dict[str, str]()
+    bindings, attrs = plan.bound, dict[str, str]()
     products = _products(bindings[0])
     products = {size: axes for size, axes in products.items() if not inside or axes.count(" ") < 2}
     names, captured = [member.fqn for member in bindings[0].members], bindings[0].captured
@@ -257,7 +259,7 @@ def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = Fals
         d = member.pattern.dimension_of(bindings[0].unit)
         for size in (n for k, n in enumerate(plain_tensors(model, names)[member.fqn].shape) if k != d):
             products.pop(size, None)
-    for path, value, depth in _integers_around(model, coupling.members, names, captured):
+    for path, value, depth in _integers_around(model, plan.coupling.members, names, captured):
         if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
             continue
         if inside and depth == 0:  # of children without tensors: a stride or a kernel of torch.nn is no number of units
@@ -269,15 +271,15 @@ def candidate_attrs(model: nn.Module, coupling: Coupling, *, inside: bool = Fals
     return attrs
 
 
-def width_attrs(model: nn.Module, coupling: Coupling) -> dict[str, str]:
+def width_attrs(model: nn.Module, plan: Plan) -> dict[str, str]:
     """Return {path of `WIDTH`: axes} of modules that may read the units, times other sizes, as an input's width."""
-    bindings, stars = coupling.bind(model), count_stars(next(iter(coupling.members)))
-    products, attrs = _products(bindings[0]), dict[str, str]()
-    for prefix in dict.fromkeys(".".join(member.split(".")[:-2]) for member in coupling.members):
+    members, stars = plan.coupling.members, count_stars(next(iter(plan.coupling.members)))
+    products, attrs = _products(plan.bound[0]), dict[str, str]()
+    for prefix in dict.fromkeys(".".join(member.split(".")[:-2]) for member in members):
         path = f"{prefix}.{WIDTH}".removeprefix(".")
         if count_stars(path) in (0, stars):
             for axes in products.values():
-                if all(_holds(model, bound, path, axes) for bound in bindings):
+                if all(_holds(model, bound, path, axes) for bound in plan.bound):
                     attrs[path] = axes
     return attrs
 

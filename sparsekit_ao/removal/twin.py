@@ -21,6 +21,7 @@ from ..coupling.discovery.tracing import UNUSED
 from ..errors import SparsityError
 from ..masking.normalized import computed_tensors
 from .modules import drop_modules
+from .plan import Plan
 from .remove import Removal
 from .sizes import Change, apply_changes, config_sizes, has_config, misfits, undone
 
@@ -33,54 +34,53 @@ _KeptBlocks = Mapping[str, Sequence[int]]  # {path of a list, with a dot at the 
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """A short model with parameters of the whole one, and its couplings without tensors of blocks that it lacks."""
+    """A short model with parameters of the whole one, and plans in it without tensors of blocks that it lacks."""
 
     model: nn.Module
-    couplings: tuple[Coupling, ...]
-    wholes: Mapping[Coupling, Coupling]  # {coupling of the short model, without `attrs`: that of the whole model}
+    plans: tuple[Plan, ...]
+    wholes: Mapping[Coupling, Plan]  # {coupling of the short model, without `attrs`: plan in the whole model}
     kept: _KeptBlocks
 
-    def in_whole(self, coupling: Coupling) -> Coupling:
-        """Return a coupling of the short model as one of the whole model, with the `attrs` of both."""
-        if (whole := self.wholes.get(replace(coupling, attrs={}))) is not None:
+    def in_whole(self, plan: Plan, model: nn.Module) -> Plan:
+        """Return a plan in the short model as one in the whole model, with the `attrs` of both."""
+        if (whole := self.wholes.get(replace(plan.coupling, attrs={}))) is not None:
             numbers = {path: {str(k): str(at) for k, at in enumerate(kept)} for path, kept in self.kept.items()}
-            found = {_renamed(path, numbers): axes for path, axes in coupling.attrs.items()}
-            return replace(whole, attrs={**whole.attrs, **found})
-        if any(short.members != whole.members for short, whole in self.wholes.items()):
-            raise SparsityError(
-                f"coupling {coupling.name!r} was merged in a model that lacks blocks which couplings name"
-            )
-        return coupling  # its names have stars for the blocks, so it is the same in both models
+            return whole.with_attrs({_renamed(path, numbers): axes for path, axes in plan.attrs.items()})
+        if any(short.members != whole.coupling.members for short, whole in self.wholes.items()):
+            raise SparsityError(f"coupling {plan.name!r} was merged in a model that lacks blocks which couplings name")
+        # Its names have stars for the blocks, so it is the same in both models.
+        return Plan.of(plan.coupling, model, plan.multiple)
 
 
-def make_twin(model: nn.Module, couplings: Sequence[Coupling]) -> Twin | None:
-    """Return a short model, which may turn out not to run, and couplings in it, without copying the other blocks.
+def make_twin(model: nn.Module, plans: Sequence[Plan]) -> Twin | None:
+    """Return a short model, which may turn out not to run, and plans in it, without copying the other blocks.
 
     Return None if no list has more than two blocks of one kind, if the model cannot be copied without the other
     blocks, or if a coupling does not bind to the same tensors in both models, apart from those in missing blocks.
     """
     try:
-        bounds = {coupling: coupling.bind(model) for coupling in couplings}
-        if not (kept := _kept_blocks(model, bounds)):
+        if not (kept := _kept_blocks(model, plans)):
             return None
         numbers = {path: {str(at): str(k) for k, at in enumerate(some)} for path, some in kept.items()}
-        short, shorts = _short_model(model, kept), dict[Coupling, Coupling]()
-        for whole, bound in bounds.items():
-            members, attrs = ({_renamed(n, numbers): a for n, a in d.items()} for d in (whole.members, whole.attrs))
+        short, in_short = _short_model(model, kept), list[Plan]()
+        for whole in plans:
+            texts = (whole.coupling.members, whole.attrs)
+            members, attrs = ({_renamed(name, numbers): axes for name, axes in text.items()} for text in texts)
             for names in (members, attrs):
                 names.pop("", None)  # "" is what `_renamed` returns for names in blocks that are not kept
-            coupling = replace(whole, members=members, attrs=attrs)
+            coupling = replace(whole.coupling, members=members, attrs=attrs)
+            plan = Plan.of(coupling, short, whole.multiple)
             # A layer that lies in such a block alone becomes an empty set.
-            expected = {frozenset(_renamed(member.fqn, numbers) for member in b.members) - {""} for b in bound}
-            if expected - {frozenset()} != {frozenset(m.fqn for m in b.members) for b in coupling.bind(short)}:
+            expected = {frozenset(_renamed(m.fqn, numbers) for m in b.members) - {""} for b in whole.bound}
+            if expected - {frozenset()} != {frozenset(m.fqn for m in bound.members) for bound in plan.bound}:
                 return None
-            shorts[coupling] = whole
+            in_short.append(plan)
     except Exception:  # the model cannot be copied, or not without the other blocks
         return None
-    wholes = {replace(coupling, attrs={}): whole for coupling, whole in shorts.items()}
-    if len(wholes) < len(couplings):  # couplings of different blocks have become one
+    wholes = {replace(plan.coupling, attrs={}): whole for plan, whole in zip(in_short, plans, strict=True)}
+    if len(wholes) < len(plans):  # couplings of different blocks have become one
         return None
-    return Twin(model=short, couplings=(*shorts,), wholes=wholes, kept=kept)
+    return Twin(model=short, plans=tuple(in_short), wholes=wholes, kept=kept)
 
 
 def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
@@ -89,7 +89,7 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
     Names have the numbers of the whole model, but places in missing blocks are missing, and counts and values are those
     of the short one. Where a block reads what a block far from it has written, couplings may join more blocks.
     """
-    kept = _kept_blocks(model, {})
+    kept = _kept_blocks(model, ())
     numbers = {path: {str(k): str(at) for k, at in enumerate(some)} for path, some in kept.items()}
 
     def in_whole(text: str) -> str:  # the text may be a reason, with names in it
@@ -122,7 +122,11 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
     members = [{in_whole(name): axes for name, axes in c.members.items()} for c in found.couplings]
     # With name="", a coupling is named after its first member again.
     couplings = [replace(c, members=m, name="") for c, m in zip(found.couplings, members, strict=True)]
-    if (twin := make_twin(model, couplings)) is None or twin.kept != kept:  # they treat blocks of one kind differently
+    try:
+        twin = make_twin(model, [Plan.of(coupling, model) for coupling in couplings])
+    except SparsityError:  # names of the short model are not those of the whole one
+        return None
+    if twin is None or twin.kept != kept:  # they treat blocks of one kind differently
         return None
     places = [tuple((in_whole(name), d) for name, d in axis.places) for axis, _ in found.frozen]
     axes = [replace(row[0], why=in_whole(row[0].why), places=p) for row, p in zip(found.frozen, places, strict=True)]
@@ -139,10 +143,10 @@ def _renamed(name: str, numbers: Mapping[str, Mapping[str, str]]) -> str:
     return name
 
 
-def _kept_blocks(model: nn.Module, bounds: Mapping[Coupling, Sequence[BoundCoupling]]) -> _KeptBlocks:
+def _kept_blocks(model: nn.Module, plans: Sequence[Plan]) -> _KeptBlocks:
     """Return the indices of the first two blocks of each kind, for every outermost list that has more of a kind."""
     inside = defaultdict[str, list[Any]](list)  # {path of a module, with a dot at the end: tensors of couplings in it}
-    for at, member in ((at, m) for at, bound in enumerate(bounds.values()) for b in bound for m in b.members):
+    for at, member in ((at, m) for at, plan in enumerate(plans) for bound in plan.bound for m in bound.members):
         parts = member.fqn.split(".")
         for depth in range(1, len(parts)):
             inside[".".join([*parts[:depth], ""])].append((at, ".".join(parts[depth:]), member.pattern.axes))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sparsekit_ao import Coupling
 from sparsekit_ao.coupling import discover
-from sparsekit_ao.removal import removable, shrink, trials
+from sparsekit_ao.removal import choose, find, removable, shrink
 from sparsekit_ao.removal.twin import make_twin
 
 IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -112,15 +112,16 @@ def shrunk(model, inputs, monkeypatch, *, whole, **keys):
     """The smaller model, its report, and how many blocks each twin had."""
     made = []
 
-    def make(model, couplings):
-        twin = None if whole else make_twin(model, couplings)
+    def make(model, plans):
+        twin = None if whole else make_twin(model, plans)
         made.append({} if twin is None else dict(twin.kept))
         return twin
 
     with monkeypatch.context() as patch:
-        patch.setattr(trials, "make_twin", make)
+        patch.setattr(find, "make_twin", make)
+        patch.setattr(choose, "make_twin", make)
         if whole:
-            patch.setattr(trials, "discover_in_twin", lambda *_: None)
+            patch.setattr(find, "discover_in_twin", lambda *_: None)
         return *shrink(model, inputs, **{"ratio": EVERYTHING, **keys}), made
 
 
@@ -175,7 +176,7 @@ def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
 @pytest.mark.parametrize("make", [llama, vit])
 def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch):
     model, inputs = make()
-    found = trials.discover_in_twin(model.eval(), inputs)
+    found = find.discover_in_twin(model.eval(), inputs)
     wanted = discover(model, inputs)
     assert found.couplings == wanted.couplings
     assert (found.values, found.uncalled) == (wanted.values, wanted.uncalled)
@@ -231,7 +232,7 @@ def test_blocks_that_differ_by_their_position_lose_what_the_whole_model_shows(ho
 def test_a_model_that_is_a_sequence_itself():
     blocks = [Mlp() for _ in range(5)]
     model = nn.Sequential(*blocks, nn.Linear(16, 3)).eval()
-    assert trials.discover_in_twin(model, torch.randn(4, 16)) is None
+    assert find.discover_in_twin(model, torch.randn(4, 16)) is None
     assert shrink(model, torch.randn(4, 16), 0.5)[0][0].up.out_features == 16
 
 

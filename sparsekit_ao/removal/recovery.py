@@ -1,8 +1,8 @@
-"""Layers that read removed units make up for them: the best weights for the others, by least squares."""
+"""With data, layers that read removed units make up for them, and blocks are trained to match the dense ones."""
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,13 +12,27 @@ from .. import masking
 from ..calibration import Recorder
 from ..models.names import owner_of
 from ..oneshot.chain import CalibrationData
+from ..oneshot.matching import Teacher
 from ..oneshot.solving import LayerRow, Layers
-from ..oneshot.walk import Walk
-from .remove import Removal, kept_elements, plain_tensors
+from ..oneshot.walk import Walk, checkpoint_of
+from .compaction import verified
+from .plan import Plan, removals_of
+from .remove import Removal, kept_elements, masked_copy, plain_tensors
+from .report import Compaction
+from .request import Request
+
+
+def compensated(request: Request, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
+    """Return the smaller model, whose weights make up for the removed units, and its report."""
+    removals = removals_of(plans)
+    better, rows = _best_weights(request.model, removals, request.data)
+    reference = request.reference_of(masked_copy(better, removals), dense=better)
+    small, report = verified(reference, removals, with_config=True)
+    return small, replace(report, compensation=tuple(rows))
 
 
 @torch.no_grad()
-def compensated(
+def _best_weights(
     model: nn.Module, removals: Sequence[Removal], data: CalibrationData
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Return a copy whose weights that read removed units are the best ones without them, and their output errors.
@@ -58,3 +72,19 @@ def compensated(
     # It visits blocks in the order of the forward pass, and records all layers of one before any of them changes.
     walk = Walk(replace(data, model=copied), [layers.target(name) for name in masks])
     return copied, walk.run("shrink", layers)[0] if walk.reached else []
+
+
+def recovered(request: Request, small: nn.Module, report: Compaction, layers: Iterable[str]) -> Compaction:
+    """Train the blocks of a smaller model in place if this was asked for; return the report with errors of outputs.
+
+    The blocks are those of the list that has most of these layers.
+    """
+    data = replace(request.data, model=small)
+    if request.recover:
+        checkpoint_of(data, None, "recover")  # checks that ranks have the same model
+        teacher = Teacher(request.whole, data)
+        walk = Walk(data, (), layers=[small.get_submodule(name) for name in layers])
+        _, rows = walk.run("recover", None, teacher)
+        report = replace(report, recovery=teacher.finish(rows))
+    dense_output = replace(data, model=request.model).first_output()
+    return replace(report, error_to_dense=data.error_to(dense_output))

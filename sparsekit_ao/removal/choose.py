@@ -1,0 +1,289 @@
+"""Choose what is pruned, and how much of it: ratios, limits and multiples by name, rivals, and what a config holds."""
+
+import contextlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calibration.adapters import adapter_of
+from ..coupling import BoundCoupling
+from ..errors import SparsityError
+from ..models.names import connected, named_tensors, owner_of
+from ..models.running import eval_mode
+from ..oneshot.matching import refuse_unfit
+from ..oneshot.walk import Walk
+from .compaction import check_names
+from .plan import LIMIT, Plan, active, with_own_names, without_layers
+from .remove import plain_tensors
+from .request import Request
+from .search import Trials, with_random_units
+from .twin import make_twin
+
+# A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
+# the last entry says how many indices lie before and after this part; otherwise it is None.
+_Place = tuple[str, int, tuple[int, int] | None]
+
+
+def multiple_for(model: nn.Module, plan: Plan) -> int:
+    """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it.
+
+    >>> mlp = Coupling({"0.weight": "u i", "1.weight": "o u"})
+    >>> model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
+    >>> multiple_for(model, Plan.of(mlp, model)), multiple_for(model.half(), Plan.of(mlp, model))
+    (1, 8)
+    """
+    multiple, unit = 1, plan.coupling.unit
+    for member in (member for bound in plan.bound for member in bound.members):
+        tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
+        is_packed = tensor.ndim == 3 and re.search("expert|moe", type(owner_of(model, member.fqn)[0]).__name__.lower())
+        is_aligned = is_packed and pattern.dimension_of(unit) > 0
+        # Kernels need it for 16-bit weights, and for packed experts (experts, out, in) of any dtype.
+        if tensor.ndim > 1 and tensor.is_floating_point() and (is_aligned or tensor.element_size() == 2):
+            lengths = pattern.lengths(tuple(tensor.shape))
+            axes = pattern.dimensions[pattern.dimension_of(unit)]
+            inner = math.prod(lengths[axis] for axis in axes if axis != unit)
+            length = max(16 // tensor.element_size(), 1)
+            multiple = max(multiple, length // math.gcd(length, inner))
+    return multiple
+
+
+def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
+    """Return the names of the tensors whose outputs are units of a layer, and of the modules around them.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    >>> sorted(names_of_outputs(model, Coupling({"0.weight": "u i", "1.weight": "o u"}).bind(model)[0]))
+    ['0', '0.weight']
+    """
+    names = set[str]()
+    for member in bound.members:
+        adapter = adapter_of(*owner_of(model, member.fqn), {})
+        if adapter is None or member.pattern.dimension_of(bound.unit) not in adapter.input_dims:
+            parts = member.fqn.split(".")
+            names.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return names
+
+
+def numbers_of_layers(
+    model: nn.Module, plans: Sequence[Plan], numbers: Any, default: Any, what: str
+) -> list[list[Any]]:
+    """Return the numbers of each plan's layers: one number for all, or numbers by name.
+
+    A name is that of a tensor or module of a layer, of a coupling, or a kind; `what` names the argument in errors.
+    """
+    if not isinstance(numbers, Mapping):
+        return [[numbers] * len(plan.bound) for plan in plans]
+    # The name of another coupling does not count as a tensor.
+    reserved = {name for plan in plans for name in (plan.name, plan.coupling.layer_of)}
+
+    def number(plan: Plan, bound: BoundCoupling) -> Any:
+        names = names_of_outputs(model, bound) - (reserved - {plan.name})
+        # The longest name of a module counts.
+        named = sorted((name for name in numbers if name in names), key=lambda name: -name.count("."))
+        for rival in named:
+            if rival.count(".") == named[0].count(".") and numbers[rival] != numbers[named[0]]:
+                raise SparsityError(
+                    f"{what} has different numbers for {named[0]!r} and {rival!r}, whose units are removed together; "
+                    "give one of them"
+                )
+        wholes = [name for name in (plan.name, plan.coupling.layer_of, plan.kind, "*") if name in numbers]
+        return numbers[[*named, *wholes][0]] if named or wholes else default
+
+    return [[number(plan, bound) for bound in plan.bound] for plan in plans]
+
+
+def with_numbers(request: Request, plans: Sequence[Plan]) -> list[Plan]:
+    """Give all plans their level, limit and multiple; those whose layers are given different ones are divided."""
+    ratio = request.ratio if request.cost is None else request.level
+    arguments = {"ratio": ratio, "max_sparsity": request.max_sparsity, "multiple_of": request.multiple_of}
+    _check_named(request.model, plans, arguments)
+    tried, defaults = active(plans), {"ratio": 0.0, "max_sparsity": LIMIT, "multiple_of": None}
+    columns = [numbers_of_layers(request.model, tried, n, defaults[what], what) for what, n in arguments.items()]
+    parts = [plan for plan in plans if plan.left_out]
+    for plan, *rows in zip(tried, *columns, strict=True):
+        numbers = [*zip(*rows, strict=True)]  # of each layer
+        layers = plan.layers() if len({*numbers}) > 1 else [plan]
+        for layer, (level, limit, multiple) in zip(layers, numbers, strict=False):
+            multiple = multiple_for(request.model, layer) if multiple is None else multiple
+            parts.append(replace(layer, level=level, limit=limit, multiple=multiple))
+    return with_own_names(parts)
+
+
+def _check_named(model: nn.Module, plans: Sequence[Plan], arguments: Mapping[str, Any]) -> None:
+    """Raise an error if an argument names what is not a coupling, a kind or a layer whose outputs can be removed."""
+    given = [(what, name) for what, by in arguments.items() if isinstance(by, Mapping) for name in by]
+    names = {name for p in active(plans) for name in (p.name, p.coupling.layer_of, p.kind)} - {""}
+    names |= {"*", "width", *(plan.name for plan in plans)}
+    bounds = (bound for plan in active(plans) for bound in plan.bound) if given else ()
+    layers = set[str]().union(*(names_of_outputs(model, bound) for bound in bounds))
+    tensors = dict(named_tensors(model))
+    for what, name in given:
+        if name not in names | layers and any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
+            raise SparsityError(
+                f"shrink: {what} names {name!r}, but none of its outputs can be removed; name the layer before it to "
+                "remove its inputs, or call without this name and read the reasons in report.left_out"
+            )
+        check_names("shrink: ", [*sorted(names), *layers & {name}], **{what: {name: 0}})
+
+
+def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
+    """Return the names of the modules whose matrices have units that leave, or all that have matrices."""
+    members = set[str]().union(*(plan.tensors for plan in active(plans) if plan.level))
+    matrices = [name for name, p in named_tensors(model) if p.ndim > 1]
+    names = [name for name in matrices if name in members] or matrices
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def inside_blocks(request: Request, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
+    """Leave out layers of plans whose units pass between repeated blocks, or leave the last one.
+
+    The blocks are those of the list that has most of the `layers`, in which the model is recovered.
+    """
+    # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
+    # modules of several places, the outputs of the blocks between them have its units.
+    model, finished, places = request.model, 0, defaultdict[nn.Module, set[int]](set)
+    walk = Walk(replace(request.data, model=model), (), layers=[model.get_submodule(name) for name in layers])
+
+    def record(module: nn.Module, *_: Any) -> None:  # called before and after the module, which may contain blocks
+        places[module].add(finished)
+
+    def finish(*_: Any) -> None:
+        nonlocal finished
+        finished += 1
+
+    with ExitStack() as stack, eval_mode(model), torch.no_grad():
+        for module in model.modules():
+            stack.enter_context(module.register_forward_pre_hook(record))
+            stack.enter_context(module.register_forward_hook(record))
+        for block in walk.blocks:
+            stack.enter_context(block.register_forward_hook(finish))
+        output = walk.data.output(0)
+    if request.recover and not walk.blocks:
+        refuse_unfit(output, output, "the model")
+    why = "it passes between blocks, whose outputs recover=True matches" if request.recover else "left out by 'width'"
+
+    def places_of(path: str) -> set[int]:  # those of the innermost module that is called and contains this one
+        return places.get(model.get_submodule(path)) or (places_of(path.rpartition(".")[0]) if path else {0, finished})
+
+    def why_not(bound: BoundCoupling) -> str:
+        return why if len({at for m in bound.members for at in places_of(m.fqn.rpartition(".")[0])}) > 1 else ""
+
+    return without_layers(plans, why_not)
+
+
+def that_config_holds(request: Request, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
+    """Leave out the plans whose removal the config of a transformers model cannot hold; return whether this was done.
+
+    It is done with keep_config=True, even if nothing remains. With None, it is done if the call leaves open what is
+    dropped, and the config can hold some of it.
+    """
+    if not (request.is_open if request.keep_config is None else request.keep_config):
+        return [*plans], False
+    held = [*(plan for plan in plans if plan.left_out), *_held_by_config(request, active(plans))]
+    is_kept = bool(request.keep_config or active(held))
+    return held if is_kept else [*plans], is_kept
+
+
+def _held_by_config(request: Request, plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans, by trials of each; those whose removal the config cannot hold are left out.
+
+    With one budget, plans may later keep any multiple of their `multiple`. It is then raised until the config can
+    express its largest multiple below the number of units, or else to the number of units.
+    """
+    # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
+    ratio = request.level if request.cost is None else 0.5
+    trials, twin = None, make_twin(request.model, plans)
+    with contextlib.suppress(SparsityError):  # the twin does not run
+        if twin is not None:
+            short = Trials(twin.model, with_random_units(twin.plans, ratio), request.reference_of)
+            trials = None if short.misfit([]) else short
+    trials = trials or Trials(request.model, with_random_units(plans, ratio), request.reference_of)
+    reasons = {plan: trials.misfit([plan]) for plan in trials.plans}
+    together = {plan: [plan] for plan in trials.plans}  # {plan: those that one field holds with it}
+    # One field may hold the number of several couplings, so failing ones with as many units are tried together.
+    for number in dict.fromkeys(plan.units for plan, why in reasons.items() if why):
+        equal = [plan for plan, why in reasons.items() if why and plan.units == number]
+        while len(equal) > 1 and (why := trials.misfit(equal)):
+            misfit = why.partition(" is ")[0]  # a tensor whose number no field holds
+            fewer = [plan for plan in equal if misfit not in plan.tensors]
+            equal = fewer if fewer != equal else []
+        if len(equal) > 1:
+            reasons |= dict.fromkeys(equal, "")
+            together |= dict.fromkeys(equal, equal)
+    held = list[Plan]()
+    for plan, tried in zip(plans, trials.plans, strict=True):
+        if request.cost is not None and not reasons[tried]:
+            units, multiple = tried.units, tried.multiple
+            steps = [m for m in range(multiple, units, multiple) if units % m == 0] or [multiple]
+            fitting = (m for m in steps if not trials.misfit(together[tried], (units - 1) // m * m))
+            plan = replace(plan, multiple=next(fitting, units))
+        why = f"the config cannot hold it ({reasons[tried]}); keep_config=False removes it" if reasons[tried] else ""
+        held.append(replace(plan, left_out=why))
+    return held
+
+
+def without_rivals(model: nn.Module, plans: Sequence[Plan]) -> list[Plan]:
+    """Leave out plans that drop nothing, and all but one of those that divide one dimension of a tensor."""
+    why = "ratio is 0 for it, or does not name it"
+    plans = [plan if plan.left_out or plan.level else replace(plan, left_out=why) for plan in plans]
+    places = {plan: _places(plan) for plan in active(plans)}
+    owners = dict[_Place, Plan]()  # {place: the chosen plan that divides it}
+    for rivals in connected(places):  # plans that share places, directly or through others
+        sets = []  # for each rival, a set of plans that includes it, and of which no two share a place
+        for first in rivals:
+            owner_of_place = dict.fromkeys(places[first], first)
+            for plan in rivals:
+                if owner_of_place.keys().isdisjoint(places[plan]):
+                    owner_of_place |= dict.fromkeys(places[plan], plan)
+            sets.append(list(dict.fromkeys(owner_of_place.values())))
+        # Whole heads, which a config can count, come before parts of heads. In a grouped convolution, dropping inputs
+        # and outputs of each group removes more parameters than dropping whole groups.
+        worse = {plan for plan in rivals if plan.kind == "head size" or plan.kept == plan.units}
+        sizes = [round(_removed_parameters(model, chosen, places)) for chosen in sets]
+        best = max(zip(sets, sizes, strict=True), key=lambda row: (worse.isdisjoint(row[0]), row[1]))[0]
+        owners |= {place: plan for plan in best for place in places[plan]}
+    chosen = []
+    for plan in plans:
+        shared = next((place for place in places.get(plan, ()) if owners.get(place, plan) is not plan), None)
+        if shared is not None:
+            why = f"only one coupling may divide dimension {shared[1]} of {shared[0]}: {owners[shared].name!r}"
+            plan = replace(plan, left_out=why)
+        chosen.append(plan)
+    return chosen
+
+
+def _places(plan: Plan) -> list[_Place]:
+    """Return the dimensions of tensors, or parts of dimensions, that a coupling divides."""
+    members = [member for bound in plan.bound for member in bound.members]
+    divided = [(member, member.pattern.dimension_of(plan.coupling.unit)) for member in members]
+    return [(member.fqn, d, member.pattern.outside.get(d)) for member, d in divided]
+
+
+def _removed_parameters(model: nn.Module, plans: Collection[Plan], places: Mapping[Plan, Sequence[_Place]]) -> float:
+    """Return how many parameters the plans remove together."""
+    tensors = dict(named_tensors(model))
+    removed = defaultdict[str, dict[int, float]](lambda: defaultdict(float))  # {tensor: {dimension: fraction}}
+    for plan in plans:
+        for name, d, outside in places[plan]:
+            if name in tensors:
+                inside = 1 - sum(outside or ()) / tensors[name].shape[d]  # the share of the part that has the units
+                removed[name][d] += inside * (1 - plan.kept / plan.units)
+    kept = {name: math.prod(1 - fraction for fraction in by.values()) for name, by in removed.items()}
+    return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())
+
+
+def divided_by_size(request: Request, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
+    """Divide plans whose layers differ in size into layers, or all if one budget may give each layer its own number."""
+    may_differ = request.keep_config is False or (request.is_open and not keeps_config)
+    each = request.cost is not None and (may_differ or not hasattr(request.model, "config"))
+    parts = list[Plan]()
+    for plan in plans:
+        differ = len({bound.grid for bound in plan.bound}) > 1
+        parts += plan.layers() if not plan.left_out and (differ or each) else [plan]
+    return with_own_names(parts)

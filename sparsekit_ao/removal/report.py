@@ -1,0 +1,240 @@
+"""`Compaction`, the report of a removal, with the sizes of both models and the kept units."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..coupling import Discovery
+from ..oneshot.matching import RecoveryReport
+from ..oneshot.solving import LayerRow
+from ..tables import Table, lines_of_error
+from .plan import NOT_TRIED, Plan, active
+from .sizes import fitting_engines
+
+_FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The size of a model.
+
+    Attributes:
+        parameters: Elements of all parameters; a shared one counts once.
+        bytes: Bytes of parameters and buffers.
+        flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two), without
+            operators that have no formula (`Compaction.uncounted`).
+
+    >>> Size(parameters=10, bytes=40, flops=16).bytes
+    40
+    """
+
+    parameters: int
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptUnits:
+    """How many units of one coupling are kept.
+
+    Attributes:
+        name: Name of the coupling.
+        kind: What the units are (`Coupling.kind`): "heads", "mlp".
+        kept, of: The number of units of a scope after and before removal.
+        scopes: Number of independent sets of units.
+        partly: The number of kept units, over all scopes, that are zero in some members, but not in all.
+
+    >>> print(KeptUnits(name="heads", kept=2, of=4, scopes=3))
+    2 of 4 units in each of 3 scopes
+    """
+
+    name: str
+    kind: str = ""
+    kept: int
+    of: int
+    scopes: int = 1
+    partly: int = 0
+
+    def __str__(self) -> str:
+        scopes = f" in each of {self.scopes} scopes" if self.scopes > 1 else ""
+        partly = f" ({self.partly} of them zero in some members only)" if self.partly else ""
+        return f"{self.kept} of {self.of} units{scopes}{partly}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compaction(Table[KeptUnits]):
+    """The result of `compact` as numbers; `print(report)` shows it as text.
+
+    Attributes:
+        couplings: A row for each coupling.
+        before, after: Sizes of the model.
+        difference: Largest difference of an output on the example inputs, relative to the largest value that differs.
+        in_float64: The difference of float64 copies, if rounding explains why `difference` is above the tolerance.
+        notes: Descriptions of what is not exact.
+        uncounted: Operators from outside of torch, and matrix products, whose FLOPs the sizes leave out.
+        not_compared: Objects in the output that were not inspected, so tensors in them were not compared.
+        unlisted: Integers that seem to hold a removed size and are in no coupling's `attrs`.
+        changed: Attributes of modules and configs with their old and new values.
+        not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
+            `from_pretrained` does not load it. Empty if it does, None if this was not determined. Set by `shrink`.
+        fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; set by `shrink`.
+        left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
+        frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
+        values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
+        compensation: Output errors of layers that read removed units, before and after; set by `shrink` with batches.
+        recovery: What `recover` did; set by `shrink(recover=True)`.
+        error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
+            batch or the example inputs; set by `shrink`. See `RecoveryReport`.
+        manifest: Plain data for `cut_to`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[1:].zero_(), model[1].weight[:, 1:].zero_()
+    >>> hidden = sparsekit_ao.Coupling({"0.weight": "u i", "1.weight": "o u"})
+    >>> report = sparsekit_ao.removal.compact(model, hidden, torch.ones(1, 2))[1]
+    >>> report.before.parameters, report.after.parameters, str(report.couplings[0])
+    (18, 6, '1 of 4 units')
+    """
+
+    couplings: tuple[KeptUnits, ...]
+    before: Size
+    after: Size
+    difference: float
+    in_float64: float | None = None
+    notes: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    not_in_config: str | None = None
+    fits: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    compensation: tuple[LayerRow, ...] = ()
+    recovery: RecoveryReport | None = None
+    error_to_dense: float = math.nan
+    manifest: Mapping[str, Any] = field(repr=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the manifest as JSON, for `cut_to` in another process."""
+        Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
+
+    bars = ("of", "kept")
+
+    @property
+    def rows(self) -> tuple[KeptUnits, ...]:  # type: ignore[override]
+        """The couplings."""
+        return self.couplings
+
+    def metrics(self) -> dict[str, float]:
+        """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
+        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
+
+    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
+        """Return the head and the rows as text."""
+        return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
+
+    def above(self) -> list[str]:
+        """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
+        removed = 1 - self.after.parameters / max(self.before.parameters, 1)
+        is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
+        what = (
+            f"{removed:.1%} of the parameters are removed; keep_config=False also removes what the config cannot hold"
+        )
+        little = [what] if is_little else []
+        return little + lines_of_error(self.error_to_dense)
+
+    def below(self) -> list[str]:
+        """Return the lines below the table: sizes, and what was compared, changed and left out."""
+        lines = []
+        for what in ("parameters", "bytes", "flops"):
+            was, now = getattr(self.before, what), getattr(self.after, what)
+            lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
+        lines += [f"flops leave out {', '.join(self.uncounted)}, without a formula"] if self.uncounted else []
+        lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
+        lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
+        lines += [f"changed: {text}" for text in self.changed]
+        lines += [f"not exact: {note}" for note in self.notes]
+        lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
+        if self.unlisted:
+            names = (
+                f"{len(self.unlisted)} integers equal a removed size" if len(self.unlisted) > 1 else self.unlisted[0]
+            )
+            lines.append(f"unchanged, and outputs are the same: {names} (report.unlisted)")
+        if self.not_in_config:
+            how = "save and load it with export.save_pretrained and export.load_pretrained"
+            lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
+        lines += [f"fits: {text}" for text in self.fits]
+        lines += [f"left out: {text}" for text in self.left_out]
+        lines += [f"frozen: {text}" for text in self.frozen]
+        lines += [f"decided by values of the example inputs: {text}" for text in self.values]
+        if rows := self.compensation:
+            before, after = (
+                sum(errors) / len(rows) for errors in zip(*((r.before, r.after) for r in rows), strict=True)
+            )
+            count = f"{len(rows)} layers that read removed units"
+            lines.append(f"mean output error of the {count}: {before:.4f}, and {after:.4f} after they made up for them")
+        recovered = [] if self.recovery is None else [self.recovery.table(folds=True), *self.recovery.below()]
+        return [*lines, *recovered]
+
+
+def size_of(model: nn.Module, flops: int) -> Size:
+    """Return the size of a model whose forward takes `flops` FLOPs."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops
+    )
+
+
+def with_reasons(
+    report: Compaction,
+    whole: nn.Module,
+    small: nn.Module,
+    discovery: Discovery,
+    plans: Sequence[Plan],
+    has_one_budget: bool,
+) -> Compaction:
+    """Return the report with what was left out, what is frozen, the reasons, and the engines that load the model."""
+    left_out = [(plan.name, plan.left_out) for plan in plans if plan.left_out]
+    left_out += [(plan.name, why) for plan in active(plans) if (why := _why_kept(plan, has_one_budget))]
+    uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
+    # Inputs and outputs keep their sizes in every model, so their axes are not listed.
+    inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
+    return replace(
+        report,
+        before=size_of(whole, report.before.flops),
+        fits=fitting_engines(small) if report.not_in_config == "" else (),
+        left_out=(*_as_lines(left_out), *uncalled),
+        frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
+        values=discovery.values,
+    )
+
+
+def _why_kept(plan: Plan, has_one_budget: bool) -> str:
+    """Return why a plan keeps all units or, where all were to be dropped, the fewest possible; or ""."""
+    units, kept = plan.units, plan.removals[0].kept
+    if kept == units and has_one_budget:
+        return f"the budget is met although it keeps all of its {units} units, since others matter less"
+    if kept == units and plan.multiple > 1:
+        return f"a multiple of {plan.multiple} keeps all of its {units} units"
+    if kept == min(plan.multiple, units) and plan.level == 1:
+        return f"a layer needs a unit, so {kept} of {units} are kept in each scope"
+    return ""
+
+
+def _as_lines(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return (name, reason) as lines of text; names of one reason share a line if they are many, or were not tried."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out:
+        names.setdefault(why, []).append(name)
+    lines = list[str]()
+    for why, alike in names.items():
+        more = len(alike) - 1 if why.startswith(NOT_TRIED) or len(alike) > _FEW else 0
+        lines += [f"{alike[0]} and {more} more: {why}"] if more else [f"{name}: {why}" for name in alike]
+    return tuple(lines)

@@ -1,0 +1,190 @@
+"""`Request`: the arguments of `shrink`, checked, and the models and data that follow from them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..calibration import GRADIENTS
+from ..coupling import Coupling
+from ..errors import SparsityError, checked_model
+from ..masking.normalized import Normed, plain_copy, refuse_uncopyable, undo_weight_norms
+from ..models.running import TokenMask, check_example, token_mask_of
+from ..oneshot.chain import CalibrationData
+from ..scores import Score, needs_of, parse_score
+from ..sparsifiers.config import Exclusion, names_in_place_of_modules
+from ..structure import checked_level
+from .compaction import check_comparable
+from .plan import LIMIT, Plan
+from .score import NORM, Cost, cost_function
+from .sizes import has_config
+from .verify import Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a call of `shrink` asks for."""
+
+    whole: nn.Module  # the model of the user
+    model: nn.Module  # the same with plain weights in place of normalized or computed ones
+    normed: Normed
+    inputs: Any
+    data: CalibrationData  # the batches, or the example inputs
+    has_batches: bool
+    token_mask: TokenMask
+    ratio: float | Mapping[str, float]
+    score: Score | str | None
+    exclude: Sequence[Exclusion]  # with names in place of modules
+    compensate: str | None
+    recover: bool
+    cost: Callable[[Sequence[Plan], Sequence[int]], float] | None  # None if each layer has a budget of its own
+    couplings: Sequence[Coupling] | None
+    max_sparsity: float | Mapping[str, float]
+    multiple_of: int | Mapping[str, int] | None
+    keep_config: bool | None
+
+    @property
+    def names(self) -> set[str] | None:
+        """The names for which a ratio or limit is given, or None if the call names the couplings themselves."""
+        by_name = [numbers for numbers in (self.ratio, self.max_sparsity) if isinstance(numbers, Mapping)]
+        return set[str]().union(*by_name) if self.couplings is None else None
+
+    @property
+    def highest(self) -> float:
+        """The largest of the ratios."""
+        return max(self.ratio.values()) if isinstance(self.ratio, Mapping) else self.ratio
+
+    @property
+    def level(self) -> float:
+        """The fraction of units that trials remove: to meet one budget, a coupling may lose more than the ratio."""
+        return self.highest if self.cost is None else max(self.highest, 0.5)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the call leaves open what is dropped from a model of transformers."""
+        any_kind = not isinstance(self.ratio, Mapping) or "*" in self.ratio
+        return self.couplings is None and has_config(self.model) and any_kind
+
+    @property
+    def reference_of(self) -> Callable[..., Reference]:
+        """A function of a model that returns it as a reference with the example inputs."""
+        return partial(Reference, inputs=self.inputs, normed=self.normed)
+
+
+def checked_request(
+    model: nn.Module,
+    example_inputs: Any,
+    batches: Iterable[Any] | None,
+    forward: Callable[[nn.Module, Any], Any] | None,
+    token_mask: TokenMask,
+    ratio: float | Mapping[str, float],
+    score: Score | str | None,
+    exclude: Sequence[Exclusion],
+    compensate: str | None,
+    recover: bool,
+    budget: str | Cost,
+    couplings: Sequence[Coupling] | None,
+    max_sparsity: float | Mapping[str, float] | None,
+    keep_config: bool | None,
+    **arguments: Any,
+) -> Request:
+    """Return the arguments of `shrink` as a request, or raise a SparsityError if one of them is wrong."""
+    check_comparable("shrink: ", checked_model(model, "shrink"))
+    refuse_uncopyable(model, "shrink")
+    inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
+    needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
+    _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
+    cost = None if budget == "layer" else cost_function(budget, inputs)
+    _check_ratio(model, ratio, cost is not None, max_sparsity, couplings, keep_config)
+    plain = plain_copy(model)
+    normed = undo_weight_norms(plain)
+    return Request(
+        whole=model,
+        model=plain,
+        normed=normed,
+        inputs=inputs,
+        data=data,
+        has_batches=batches is not None,
+        token_mask=token_mask,
+        ratio=ratio,
+        score=score,
+        exclude=names_in_place_of_modules(model, exclude),
+        compensate=compensate,
+        recover=recover,
+        cost=None if cost is None else partial(cost, plain),
+        couplings=couplings,
+        max_sparsity=LIMIT if max_sparsity is None else max_sparsity,
+        keep_config=keep_config,
+        **arguments,
+    )
+
+
+def _checked_data(
+    model: nn.Module,
+    example_inputs: Any,
+    batches: Iterable[Any] | None,
+    forward: Callable[[nn.Module, Any], Any] | None,
+    token_mask: TokenMask,
+) -> tuple[Any, CalibrationData]:
+    """Return the example inputs, or the first batch in their place, and the data that scores and compensation read."""
+    if batches is None:
+        mask = token_mask_of(example_inputs, None, "shrink")
+        data = CalibrationData(model=model, batches=[example_inputs], forward=forward, token_masks=[mask])
+    else:
+        data = CalibrationData.checked(model, batches, forward, token_mask, "shrink")
+    example_inputs = data.batches[0] if example_inputs is None else example_inputs
+    if example_inputs is None:
+        raise SparsityError("shrink: give example_inputs (one batch of inputs), or batches, whose first is taken")
+    check_example(model, example_inputs, "shrink")
+    return example_inputs, data
+
+
+def _check_compensation(
+    has_batches: bool, token_mask: TokenMask, compensate: object, recover: object, has_gradients: bool
+) -> None:
+    """Raise an error if `compensate` or `recover` is unknown or lacks data."""
+    if compensate not in (None, "least_squares"):
+        raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {compensate!r}")
+    if not isinstance(recover, bool):
+        raise SparsityError(
+            f"shrink: recover must be True or False, got {recover!r}; it is always `model` that is matched"
+        )
+    if not has_batches and (recover or token_mask is not None):
+        raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
+    if recover and has_gradients:
+        raise SparsityError(
+            "shrink: the score needs a forward that returns the loss, but recover needs one that returns "
+            "outputs; call shrink with exclude=['width'], and then recover(small, model, batches)"
+        )
+
+
+def _check_ratio(
+    model: nn.Module,
+    ratio: float | Mapping[str, float],
+    is_shared: bool,
+    max_sparsity: object,
+    couplings: Sequence[Coupling] | None,
+    keep_config: bool | None,
+) -> None:
+    """Raise an error if a ratio is wrong, or an argument that may not be given with it."""
+    by_name = ratio if isinstance(ratio, Mapping) and couplings is None else {}
+    for kind in by_name.keys() & {"layers", "experts"}:
+        how = f"removal.shrink_{kind}(model, [example_inputs], {by_name[kind]})"
+        raise SparsityError(f"shrink: ratio names {kind!r}, but removing whole {kind} changes outputs; use {how}")
+    if max_sparsity is not None and not is_shared:
+        raise SparsityError(
+            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here the ratio applies "
+            "to each layer by itself; give budget=, or lower the ratio"
+        )
+    if isinstance(ratio, Mapping) and (is_shared or not ratio):
+        raise SparsityError(
+            f"shrink: a dict of ratios, {ratio!r}, sets a ratio for each name. It needs at least one name, and it "
+            "cannot be combined with a budget= of the whole model; call shrink "
+            "twice, the second time with exclude=[these names]"
+        )
+    if keep_config and not has_config(model):
+        raise SparsityError(f"shrink: keep_config=True needs a model of transformers, got {type(model).__name__}")
+    for level in ratio.values() if isinstance(ratio, Mapping) else [ratio]:
+        checked_level(level, "shrink: ratio: ")

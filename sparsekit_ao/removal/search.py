@@ -1,0 +1,298 @@
+"""Which plans can be carried out together: found by trials, each of which removes units that are zero.
+
+The outputs of the smaller model are compared with those of the larger one, in which the same units are zero.
+"""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..coupling.coupling import merged_couplings
+from ..errors import SparsityError
+from ..masking.normalized import redo_weight_norms
+from ..structure import sparsity_to_nnz
+from .compaction import compared, verified, without_units
+from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
+from .remove import Removal, masked_copy, rounded
+from .report import Compaction
+from .request import Request
+from .score import kept_within, without_lowest
+from .sizes import candidate_attrs, fit_config, width_attrs
+from .verify import Reference
+
+_NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
+
+Failures = defaultdict[str, list[str]]  # {family: for each of its couplings that cannot be removed, the reason}
+
+
+class Trials:
+    """Trials of some plans, whose units are zero in one masked model.
+
+    A trial removes the units of some of the plans; those of the others stay as zeros, which changes no output. Several
+    objects may share `failures`, to which each adds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        reference_of: Callable[..., Reference],
+        done: Callable[[], object] = lambda: None,
+        failures: Failures | None = None,
+    ) -> None:
+        self.plans, self._failures = list(plans), Failures(list) if failures is None else failures
+        self._problems: dict[tuple[object, ...], str] = {}  # {couplings: what `problem` returned for them}
+        self._masked = masked_copy(model, removals_of(plans))
+        self._done, self.reference = done, reference_of(self._masked, dense=model)
+        self.in_training = False  # whether trials also run in training mode, as the final verification does
+
+    def problem(self, plans: Sequence[Plan]) -> str:
+        """Return what is wrong with the model without the zero units of these plans, or "" if nothing is."""
+        key = tuple(plan.coupling for plan in plans)
+        if key not in self._problems:
+            self._problems[key] = self._problem(plans)
+            self._done()
+        return self._problems[key]
+
+    def _problem(self, plans: Sequence[Plan]) -> str:
+        try:
+            small = without_units(self._masked, removals_of(plans), single_use=True)[0]
+        except SparsityError as e:
+            return str(e)
+        comparison = compared(self.reference, small, single_use=True)
+        if isinstance(comparison, str):
+            if not self._problems:  # the first trial
+                self.reference.check_repeats()
+            return comparison
+        return self.reference.not_trainable(small) if self.in_training else ""
+
+    def removed(self, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
+        """Return the smaller model, whose config follows if it can hold the result, and its report."""
+        small, report = verified(self.reference, removals_of(plans), with_config=True)
+        if why := self.reference.not_trainable(small):
+            raise SparsityError(f"the smaller model {why}")
+        return small, report
+
+    def misfit(self, plans: Sequence[Plan], kept: int = 1) -> str:
+        """Return how the model without the zero units of these plans differs from what its config describes, or "".
+
+        At least `kept` units are kept in each scope; where fewer would be, the first zero units stay.
+        """
+        removals = removals_of(plans)
+        removals = [replace(r, keep=r.keep | (~r.keep & ((~r.keep).cumsum(-1) <= kept - r.kept))) for r in removals]
+        small, _, notes, _ = without_units(self._masked, removals, single_use=True)
+        redo_weight_norms(small, self.reference.normed)
+        why = fit_config(self._masked, small, removals, self.reference, single_use=True)[1]
+        return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
+
+    def divide(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans, some with more attributes; those that cannot be removed with the others are left out."""
+        stopped = [replace(p, left_out=NOT_TRIED + self._failures[_family(p)][-1]) for p in plans if self.is_futile(p)]
+        plans = [plan for plan in plans if not self.is_futile(plan)]
+        if not plans or not (why := self.problem(plans)):
+            return [*plans, *stopped]
+        if len(plans) == 1:
+            return [self.fitted(plans[0]) or replace(plans[0], left_out=why), *stopped]
+        half = len(plans) // 2
+        first = self.divide(plans[:half])
+        second = self.divide(plans[half:])  # after the first half, when it is known what failed there
+        return [*self._joined(first, second), *stopped]
+
+    def _joined(self, first: list[Plan], second: Sequence[Plan]) -> list[Plan]:
+        """Add plans to others, at once or one by one; those that contradict the others are left out."""
+        if not active(first) or not self.problem([*active(first), *active(second)]):
+            return [*first, *second]
+        for plan in second:
+            why = "" if plan.left_out else self.problem([*active(first), plan])
+            first = [*first, replace(plan, left_out=f"together with others: {why}") if why else plan]
+        return first
+
+    def is_futile(self, plan: Plan, together: int = 1) -> bool:
+        """Return whether couplings of the same family have failed so often that this one is not tried."""
+        return len(self._failures[_family(plan, together)]) >= ENOUGH
+
+    def fitted(self, plan: Plan, together: int = 1) -> Plan | None:
+        """Return a plan with the further attributes that its removal needs, or None if none were found.
+
+        With `together` above 1, only sets of this many of the nearest candidates are tried.
+        """
+        if self.is_futile(plan, together):
+            return None
+        if not (why := self.problem([plan])):
+            return plan
+        axes = {path: a for path, a in candidate_attrs(self._masked, plan).items() if path not in plan.attrs}
+
+        def fits(paths: Sequence[str]) -> bool:
+            return not self.problem([plan.with_attrs({path: axes[path] for path in paths})])
+
+        nearest = list(axes)[:_NEAREST]
+        sets: list[Sequence[str]]
+        if together == 1:  # all candidates, those outside of configs, these and widths; then each of the nearest alone
+            near, widths = [path for path in axes if "config" not in path.split(".")], width_attrs(self._masked, plan)
+            sets = [*filter(None, (list(axes), near, [*near, *widths] if widths else [])), *((p,) for p in nearest)]
+            axes |= widths
+        else:  # sets in which no attribute changes anything by itself are not tried
+            idle = {path for path in nearest if self.problem([plan.with_attrs({path: axes[path]})]) == why}
+            sets = [paths for paths in itertools.combinations(nearest, together) if not idle.issuperset(paths)]
+        paths = next(filter(fits, sets), None)
+        if paths is None:
+            self._failures[_family(plan, together)].append(why)
+            return None
+        for path in reversed(paths) if len(paths) > together else ():  # the farthest are dropped first
+            fewer = [other for other in paths if other != path]
+            paths = fewer if fits(fewer) else paths
+        return plan.with_attrs({path: axes[path] for path in paths})
+
+    def with_unread(self) -> list[Plan]:
+        """Return all plans with attributes that seem to count units and may change too without changing outputs.
+
+        Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide them.
+        """
+        # What may count the units of couplings that share no tensor is left alone, as these may keep different numbers.
+        unread = [candidate_attrs(self._masked, plan, inside=True) for plan in self.plans]
+        tensors = [plan.tensors for plan in self.plans]
+        for one, other in itertools.combinations(range(len(unread)), 2):
+            for path in unread[one].keys() & unread[other].keys() if tensors[one].isdisjoint(tensors[other]) else ():
+                unread[one].pop(path), unread[other].pop(path)
+        pairs = zip(self.plans, unread, strict=True)
+        paths_of = [{p: axes for p, axes in paths.items() if p not in plan.attrs} for plan, paths in pairs]
+        extended = [plan.with_attrs(paths) for plan, paths in zip(self.plans, paths_of, strict=True)]
+        if not any(paths_of) or not self.problem(extended):
+            return extended
+        plans = self.plans
+        for at, path in ((at, path) for at, paths in enumerate(paths_of) for path in paths):
+            more = [*plans[:at], plans[at].with_attrs({path: paths_of[at][path]}), *plans[at + 1 :]]
+            plans = plans if self.problem(more) else more
+        return plans
+
+
+def divided(
+    model: nn.Module, plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]
+) -> list[Plan]:
+    """Divide plans by trials into those that can be carried out together, and those that are left out, with the reason.
+
+    Some of the first are merged, divided into layers, or have more attributes.
+    """
+    failures = Failures(list)
+    trials = make_trials(plans, failures)
+    trials.reference.check_lengths()
+    found = trials.divide(trials.plans)
+    failing = [plan for plan in found if plan.left_out]
+    fitted, replaced, of_layers = list[Plan](), set[Plan](), list[Plan]()
+    for merged, parts in _merges(model, found):
+        if replaced.isdisjoint(parts) and not trials.is_futile(merged):
+            one = make_trials([merged], failures)
+            if (fit := one.fitted(one.plans[0])) is not None:
+                fitted.append(fit)
+                replaced.update(parts)
+    for plan in (plan for plan in failing if plan not in replaced):
+        if (fit := trials.fitted(replace(plan, left_out=""), together=2)) is not None:
+            fitted.append(fit)
+            replaced.add(plan)
+        elif len({bound.grid for bound in plan.bound}) > 1:
+            # Layers of different widths are stages (as in a ResNet), and the code of each may take another branch.
+            layers = trials.divide(replace(plan, left_out="").layers())
+            if active(layers):
+                fitted += active(layers)
+                replaced.add(plan)
+                of_layers += [layer for layer in layers if layer.left_out]
+    del trials  # frees its masked model
+    good, failing = active(found), [*(plan for plan in failing if plan not in replaced), *of_layers]
+    if fitted:
+        good = [*(plan for plan in good if plan not in replaced), *fitted]
+        # All of these can be removed by themselves, so what else failed in their families is no reason to skip them.
+        trials = make_trials(good, Failures(list))
+        found = trials.divide(trials.plans)
+        good, failing = active(found), [*failing, *(plan for plan in found if plan.left_out)]
+    names = [plan.name for plan in plans]  # single layers have other names, and come last
+    good.sort(key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
+    return [*make_trials(good, failures).with_unread(), *failing]
+
+
+def removed_together(
+    request: Request, plans: Sequence[Plan], keeps_config: bool
+) -> tuple[list[Plan], nn.Module, Compaction]:
+    """Remove the units of the lowest scores, and leave plans out until the others can be carried out together.
+
+    Return the plans, the smaller model, and its report.
+    """
+    left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
+    while True:
+        # Chosen again each time, since those that remain may have to lose more to meet one budget.
+        of_budget = None if request.cost is None else kept_within(rated, request.cost, request.highest)
+        kept = [plan.kept for plan in rated] if of_budget is None else of_budget
+        lowest = [without_lowest(plan, count) for plan, count in zip(rated, kept, strict=True)]
+        trials = Trials(request.model, lowest, request.reference_of)
+        rated = trials.plans
+        try:
+            small, report = trials.removed(rated)
+        except SparsityError:
+            trials.in_training = True
+            tried = trials.divide(rated)
+            rated, failing = active(tried), [plan for plan in tried if plan.left_out]
+            left_out += failing
+            if failing:
+                continue
+            small, report = trials.removed(rated)  # `divide` has added the attributes that were missing
+        if not (keeps_config and rated and report.not_in_config):
+            return [*rated, *left_out], small, report
+        # Leave out a plan without which the config can hold the others; if there is none, leave out the first one.
+        without = [[other for other in rated if other is not plan] for plan in rated]
+        at = next((at for at, others in enumerate(without) if not trials.misfit(others)), 0)
+        why = f"the config cannot hold it together with others ({report.not_in_config}); keep_config=False removes it"
+        left_out.append(replace(rated[at], left_out=why))
+        rated = without[at]
+
+
+def _family(plan: Plan, together: int = 1) -> str:
+    """Return a text that is the same for plans of which only the numbers in their members' names differ."""
+    members = plan.coupling.members
+    return re.sub(r"\d+|\*+", "*", " ".join(members)) + f"{[*members.values()]} {together}"
+
+
+def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
+    """Return the plans with removals of a fraction of random units, the same in every call.
+
+    At least one unit is dropped from a scope that has more units than the plan's `multiple`.
+    """
+    generator, random = torch.Generator().manual_seed(0), list[Plan]()
+    for plan in plans:
+        removals = []
+        for bound in plan.bound:
+            units, kept = bound.grid[-1], count_kept(bound.grid[-1], ratio)
+            kept = rounded(min(kept, units - plan.multiple) if units > plan.multiple else kept, units, plan.multiple)
+            keep = torch.rand(bound.grid, generator=generator, device="cpu").argsort(-1) < kept
+            removals.append(Removal(bound=bound, keep=keep))
+        random.append(replace(plan, removals=tuple(removals)))
+    return random
+
+
+def count_kept(units: int, ratio: float) -> int:
+    """Return how many units of a scope stay if a fraction of them is removed: at least one."""
+    return max(1, sparsity_to_nnz(ratio, units, "ratio: "))
+
+
+def _merges(model: nn.Module, plans: Iterable[Plan]) -> list[tuple[Plan, list[Plan]]]:
+    """Return (merged plan, its parts) for plans that share an attribute and so must be removed together."""
+    plans, sharing = list(plans), dict[str, list[Plan]]()  # {attribute: the plans that share it}
+    for plan in (plan for plan in plans if plan.left_out):
+        for path in candidate_attrs(model, plan):
+            if "config" not in path.split("."):  # all layers share a config
+                sharing.setdefault(path.replace("**", "*"), []).append(plan)
+    for plan in active(plans):
+        for path in sharing.keys() & {path.replace("**", "*") for path in plan.attrs}:
+            sharing[path].append(plan)
+    merges = []
+    for parts in dict.fromkeys(map(tuple, sharing.values())):
+        merged = parts[0].coupling if len(parts) > 1 else None
+        for part in parts[1:]:
+            merged = merged and merged_couplings(merged, part.coupling, model)
+        if merged is not None:
+            multiple = next(part.multiple for part in parts if part.name == merged.name)
+            merges.append((Plan.of(merged, model, multiple), list(parts)))
+    return merges
