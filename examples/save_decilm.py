@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from sparsekit_ao import SparsityError, shrink
-from sparsekit_ao.export.pretrained import layer_sizes
-from sparsekit_ao.removal.modules import Zeros
 
 CONFIG = '''"""The config of a model whose layers differ; engines read `block_configs`."""
 
@@ -41,7 +39,7 @@ def save_decilm(model: Any, path: str | Path) -> None:
 
     The folder has the code of its config, so that it is loaded with `trust_remote_code=True`.
     `block_configs` in config.json has, for every layer, the number of query heads for each key head, the number of MLP
-    units, and `no_op` for an attention or MLP that `shrink_layers` removed.
+    units, and `no_op` for an attention or MLP without parameters, which `examples/drop_sublayers.py` leaves.
 
     Args:
         model: A `LlamaForCausalLM`, as `shrink(..., keep_config=False)` returns it.
@@ -51,8 +49,9 @@ def save_decilm(model: Any, path: str | Path) -> None:
         SparsityError: It is of another class; or layers have different numbers of query heads, or a number that their
             key heads do not divide, which the format cannot hold.
     """
-    if type(model).__name__ != "LlamaForCausalLM" or not (sizes := layer_sizes(model)):
+    if type(model).__name__ != "LlamaForCausalLM":
         raise SparsityError(f"save_decilm: expected a LlamaForCausalLM, got {type(model).__name__}")
+    sizes = [sizes_of(layer) for layer in model.model.layers]
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
     heads, key_heads, head_dims = ([layer[key] for layer in sizes if key in layer] for key in keys)
     if len({*heads}) > 1 or any(heads[0] % n for n in key_heads) or {*head_dims} != {model.config.head_dim}:
@@ -64,8 +63,12 @@ def save_decilm(model: Any, path: str | Path) -> None:
     if "head_dim" not in (first := next(filter(None, sizes))):
         raise SparsityError("save_decilm: vLLM's first block with an MLP needs an attention too, and this has none")
     parts = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
-    zeros = [name for name, module in model.named_modules() if isinstance(module, Zeros)]
-    unread = {f"{name.rpartition('.')[0]}.{parts[name.rpartition('.')[2]]}.weight" for name in zeros}
+    unread = {  # norms before what gives zeros
+        f"model.layers.{at}.{norm}.weight"
+        for at, layer in enumerate(model.model.layers)
+        for part, norm in parts.items()
+        if not [*layer.get_submodule(part).parameters()]
+    }
     folder = Path(path)
     model.save_pretrained(folder, state_dict={k: v for k, v in model.state_dict().items() if k not in unread})
     data = json.loads((folder / "config.json").read_text()) | {
@@ -87,6 +90,18 @@ def save_decilm(model: Any, path: str | Path) -> None:
     data.pop("per_layer_config", None)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
     (folder / "configuration_decilm.py").write_text(CONFIG)
+
+
+def sizes_of(layer: Any) -> dict[str, int]:
+    """The sizes of a layer, without those of an attention or MLP that has no parameters."""
+    attention, mlp, sizes = layer.self_attn, layer.mlp, {}
+    if [*attention.parameters()]:
+        sizes["num_attention_heads"] = attention.q_proj.out_features // attention.head_dim
+        sizes["num_key_value_heads"] = attention.k_proj.out_features // attention.head_dim
+        sizes |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
+    if [*mlp.parameters()]:
+        sizes["intermediate_size"] = mlp.down_proj.in_features
+    return sizes
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -44,14 +43,6 @@ class Member:
     tied_to: str = ""
 
 
-class Part(NamedTuple):
-    """An attention or MLP of a block: its name, its kind, and how many outputs it returns in a tuple (0: a tensor)."""
-
-    name: str
-    kind: str
-    outputs: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class BoundCoupling:
     """A coupling matched against one model; `Coupling.bind` returns it.
@@ -66,8 +57,6 @@ class BoundCoupling:
         attrs: {pattern of attributes: axes whose product they hold}, as in the coupling.
         lists: Names of the `nn.ModuleList`s whose modules belong to the units, in the order of the grid.
         listed: For each unit, the names of the parameters of its modules.
-        parts: For each unit, the module (an attention or MLP) that gives zeros once the unit is dropped, if there is
-            one.
         kind: What the units are, as in `Coupling.kind`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5))
@@ -84,7 +73,6 @@ class BoundCoupling:
     attrs: Mapping[str, str]
     lists: tuple[str, ...] = ()
     listed: tuple[tuple[str, ...], ...] = ()
-    parts: tuple[Part, ...] = ()
     kind: str = ""
 
     @property

@@ -22,7 +22,6 @@ from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
 from ..removal.manifest import cut_to
-from ..removal.modules import Zeros
 from ..removal.report import Compaction
 from ..removal.sizes import Change, apply_changes, undone
 from .lora import Masks, adapted, masked_tensors
@@ -275,10 +274,6 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
     if "save_original_format" in inspect.signature(model.save_pretrained).parameters:
         # Tensors keep the names that they have in the model, since `load_pretrained` does not convert names.
         kwargs = {"save_original_format": False} | kwargs
-    removed_modules = tuple(f"{part[0]}." for group in manifest["groups"] for part in group["parts"])
-    absent = {key: torch.empty(0) for key in manifest["tensors"] if key.startswith(removed_modules)}
-    # Empty tensors make from_pretrained raise an error; it would fill in random values for missing ones.
-    kwargs["state_dict"] = absent | kwargs["state_dict"]
     apply_changes(model, undone(config_changes))
     try:
         model.save_pretrained(folder, **kwargs)
@@ -289,9 +284,7 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
 
 def _write_per_layer_config(model: Any, path: Path) -> str:
     """Write the sizes of layers that differ from the config into config.json, and return a note on this, or ""."""
-    data, sizes = json.loads(path.read_text()), layer_sizes(model)
-    # `shrink_layers` may have written entries already, by which a layer skips its attention or its MLP.
-    skips = {int(at): layer for at, layer in data.pop("per_layer_config", {}).items()}
+    data, sizes = json.loads(path.read_text()), _layer_sizes(model)
     if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
         # Written out, since a config derives it from the number of heads, but heads keep their size if some leave.
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
@@ -306,30 +299,26 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
         )
     except Exception:  # some configs refuse sizes by layer: Llama's divides by its one number of heads
         differing = []
-    per_layer = {at: skips.get(at, {}) | layer for at, layer in enumerate(differing)} if differing else skips
-    digits = len(str(max(len(sizes) - 1, *per_layer, 0)))
-    entries = {f"{at:0{digits}}": layer for at, layer in per_layer.items() if layer}
+    digits = len(str(len(sizes) - 1))
+    entries = {f"{at:0{digits}}": layer for at, layer in enumerate(differing) if layer}
     if not entries:
         return ""
     path.write_text(json.dumps(data | {"per_layer_config": entries}, indent=2, sort_keys=True) + "\n")
     return "; per_layer_config describes it, for code that reads this key (no model of transformers 5.23 does)"
 
 
-def layer_sizes(model: nn.Module) -> list[dict[str, int]]:
+def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
     """Return the sizes of each layer of a decoder with the modules of Llama, as Llama's config names them, else []."""
     sizes = []
     for layer in getattr(getattr(model, "model", None), "layers", ()):
-        layer_sizes = dict[str, int]()
         try:
             attention, mlp = layer.self_attn, layer.mlp
-            if not isinstance(attention, Zeros):  # `Zeros` stands in for a removed attention or MLP
-                rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
-                layer_sizes |= {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
-                layer_sizes |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
-            layer_sizes |= {} if isinstance(mlp, Zeros) else {"intermediate_size": mlp.down_proj.in_features}
+            rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
+            layer_sizes = {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
+            layer_sizes |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
+            sizes.append(layer_sizes | {"intermediate_size": mlp.down_proj.in_features})
         except AttributeError:
             return []
-        sizes.append(layer_sizes)
     return sizes
 
 
@@ -367,8 +356,6 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     model = cut_to(make(config, **kwargs), manifest)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    # Tensors of removed modules were written empty (`_save_with_manifest`), and the model does not have them.
-    values = {name: value for name, value in values.items() if value.numel() or name in tensors}
     for name, value in values.items():
         if name not in tensors or tensors[name].shape != value.shape:
             shape = tuple(tensors[name].shape) if name in tensors else "no such tensor"

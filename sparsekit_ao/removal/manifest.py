@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..coupling import BoundCoupling, Member
-from ..coupling.bound import Part
 from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms, undo_weight_norms
 from ..structure import AxisPattern
@@ -26,8 +25,6 @@ VERSION = 1
 def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> dict[str, Any]:
     """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes."""
     tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.bound.members])
-    for part in (part for removal in removals for part in removal.bound.parts):
-        tensors |= {f"{part.name}.{name}": p for name, p in model.get_submodule(part.name).named_parameters()}
     return {
         "version": VERSION,
         "groups": [
@@ -42,7 +39,6 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
                 ],
                 "kept": removal.keep.nonzero()[:, -1].reshape(-1, removal.kept).tolist(),
                 "lists": list(removal.bound.lists),
-                "parts": [list(part) for part in removal.bound.parts],
             }
             for removal in removals
         ],
@@ -161,13 +157,12 @@ def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Re
         sizes=data["sizes"],
         attrs={},
         lists=tuple(data.get("lists", ())),
-        parts=tuple(Part(str(name), str(kind), min(outputs, 9)) for name, kind, outputs in data.get("parts", ())),
     )
     sizes = [size for axes in (data["sizes"], *(m["sizes"] for m in data["members"])) for size in axes.values()]
     lengths = [member.pattern.lengths(tuple(shapes[member.fqn])) for member in members]
     axes = {axis: data["sizes"][axis] for axis in (*scope, unit)}
     if (
-        not (members or coupling.lists or coupling.parts)
+        not (members or coupling.lists)
         or not all(type(n) is int for n in sizes)
         or any(axes.items() - by.items() for by in lengths)
     ):

@@ -1,4 +1,4 @@
-"""Whole modules that are dropped: blocks and experts leave their lists, attention and MLPs of blocks give zeros.
+"""Whole modules that are dropped: blocks and experts leave their lists.
 
 What numbers the modules of a list follows: `layer_idx` of layers, and fields of a config with an entry for each.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..coupling.bound import Part, is_list
+from ..coupling.bound import is_list
 from ..errors import SparsityError
 from ..models.running import tensors_in
 from .remove import Removal
@@ -19,7 +19,7 @@ _NUMBERS = ("layer_idx", "layer_id")  # attributes that hold the number of a lay
 
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
-    """Raise unless all lists and parts of the couplings are in the model, each once and with a module for each unit."""
+    """Raise unless all lists of the couplings are in the model, each once and with a module for each unit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for removal in removals:
@@ -33,16 +33,10 @@ def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> No
                     f"{where}the couplings {seen[id(module)]!r} and {name!r} both drop modules of {path!r}"
                 )
             seen[id(module)] = name
-        parts = [modules.get(part.name) for part in removal.bound.parts]
-        if parts and (len(parts) != units or any(m is None or not [*m.parameters()] for m in parts)):
-            raise SparsityError(f"{where}coupling {name!r}: its parts are no {units} modules of the model")
 
 
 def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Drop the modules of dropped units from their lists, in place; later ones move up, also in what numbers them.
-
-    Dropped parts of blocks are replaced by `Zeros`. The config says so, by `per_layer_config`.
-    """
+    """Drop the modules of dropped units from their lists, in place; later ones move up, also in what numbers them."""
     # All lists are looked up first, since one list may be in a module of another.
     paths = [(path, removal) for removal in removals for path in removal.bound.lists]
     lists = [(model.get_submodule(p), config_of(model, p)[1], layer_fields(model, p), removal) for p, removal in paths]
@@ -59,32 +53,6 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
             vars(layer)[key] = kept.index(vars(layer)[key])
         for field, entries in fields.items():
             setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
-    for removal in (removal for removal in removals if removal.bound.parts):
-        keep = dict(zip(removal.bound.parts, removal.keep.flatten().tolist(), strict=True))
-        for same_type in attention_by_type(model, removal.bound.parts).values():
-            kept_layers = [layers for part, (_, layers) in same_type.items() if keep[part]]
-            # Caches count tokens by the first number, or the first of a type, so that it must be kept.
-            for number, layers in zip(sorted(number for number, _ in same_type.values()), kept_layers, strict=False):
-                for layer in layers:
-                    vars(layer)["layer_idx"] = number
-        for (name, kind, outputs), kept in keep.items():
-            block, _, child = name.rpartition(".")
-            if not kept:
-                setattr(model.get_submodule(block), child, Zeros(kind, outputs))
-        _write_skips(model, removal.bound.parts[0].name.rsplit(".", 2)[0])
-
-
-class Zeros(nn.Module):
-    """What is left of a removed attention or MLP: zeros like its first input, without parameters."""
-
-    def __init__(self, kind: str, outputs: int) -> None:
-        super().__init__()
-        self.kind, self.outputs = kind, outputs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros, first in a tuple of as many outputs as the removed module returned."""
-        zeros = torch.zeros_like(next(tensor for _, tensor in tensors_in("", [args, kwargs])))
-        return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
 
 
 WIDTH = "width_of_input"  # an attribute of a module that holds the last size of its inputs as its forward reads it
@@ -163,32 +131,6 @@ def layer_fields(model: nn.Module, path: str) -> dict[str, list[Any]]:
     if runs := vars(config).get("attention_types"):  # of GPT-Neo: [[["global", "local"], 2]] is for four blocks
         lists["attention_types"] = [[[kind], 1] for kinds, count in runs for kind in kinds * count]
     return {f"{place}.{key}": value for key, value in lists.items() if len(value) == len(blocks)}
-
-
-def attention_by_type(model: nn.Module, parts: Sequence[Part]) -> dict[str, dict[Part, tuple[int, list[nn.Module]]]]:
-    """Return {type in a cache and name in a block: {part: (its number, modules that have it)}} of attention."""
-    types: dict[str, dict[Part, tuple[int, list[nn.Module]]]] = {}
-    for part in parts:
-        layers = [m for m in model.get_submodule(part.name).modules() if type(vars(m).get("layer_idx")) is int]
-        if layers and part.kind == "attention":
-            number = vars(layers[0])["layer_idx"]
-            layer_types = getattr(config_of(model, part.name)[1], "layer_types", None) or []
-            cache_type = str(layer_types[number]) if number < len(layer_types) else ""
-            types.setdefault(f"{cache_type} {part.name.rpartition('.')[2]}", {})[part] = (number, layers)
-    return types
-
-
-def _write_skips(model: nn.Module, path: str) -> None:
-    """Write into the config of a decoder which attention and MLPs of the blocks of a list are `Zeros`."""
-    config, blocks = config_of(model, path)[1], [*model.get_submodule(path).children()]
-    is_of_blocks = getattr(config, "num_hidden_layers", None) == len(blocks) and not config.is_encoder_decoder
-    if not (is_of_blocks and hasattr(config, "per_layer_config")):
-        return
-    per_layer = {int(at): keys for at, keys in (config.to_dict().get("per_layer_config") or {}).items()}
-    for at, block in enumerate(blocks):
-        if kinds := sorted(module.kind for module in block.children() if isinstance(module, Zeros)):
-            per_layer[at] = per_layer.get(at, {}) | {"skip": kinds}
-    config.per_layer_config = per_layer
 
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:

@@ -8,6 +8,7 @@ import json
 import runpy
 import weakref
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import hf_models
@@ -88,10 +89,10 @@ def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squa
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
-@pytest.mark.parametrize("kinds", [("blocks",), ("attention",)])
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])  # with an output layer of its own, and with a tied one
 @pytest.mark.parametrize("place", ["device_map", "disk_offload", "cpu_offload"])
-def test_an_offloaded_model_without_some_layers_is_saved(place, name, kinds, tmp_path):
+@pytest.mark.parametrize("not_in_config", ["", "it was not tried"])
+def test_an_offloaded_model_without_some_layers_is_saved(place, name, not_in_config, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, inputs = hf_models.make(name)
     model.save_pretrained(tmp_path / "dense")
@@ -101,9 +102,9 @@ def test_an_offloaded_model_without_some_layers_is_saved(place, name, kinds, tmp
     else:
         getattr(accelerate, place)(model, *([tmp_path / "offloaded"] if place == "disk_offload" else []))
     with torch.no_grad():
-        small, report = shrink_layers(model, [inputs], 0.5, kinds=kinds)
-        assert bool(report.not_in_config) == (kinds != ("blocks",)) and next(small.parameters()).is_meta
-        export.save_pretrained(small, report, tmp_path / "small")
+        small, report = shrink_layers(model, [inputs], 0.5)
+        assert report.not_in_config == "" and next(small.parameters()).is_meta
+        export.save_pretrained(small, replace(report, not_in_config=not_in_config), tmp_path / "small")
         again = export.load_pretrained(tmp_path / "small", type(model))
         assert torch.equal(again(**inputs).logits, small(**inputs).logits)
 
@@ -150,12 +151,12 @@ def test_a_compiled_model_is_saved_under_plain_names(when, compiled, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch.compile
-@pytest.mark.parametrize("kinds", [("blocks",), ("mlp",)])
+@pytest.mark.parametrize("not_in_config", ["", "it was not tried"])
 @pytest.mark.parametrize("compiled", [torch.compile, of_a_compiled_part])
-def test_a_compiled_model_without_some_layers_is_saved_under_plain_names(compiled, kinds, tmp_path):
+def test_a_compiled_model_without_some_layers_is_saved_under_plain_names(compiled, not_in_config, tmp_path):
     model, inputs = hf_models.make("Llama")
-    small, report = shrink_layers(model, [inputs], 0.5, kinds=kinds)
-    export.save_pretrained(compiled(small), report, tmp_path)
+    small, report = shrink_layers(model, [inputs], 0.5)
+    export.save_pretrained(compiled(small), replace(report, not_in_config=not_in_config), tmp_path)
     again = export.load_pretrained(tmp_path, type(model))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert torch.equal(again(**inputs).logits, small(**inputs).logits)
@@ -466,22 +467,18 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_removed_attention_and_mlps_are_no_ops_of_a_decilm_folder(tmp_path):
+def test_attentions_and_mlps_without_parameters_are_no_ops_of_a_decilm_folder(tmp_path):
     model, inputs = hf_models.deep("Llama", 4, attention_bias=False)
     with torch.no_grad():
-        last = (model.model.layers[1].self_attn.o_proj, model.model.layers[2].mlp.down_proj)
-        for p in (p for linear in last for p in linear.parameters()):
-            p *= 1e-3
-        small, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention", "mlp"))
-        save_decilm(small, tmp_path)
+        model.model.layers[1].self_attn, model.model.layers[2].mlp = Nothing(), Nothing()
+        save_decilm(model, tmp_path)
         blocks = json.loads((tmp_path / "config.json").read_text())["block_configs"]
         assert blocks[1]["attention"] == {"no_op": True, "n_heads_in_group": None}
         assert blocks[2]["ffn"] == {"no_op": True, "intermediate_size": None} and not blocks[2]["attention"]["no_op"]
-        assert torch.equal(read_decilm(tmp_path)(**inputs).logits, small(**inputs).logits)
-        model.model.layers[0].self_attn.o_proj.weight *= 1e-6
-        first, _ = shrink_layers(model, [inputs], 0.25, kinds=("attention",))
+        assert torch.equal(read_decilm(tmp_path)(**inputs).logits, model(**inputs).logits)
+        model.model.layers[0].self_attn = Nothing()
         with pytest.raises(SparsityError, match="first block with an MLP needs an attention too, and this has none"):
-            save_decilm(first, tmp_path / "new")
+            save_decilm(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -76,6 +76,7 @@ def test_every_example_has_a_test():
         "minilm.py",
         "rows.py",
         "gathered_linear.py",
+        "drop_sublayers.py",
     }  # which others import
     assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
 

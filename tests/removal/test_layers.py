@@ -1,27 +1,19 @@
 """shrink_layers and shrink_experts: what is removed is exactly absent, and what is saved is loaded again."""
 
-import copy
 import dataclasses
-import itertools
 import json
 
 import hf_models
 import pytest
 import torch
 import transformers
-from compact_models import rebuilt
 from discovered import fill
-from networks import Net
 from torch import nn
-from torch.nn import functional as F
 
 from sparsekit_ao import SparsityError, recover
 from sparsekit_ao.coupling import expert_couplings
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import shrink, shrink_experts, shrink_layers
-from sparsekit_ao.removal.modules import Zeros
-
-BOTH = ("attention", "mlp")
 
 
 @pytest.fixture(autouse=True)
@@ -45,126 +37,6 @@ def tiny(name, **keys):
     return fill(model_class(model_class.config_class(**(common | keys)))).double()
 
 
-def with_zeros(model, names):
-    """A copy in which the first output of some modules is zero."""
-    model = copy.deepcopy(model)
-    for name in names:
-        model.get_submodule(name).register_forward_hook(
-            lambda _, args, out: (
-                (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else torch.zeros_like(out)
-            )
-        )
-    return model
-
-
-def influences(model, inputs, layers, middle):
-    """1 - cosine of the hidden states before and after each attention and MLP, by the inputs of the norms between."""
-    states, hooks = [], []
-    for layer in layers:
-        hooks.append(layer.register_forward_pre_hook(lambda _, args, kw: states.append(args[0]), with_kwargs=True))
-        hooks.append(layer.get_submodule(middle).register_forward_pre_hook(lambda _, args: states.append(args[0])))
-    hooks.append(layers[-1].register_forward_hook(lambda _, args, out: states.append(out)))
-    model(**inputs)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack([1 - F.cosine_similarity(a, b, dim=-1).mean() for a, b in itertools.pairwise(states)])
-
-
-def logits(model, ids, **keys):
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    keys |= {"attention_mask": mask, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
-    return torch.stack(model.generate(ids, **keys, eos_token_id=None).logits)
-
-
-@pytest.mark.parametrize("kinds", [("attention",), ("mlp",), BOTH])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT-2"])
-def test_a_removed_attention_or_mlp_is_one_that_gives_zeros(name, kinds, tmp_path):
-    model, inputs = deep(name)
-    path, parts, middle = ("model.layers", ("self_attn", "mlp"), "post_attention_layernorm")
-    if name == "GPT-2":
-        path, parts, middle = "transformer.h", ("attn", "mlp"), "ln_2"
-    layers = model.get_submodule(path)
-    first = layers[0].attn.c_proj if name == "GPT-2" else layers[0].self_attn.o_proj
-    for p in first.parameters():
-        p *= 1e-3  # so that the first attention, by which caches count tokens, goes
-    names = [f"{path}.{at}.{part}" for at in range(4) for part in parts]
-    of_kind = [at for at, full in enumerate(names) if ("mlp" if full.endswith("mlp") else "attention") in kinds]
-    values = influences(model, inputs, layers, middle)[of_kind]
-    count = len(of_kind) // 4
-    dropped = {names[of_kind[at]] for at in values.topk(count, largest=False).indices.tolist()}
-    assert kinds == ("mlp",) or f"{path}.0.{parts[0]}" in dropped
-    want = model(**inputs).logits
-    small, report = shrink_layers(model, [inputs], 0.25, kinds=kinds)
-    assert torch.equal(model(**inputs).logits, want) and report.difference > 1e-5
-    assert {full for full, module in small.named_modules() if isinstance(module, Zeros)} == dropped
-    assert not any(full.startswith(tuple(dropped)) for full, _ in small.named_parameters())
-    zeroed = with_zeros(model, dropped)
-    for length in (1, 12):
-        ids = torch.randint(3, 50, (2, length))
-        torch.testing.assert_close(small(ids).logits, zeroed(ids).logits, rtol=0, atol=1e-12)
-    torch.testing.assert_close(logits(small, ids), logits(zeroed, ids, use_cache=False), rtol=0, atol=1e-12)
-
-    assert "whatever per_layer_config says" in report.not_in_config and report.fits == ()
-    assert str(save_pretrained(small, report, tmp_path)).startswith("save_pretrained\nbytes: ")
-    written = json.loads((tmp_path / "config.json").read_text())["per_layer_config"]
-    skips = [(int(full.split(".")[2]), "mlp" if full.endswith("mlp") else "attention") for full in dropped]
-    assert {(int(at), kind) for at, keys in written.items() for kind in keys["skip"]} == {*skips}
-    again = load_pretrained(tmp_path, type(model), dtype=torch.float64)
-    assert torch.equal(again(ids).logits, small(ids).logits) and torch.equal(logits(again, ids), logits(small, ids))
-    with pytest.raises(RuntimeError, match="mismatch"):  # and fills in no random values
-        type(model).from_pretrained(tmp_path)
-    fresh = rebuilt(type(model)(model.config).double().eval(), small, report)
-    assert torch.equal(fresh(ids).logits, small(ids).logits)
-
-
-def test_one_attention_of_each_type_in_a_cache_is_kept():
-    model, inputs = deep("Gemma2", sliding_window=3)  # sliding and full attention alternate
-    small, _ = shrink_layers(model, [inputs], 0.75, kinds=("attention",))
-    kept = [at for at, layer in enumerate(small.model.layers) if not isinstance(layer.self_attn, Zeros)]
-    assert sorted(at % 2 for at in kept) == [0, 1]
-    assert [small.model.layers[at].self_attn.layer_idx for at in kept] == [at % 2 for at in kept]
-    ids = torch.randint(5, 50, (2, 9))
-    assert small.generate(ids, max_new_tokens=6).equal(small.generate(ids, max_new_tokens=6, use_cache=False))
-
-
-def test_a_norm_after_the_sum_is_refused_and_blocks_are_removed():
-    model, inputs = deep("BERT")
-    with pytest.raises(SparsityError, match=r"encoder.layer.0 does not only add .*attention.* to its input"):
-        shrink_layers(model, [inputs], 0.25, kinds=BOTH)
-    small, report = shrink_layers(model, [inputs], 0.25)
-    assert len(small.encoder.layer) == 3 and report.not_in_config == ""
-
-
-def test_a_kind_that_no_module_is_named_after_is_refused():
-    model, inputs = hf_models.make("OPT")  # its MLP is two linear layers of the block
-    with pytest.raises(SparsityError, match=r"none of model.decoder.layers.0.self_attn, .*fc2 has a name of .* 'mlp'"):
-        shrink_layers(model, [inputs], 0.5, kinds=BOTH)
-    small, _ = shrink_layers(model, [inputs], 0.5, kinds=("attention",))
-    assert sum(isinstance(module, Zeros) for module in small.modules()) == 1
-
-
-class Skipping(transformers.LlamaForCausalLM):
-    """A class that reads `skip` of its config."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for layer, own in zip(self.model.layers, config.per_layer_config, strict=True):
-            if "mlp" in getattr(own, "skip", ()):
-                layer.mlp = nn.Module()
-                layer.mlp.forward = torch.zeros_like
-
-
-def test_a_class_that_reads_skip_is_loaded_by_from_pretrained(tmp_path):
-    model, inputs = deep("Llama")
-    model = Skipping(model.config).double().eval()
-    small, report = shrink_layers(model, [inputs], 0.5, kinds=("mlp",))
-    assert report.not_in_config == "" and report.fits[0] == "transformers"
-    save_pretrained(small, report, tmp_path)
-    assert torch.equal(Skipping.from_pretrained(tmp_path).double()(**inputs).logits, small(**inputs).logits)
-    assert not (tmp_path / "manifest.json").exists()
-
-
 def test_blocks_whose_config_has_lists_by_layer_are_saved(tmp_path):
     model, inputs = deep("SmolLM3", 5)
     model.model.layers[3].self_attn.o_proj.weight *= 1e-3  # the one without rotation
@@ -185,32 +57,23 @@ def test_blocks_whose_config_has_lists_by_layer_are_saved(tmp_path):
 
 def test_what_cannot_be_loaded_again_leaves_the_folder_as_it_was(tmp_path):
     model, inputs = deep("Llama")
-    once, report = shrink_layers(model, [inputs], 0.25, kinds=("mlp",))
+    once, report = shrink(model, inputs, 0.25, keep_config=False, budget="parameters")
     save_pretrained(once, report, tmp_path / "new")
     before = {file.name: file.read_bytes() for file in (tmp_path / "new").iterdir()}
-    twice, second = shrink_layers(once, [inputs], 0.25, kinds=("attention",))
+    twice, second = shrink(once, inputs, 0.25, keep_config=False, budget="parameters")
     with pytest.raises(SparsityError, match="model cannot be loaded, so .*new is left as it was: .* smaller twice"):
         save_pretrained(twice, second, tmp_path / "new")
     assert {file.name: file.read_bytes() for file in (tmp_path / "new").iterdir()} == before
     assert [*tmp_path.iterdir()] == [tmp_path / "new"]
-    with pytest.raises(SparsityError, match="lost attention or MLPs; remove blocks first"):
-        shrink_layers(once, [inputs], 0.25)
 
 
-def test_blocks_of_a_config_that_computes_their_types_are_refused_but_for_parts_of_them():
+def test_blocks_of_a_config_that_computes_their_types_are_refused():
     keys = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4}
     model, ids = tiny("JambaForCausalLM", **keys, expert_layer_period=2, expert_layer_offset=1), torch.arange(3, 12)
     for part in (model.model.layers[2].mamba.out_proj, model.model.layers[2].feed_forward.down_proj):
         part.weight *= 1e-3
-    with pytest.raises(
-        SparsityError, match=r"JambaConfig computes layer_types, and cannot .* kinds=\('attention', 'mlp'"
-    ):
+    with pytest.raises(SparsityError, match="JambaConfig computes layer_types, and cannot .* Shrink the units"):
         shrink_layers(model, [ids[None]], 0.25)
-    small, _ = shrink_layers(model, [ids[None]], 0.5, kinds=BOTH)
-    assert sum(isinstance(m, Zeros) for m in small.modules()) == 3  # of two attentions and four MLPs
-    assert small.generate(ids[None], max_new_tokens=4).equal(
-        small.generate(ids[None], max_new_tokens=4, use_cache=False)
-    )
 
 
 def test_shrink_says_what_removes_layers_and_experts():
@@ -222,12 +85,6 @@ def test_shrink_says_what_removes_layers_and_experts():
         known = {"shrink_layers": shrink_layers, "shrink_experts": shrink_experts}
         _, report = eval(advice, known, {"model": model, "example_inputs": example_inputs})
         assert report.couplings[0].name == rows and report.couplings[0].kept * 2 == report.couplings[0].of
-
-
-@pytest.mark.parametrize("kinds", ["mlp", (), ("blocks", "mlp"), ("heads",)])
-def test_other_kinds_are_refused(kinds):
-    with pytest.raises(SparsityError, match=r"kinds must be \('blocks',\) or some of \('attention', 'mlp'\), got"):
-        shrink_layers(nn.Linear(2, 2), [torch.ones(1, 2)], kinds=kinds)
 
 
 def test_experts_whose_router_has_a_bias_of_one_row_are_removed(tmp_path):
@@ -284,35 +141,17 @@ def test_a_forward_may_give_positional_and_keyword_arguments_together():
 
     with pytest.raises(SparsityError, match="calls Starred with both keyword arguments and positional .*; name all"):
         shrink_layers(
-            Starred(nn.ModuleList([Added(), Added()])), [torch.ones(2, 4)], 0.5, forward=lambda m, x: m(x, scale=2)
+            Starred(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])),
+            [torch.ones(2, 4)],
+            0.5,
+            forward=lambda m, x: m(x, scale=2),
         )
 
 
-class Added(nn.Module):
-    """A block of two layers, whose names do not say what they are."""
-
-    def __init__(self, names=("first", "second")):
-        super().__init__()
-        self.names = names
-        for name in names:
-            self.add_module(name, nn.Linear(4, 4))
-
-    def forward(self, x):
-        for name in self.names:
-            x = x + getattr(self, name)(x)
-        return x
-
-
-def test_what_is_absent_and_what_would_all_be_removed_is_named():
-    blocks = nn.ModuleList([Added(), Added(("second", "third"))])
-    model = Net(lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=blocks)
-    names = "blocks.0.first, blocks.0.second, blocks.1.third"
-    with pytest.raises(SparsityError, match=f"none of {names} has a name of the kind 'attention' or 'mlp'"):
-        shrink_layers(model, [torch.randn(3, 4)], kinds=BOTH)
+def test_a_ratio_that_keeps_no_block_is_refused():
     llama, inputs = deep("Llama")
-    for kinds, text in ((BOTH, "8 modules of attention and mlp"), (("blocks",), "4 blocks")):
-        with pytest.raises(SparsityError, match=f"ratio=1.0 keeps none of the {text} in model.layers"):
-            shrink_layers(llama, [inputs], 1.0, kinds=kinds)
+    with pytest.raises(SparsityError, match="ratio=1.0 keeps none of the 4 blocks in model.layers"):
+        shrink_layers(llama, [inputs], 1.0)
 
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
