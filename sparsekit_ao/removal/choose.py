@@ -100,7 +100,7 @@ def numbers_of_layers(
 
 def with_numbers(request: Request, plans: Sequence[Plan]) -> list[Plan]:
     """Give all plans their level, limit and multiple; those whose layers are given different ones are divided."""
-    ratio = request.ratio if request.cost is None else request.level
+    ratio = request.ratio if request.cost_of is None else request.level
     arguments = {"ratio": ratio, "max_sparsity": request.max_sparsity, "multiple_of": request.multiple_of}
     _check_named(request.model, plans, arguments)
     tried, defaults = active(plans), {"ratio": 0.0, "max_sparsity": LIMIT, "multiple_of": None}
@@ -197,7 +197,7 @@ def _held_by_config(request: Request, plans: Sequence[Plan]) -> list[Plan]:
     express its largest multiple below the number of units, or else to the number of units.
     """
     # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
-    ratio = request.level if request.cost is None else 0.5
+    ratio = request.level if request.cost_of is None else 0.5
     trials, twin = None, make_twin(request.model, plans)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
@@ -218,7 +218,7 @@ def _held_by_config(request: Request, plans: Sequence[Plan]) -> list[Plan]:
             together |= dict.fromkeys(equal, equal)
     held = list[Plan]()
     for plan, tried in zip(plans, trials.plans, strict=True):
-        if request.cost is not None and not reasons[tried]:
+        if request.cost_of is not None and not reasons[tried]:
             units, multiple = tried.units, tried.multiple
             steps = [m for m in range(multiple, units, multiple) if units % m == 0] or [multiple]
             fitting = (m for m in steps if not trials.misfit(together[tried], (units - 1) // m * m))
@@ -281,7 +281,7 @@ def _removed_parameters(model: nn.Module, plans: Collection[Plan], places: Mappi
 def divided_by_size(request: Request, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
     """Divide plans whose layers differ in size into layers, or all if one budget may give each layer its own number."""
     may_differ = request.keep_config is False or (request.is_open and not keeps_config)
-    each = request.cost is not None and (may_differ or not hasattr(request.model, "config"))
+    each = request.cost_of is not None and (may_differ or not hasattr(request.model, "config"))
     parts = list[Plan]()
     for plan in plans:
         differ = len({bound.grid for bound in plan.bound}) > 1

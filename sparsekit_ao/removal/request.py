@@ -1,7 +1,6 @@
 """`Request`: the arguments of `shrink`, checked, and the models and data that follow from them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,40 +9,63 @@ from torch import nn
 from ..calibration import GRADIENTS
 from ..coupling import Coupling
 from ..errors import SparsityError, checked_model
-from ..masking.normalized import Normed, plain_copy, refuse_uncopyable, undo_weight_norms
-from ..models.running import TokenMask, check_example, token_mask_of
+from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
+from ..models.running import Forward, TokenMask, check_example, token_mask_of
 from ..oneshot.chain import CalibrationData
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, names_in_place_of_modules
 from ..structure import checked_level
 from .compaction import check_comparable
-from .plan import LIMIT, Plan
+from .plan import LIMIT
 from .score import NORM, Cost, cost_function
 from .sizes import has_config
 from .verify import Reference
 
 
-@dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a call of `shrink` asks for."""
+    """The arguments of a call of `shrink`, checked, and what follows from them.
 
-    whole: nn.Module  # the model of the user
-    model: nn.Module  # the same with plain weights in place of normalized or computed ones
-    normed: Normed
-    inputs: Any
-    data: CalibrationData  # the batches, or the example inputs
-    has_batches: bool
-    token_mask: TokenMask
-    ratio: float | Mapping[str, float]
-    score: Score | str | None
-    exclude: Sequence[Exclusion]  # with names in place of modules
-    compensate: str | None
-    recover: bool
-    cost: Callable[[Sequence[Plan], Sequence[int]], float] | None  # None if each layer has a budget of its own
-    couplings: Sequence[Coupling] | None
-    max_sparsity: float | Mapping[str, float]
-    multiple_of: int | Mapping[str, int] | None
-    keep_config: bool | None
+    Attributes:
+        whole: The model of the user.
+        model: The same with plain weights in place of normalized or computed ones, which are in `normed`.
+        data: The batches, or the example inputs.
+        cost_of: A function of plans and the units that they keep, or None if each layer has a budget of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        ratio: float | Mapping[str, float],
+        score: Score | str | None,
+        exclude: Sequence[Exclusion],
+        batches: Iterable[Any] | None,
+        token_mask: TokenMask,
+        compensate: str | None,
+        recover: bool,
+        budget: str | Cost,
+        couplings: Sequence[Coupling] | None,
+        forward: Forward | None,
+        max_sparsity: float | Mapping[str, float] | None,
+        multiple_of: int | Mapping[str, int] | None,
+        keep_config: bool | None,
+    ) -> None:
+        check_comparable("shrink: ", checked_model(model, "shrink"))
+        refuse_uncopyable(model, "shrink")
+        self.inputs, self.data = _checked_data(model, example_inputs, batches, forward, token_mask)
+        needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
+        _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
+        cost = None if budget == "layer" else cost_function(budget, self.inputs)
+        _check_ratio(model, ratio, cost is not None, max_sparsity, couplings, keep_config)
+        self.whole, self.model = model, plain_copy(model)
+        self.normed = undo_weight_norms(self.model)
+        self.cost_of = None if cost is None else partial(cost, self.model)
+        self.ratio, self.multiple_of = ratio, multiple_of
+        self.max_sparsity = LIMIT if max_sparsity is None else max_sparsity
+        self.couplings, self.exclude = couplings, names_in_place_of_modules(model, exclude)
+        self.keep_config, self.recover = keep_config, recover
+        # A function of a model that returns it as a reference with the example inputs.
+        self.reference_of = partial(Reference, inputs=self.inputs, normed=self.normed)
 
     @property
     def names(self) -> set[str] | None:
@@ -59,7 +81,7 @@ class Request:
     @property
     def level(self) -> float:
         """The fraction of units that trials remove: to meet one budget, a coupling may lose more than the ratio."""
-        return self.highest if self.cost is None else max(self.highest, 0.5)
+        return self.highest if self.cost_of is None else max(self.highest, 0.5)
 
     @property
     def is_open(self) -> bool:
@@ -67,65 +89,12 @@ class Request:
         any_kind = not isinstance(self.ratio, Mapping) or "*" in self.ratio
         return self.couplings is None and has_config(self.model) and any_kind
 
-    @property
-    def reference_of(self) -> Callable[..., Reference]:
-        """A function of a model that returns it as a reference with the example inputs."""
-        return partial(Reference, inputs=self.inputs, normed=self.normed)
-
-
-def checked_request(
-    model: nn.Module,
-    example_inputs: Any,
-    batches: Iterable[Any] | None,
-    forward: Callable[[nn.Module, Any], Any] | None,
-    token_mask: TokenMask,
-    ratio: float | Mapping[str, float],
-    score: Score | str | None,
-    exclude: Sequence[Exclusion],
-    compensate: str | None,
-    recover: bool,
-    budget: str | Cost,
-    couplings: Sequence[Coupling] | None,
-    max_sparsity: float | Mapping[str, float] | None,
-    keep_config: bool | None,
-    **arguments: Any,
-) -> Request:
-    """Return the arguments of `shrink` as a request, or raise a SparsityError if one of them is wrong."""
-    check_comparable("shrink: ", checked_model(model, "shrink"))
-    refuse_uncopyable(model, "shrink")
-    inputs, data = _checked_data(model, example_inputs, batches, forward, token_mask)
-    needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
-    _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
-    cost = None if budget == "layer" else cost_function(budget, inputs)
-    _check_ratio(model, ratio, cost is not None, max_sparsity, couplings, keep_config)
-    plain = plain_copy(model)
-    normed = undo_weight_norms(plain)
-    return Request(
-        whole=model,
-        model=plain,
-        normed=normed,
-        inputs=inputs,
-        data=data,
-        has_batches=batches is not None,
-        token_mask=token_mask,
-        ratio=ratio,
-        score=score,
-        exclude=names_in_place_of_modules(model, exclude),
-        compensate=compensate,
-        recover=recover,
-        cost=None if cost is None else partial(cost, plain),
-        couplings=couplings,
-        max_sparsity=LIMIT if max_sparsity is None else max_sparsity,
-        keep_config=keep_config,
-        **arguments,
-    )
-
 
 def _checked_data(
     model: nn.Module,
     example_inputs: Any,
     batches: Iterable[Any] | None,
-    forward: Callable[[nn.Module, Any], Any] | None,
+    forward: Forward | None,
     token_mask: TokenMask,
 ) -> tuple[Any, CalibrationData]:
     """Return the example inputs, or the first batch in their place, and the data that scores and compensation read."""

@@ -224,7 +224,7 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        of_budget = None if request.cost is None else kept_within(rated, request.cost, request.highest)
+        of_budget = None if request.cost_of is None else kept_within(rated, request.cost_of, request.highest)
         kept = [plan.kept for plan in rated] if of_budget is None else of_budget
         lowest = [without_lowest(plan, count) for plan, count in zip(rated, kept, strict=True)]
         trials = Trials(request.model, lowest, request.reference_of)

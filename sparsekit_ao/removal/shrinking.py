@@ -16,7 +16,7 @@ from .find import find_plans
 from .plan import active
 from .recovery import compensated, recovered
 from .report import Compaction, with_reasons
-from .request import checked_request
+from .request import Request
 from .score import Cost, scored
 from .search import removed_together
 
@@ -119,7 +119,7 @@ def shrink(
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
     """
-    request = checked_request(**locals())
+    request = Request(**locals())
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
@@ -145,5 +145,5 @@ def shrink(
     if batches is not None and compensate is not None and active(plans):
         small, report = compensated(request, active(plans))
     next(phase, None)  # ends the last phase
-    report = with_reasons(report, model, small, discovery, plans, request.cost is not None)
+    report = with_reasons(report, model, small, discovery, plans, request.cost_of is not None)
     return small, recovered(request, small, report, layers)
