@@ -117,17 +117,16 @@ def _chunks(request: Request, scope: ScopeSpec) -> list[Callable[[], None]]:
     """Return a function for each chunk of a request of short scopes of single elements, which fills this chunk."""
     (m,) = request.scope_windows[0].windows
     assert m.values is not None
-    is_magnitude = request.norm is not None  # since any norm of a single element is its magnitude
+    is_short = scope.numblk_per_scope() <= PAIRS
     fill = partial(
-        _fill_chunk,
+        _fill_pairs if is_short else _fill_rows,
         shape=scope.shape,
-        magnitude=is_magnitude,
+        magnitude=request.norm is not None,  # since any norm of a single element is its magnitude
         within_mask=request.within_mask,
         masked=request.masked,
     )
-    keep, chunk = request.budget, CHUNK
-    if scope.numblk_per_scope() <= PAIRS:  # keys then have the size of the values
-        chunk = 4 * CHUNK // m.values.element_size()
+    keep = request.budget
+    chunk = 4 * CHUNK // m.values.element_size() if is_short else CHUNK  # keys of short scopes are as wide as values
     if m.values.numel() <= chunk:
         return [partial(fill, m, keep)]
     chunks = list[Callable[[], None]]()
@@ -159,44 +158,58 @@ def _fill_plain(request: Request) -> None:
             _keep_long(list(_long_parts(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
 
 
-def _fill_chunk(
+def _fill_pairs(
     m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
 ) -> None:
-    """Select among the single elements of whole scopes."""
+    """Select among the single elements of short scopes: slot i beats a later slot j unless j is strictly higher."""
     assert m.values is not None and m.mask is not None
-    width, outer, inner = math.prod(shape), range(0, 2 * len(shape), 2), range(1, 2 * len(shape), 2)
-    narrow = width <= PAIRS  # then keys are [slots, scopes], and else [scopes, slots]
     # For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
     # [1, 4, R, C / 4], so that `lanes` is [4, scopes].
-    order, split = (*inner, *outer) if narrow else (*outer, *inner), list[int]()
+    order, split = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2)), list[int]()
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
-    under, within = mask if masked else None, mask if within_mask else None
-    if narrow and under is None and within is None:  # else the mask would be transposed too, which takes longer
-        keys = np.ascontiguousarray(_keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=narrow))
+    if masked or within_mask:  # the mask would be transposed too, which takes longer
+        under, within = mask if masked else None, mask if within_mask else None
+        keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=True).reshape(split).transpose(order)
     else:
-        source = _keys(values, dtype, magnitude, under=under, within=within, narrow=narrow)
-        source = source.reshape(split).transpose(order)
-        keys = np.empty(source.shape, source.dtype)
-        for part in (...,) if narrow else _parts_to_copy(source):
-            keys[part] = source[part]
-    budget = keep if isinstance(keep, int) else _ints(keep)
-    if narrow:
-        lanes = keys.reshape(width, -1)
-        kept = _kept_pairs(lanes, budget if isinstance(budget, int) else budget.reshape(-1)).reshape(keys.shape)
-        is_converted = mask.itemsize > 1 and not within_mask  # bytes are written and then converted, in half the time
-        written, dtype = (np.empty(mask.shape, np.uint8), torch.uint8) if is_converted else (mask, m.mask.dtype)
-        targets = written.reshape(split).transpose(order)
-        for at in np.ndindex(*shape):  # one slot of all scopes at a time, which is faster than one strided copy
-            _write(targets[(*at, ...)], kept[(*at, ...)], dtype, within_mask)
-        if is_converted:
-            _write(mask, written.view(np.bool_), m.mask.dtype, within_mask)
-        return
+        keys = _keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=True)
+    lanes = np.ascontiguousarray(keys).reshape(math.prod(shape), -1)
+    # At first every later slot is taken to beat a slot; each comparison that is won corrects both.
+    beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
+    wins = np.empty(lanes.shape[1:], np.bool_)
+    for i in range(len(lanes)):
+        for j in range(i + 1, len(lanes)):
+            np.greater_equal(lanes[i], lanes[j], out=wins)
+            beaten[j] += wins.view(np.int8)
+            beaten[i] -= wins.view(np.int8)
+    kept = (beaten < (keep if isinstance(keep, int) else _ints(keep).reshape(-1))).reshape(keys.shape)
+    is_converted = mask.itemsize > 1 and not within_mask  # bytes are written and then converted, in half the time
+    written, dtype = (np.empty(mask.shape, np.uint8), torch.uint8) if is_converted else (mask, m.mask.dtype)
+    targets = written.reshape(split).transpose(order)
+    for at in np.ndindex(*shape):  # one slot of all scopes at a time, which is faster than one strided copy
+        _write(targets[(*at, ...)], kept[(*at, ...)], dtype, within_mask)
+    if is_converted:
+        _write(mask, written.view(np.bool_), m.mask.dtype, within_mask)
+
+
+def _fill_rows(
+    m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
+) -> None:
+    """Select among the single elements of scopes that are longer, but not `LONG`, as among rows of keys."""
+    assert m.values is not None and m.mask is not None
+    order, split = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2)), list[int]()
+    for size, tile in zip(m.values.shape, shape, strict=True):
+        split += [size // tile, tile]
+    mask, dtype = _ints(m.mask), m.values.dtype
+    under, within = mask if masked else None, mask if within_mask else None
+    source = _keys(_ints(m.values), dtype, magnitude, under=under, within=within).reshape(split).transpose(order)
+    keys = np.empty(source.shape, source.dtype)
+    for part in _parts_to_copy(source):
+        keys[part] = source[part]
+    budget = keep if isinstance(keep, int) else _ints(keep).reshape(-1, 1)
+    kept = _kept(keys.reshape(-1, math.prod(shape)), budget, is_16_bit=dtype.itemsize == 2).reshape(keys.shape)
     targets = mask.reshape(split).transpose(order)
-    rows = keys.reshape(-1, width)
-    kept = _kept(rows, budget if isinstance(budget, int) else budget.reshape(-1, 1), is_16_bit=dtype.itemsize == 2)
-    kept = kept.reshape(targets.shape)
     for part in _parts_to_copy(targets):
         _write(targets[part], np.asarray(kept[part], order="C"), m.mask.dtype, within_mask)
 
@@ -326,19 +339,6 @@ def _with_distinct_least(keys: Array, least: Any) -> Array:
     width = keys.shape[1]
     first = -1 if least == 0 else least + width
     return np.where(keys == least, np.arange(first, first - width, -1, dtype=keys.dtype), keys)
-
-
-def _kept_pairs(lanes: Array, keep: int | Array) -> Array:
-    """Do as `_kept`, for [slots, rows]: slot i beats a later slot j unless j is strictly higher."""
-    # At first every later slot is taken to beat a slot; each comparison that is won corrects both.
-    beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
-    wins = np.empty(lanes.shape[1:], np.bool_)
-    for i in range(len(lanes)):
-        for j in range(i + 1, len(lanes)):
-            np.greater_equal(lanes[i], lanes[j], out=wins)
-            beaten[j] += wins.view(np.int8)
-            beaten[i] -= wins.view(np.int8)
-    return beaten < keep
 
 
 # one long scope

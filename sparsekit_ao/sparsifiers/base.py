@@ -101,6 +101,8 @@ class MaskSparsifier(Trainable, Checkpointed):
     def _update_all(self) -> None:
         """Fill every mask; called under no_grad."""
         self._check_groups(self.groups)
+        # Here a mask that was removed raises an error, before any other is written.
+        refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
         for group in self.groups:
             self.update_mask(**group)
 
@@ -215,8 +217,6 @@ class MaskSparsifier(Trainable, Checkpointed):
         """Choose the masks anew, unless `enable_mask_update` is False."""
         self.require_prepared("step")
         if self.enable_mask_update:
-            # Here a mask that was removed raises an error, before any other is written.
-            refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
             if not self._warned:
                 assert self.model is not None
                 adapted, replaced = _moved_layers(self.model, self.groups)

@@ -115,14 +115,13 @@ class Calibrated(MaskSparsifier):
             raise SparsityError("calibrate: forward and token_mask need batches; in a context set c.token_mask instead")
         return self.recorder.recording(wanted)
 
-    def _statistics_of(self) -> Callable[[str], Statistics]:
-        return self.recorder.of
+    def _statistics_of(self, name: str) -> Statistics:
+        return self.recorder.of(name)
 
     @property
     def recorder(self) -> Recorder:
         """The `Recorder` that records and holds the statistics of the sparsified tensors."""
-        names = [g["tensor_fqn"] for g in self.groups]  # which change where adapters are merged
-        if [*self._recorder.tensors] != names:
+        if not self._recorder.tensors:  # after `prepare`, and where names have changed since
             tensors = {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in self.groups}
             self._recorder = Recorder(self.model, tensors, self._recorder.collected)
         return self._recorder

@@ -243,6 +243,8 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         super()._check_groups(groups)
+        if groups is not self.groups:
+            self._grouped = None  # their tensors may have other shapes than those of the same names and structure had
         named = groups_by_name(groups)
         for pruning in self.pruning_groups(groups):
             pruning.budget(named)  # raises an error if the budget does not fit
@@ -266,8 +268,10 @@ class BudgetSparsifier(MaskSparsifier):
         masks, keeps = dict[str, Tensor](), dict[PruningGroup, Budget]()
         for pruning in pruning_groups:
             keeps[pruning] = pruning.budget(groups)
-            for name in pruning.specs:
-                masks[name] = self.live_mask(groups[name])
+            for name in pruning.specs.keys() - masks.keys():  # an earlier stage may have the same tensor
+                mask = masks[name] = self.live_mask(groups[name])
+                if mask.is_meta:
+                    refuse_meta_masks("step", [groups[name]], [mask])
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
             for pruning in pruning_groups:
@@ -292,12 +296,13 @@ class BudgetSparsifier(MaskSparsifier):
         # All dense weights and saliencies are in memory at the same time, because a score may raise an error, and must
         # do so before a mask changes.
         stages: dict[int, dict[PruningGroup, Request]] = {}
-        dense, statistics_of = dict[str, Tensor](), self._statistics_of()
+        dense = dict[str, Tensor]()
         for pruning in pruning_groups:
             for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
-                dense[name] = self._dense(groups[name])
-            values = pruning.values(dense.__getitem__, statistics_of)
-            request = pruning.request(masks, keeps[pruning], values, pruning.norm_of(values.values()))
+                dense[name] = masking.dense_weight(groups[name]["module"], groups[name]["tensor_name"])
+            values = pruning.values(dense.__getitem__, self._statistics_of)
+            norm = pruning.norm if pruning.score is None else pruning.norm_of(values.values())
+            request = pruning.request(masks, keeps[pruning], values, norm)
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
@@ -307,29 +312,29 @@ class BudgetSparsifier(MaskSparsifier):
         for stage in sorted(stages):
             choose_masks(stages[stage])
 
-    def _statistics_of(self) -> Callable[[str], Statistics]:
-        """Return a function that returns a tensor's statistics, which a score reads; here they hold only its name."""
-        return lambda name: Statistics(name=name, shape=(), adapter=None)
+    def _statistics_of(self, name: str) -> Statistics:
+        """Return the statistics of a tensor, which a score reads; here they hold only its name."""
+        return Statistics(name=name, shape=(), adapter=None)
 
     def pruning_groups(
         self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
     ) -> tuple[PruningGroup, ...]:
         """Return the groups of tensors that are pruned together, stage by stage.
 
-        The result is cached while structure, shapes and strides stay the same.
+        The result is cached until `_check_groups` checks other groups, as `prepare` and `load_state_dict` do, or the
+        structure that the groups specify changes.
 
         Args:
             groups: Group dicts to use in place of the sparsifier's own.
             model: A copy of the model from which the shapes of the tensors are read.
         """
-        groups = self.groups if groups is None else groups
-        tensors, key = {}, []
+        groups, structure = self.groups if groups is None else groups, list[Any]()
         for group in groups:
-            tensor = tensors[group["tensor_fqn"]] = self._dense(group, model)
-            key.append((*map(group.get, GROUP_KEYS), tuple(tensor.shape), tensor.stride()))
-        if self._grouped is None or not is_same(self._grouped[0], key):
+            structure.append((group.get("module"), *map(group.get, GROUP_KEYS)))
+        if self._grouped is None or not is_same(self._grouped[0], structure):
             stages = {group["tensor_fqn"]: stages_of(group) for group in groups}
-            self._grouped = copied(key), make_pruning_groups(stages, tensors)
+            tensors = {group["tensor_fqn"]: self._dense(group, model) for group in groups}
+            self._grouped = copied(structure), make_pruning_groups(stages, tensors)
         return self._grouped[1]
 
     def _dense(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:

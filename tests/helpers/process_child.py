@@ -105,7 +105,7 @@ def fail(before):
     values, mask = torch.randn(1024, 1024), torch.ones(1024, 1024, dtype=torch.bool)
     scope = ScopeSpec(BlockSpec(values), (1, 4))
     request = Request(scope=scope, masks={scope.block: mask}, keep=2)
-    real, sent = cpu._fill_chunk, threading.Event()
+    real, sent = cpu._fill_pairs, threading.Event()
 
     def broken(*_, **__):
         raise ZeroDivisionError
@@ -118,7 +118,7 @@ def fail(before):
         real(*arguments, **keys)
 
     for error, fault in ((ZeroDivisionError, broken), (KeyboardInterrupt, interrupted)):
-        with mock.patch.object(cpu, "_fill_chunk", fault), pytest.raises(error):
+        with mock.patch.object(cpu, "_fill_pairs", fault), pytest.raises(error):
             fill_masks([request])
         check(f"a {error.__name__} in the middle of an update", before)
     fill_masks([request])

@@ -208,8 +208,13 @@ def test_coupled_blocks(norm, mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_threads_give_the_masks_of_one(dtype, monkeypatch):
     resize(monkeypatch, LONG=1 << 14, CHUNK=1 << 10)
-    threads, real = set(), cpu._fill_chunk
-    monkeypatch.setattr(cpu, "_fill_chunk", lambda *a, **k: threads.add(threading.get_ident()) or real(*a, **k))
+    threads = set()
+
+    def noted(fill):
+        return lambda *a, **k: threads.add(threading.get_ident()) or fill(*a, **k)
+
+    for name in ("_fill_pairs", "_fill_rows"):
+        monkeypatch.setattr(cpu, name, noted(getattr(cpu, name)))
     values, masks = scores_like("few values", 256, 256, dtype), []
     for count in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
