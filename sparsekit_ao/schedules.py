@@ -6,7 +6,6 @@ update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -17,7 +16,6 @@ from .torch_ao import BaseScheduler, BaseSparsifier
 __all__ = [
     "Schedule",
     "ScheduleSL",
-    "UpdateInterval",
     "constant",
     "cosine",
     "cubic",
@@ -115,35 +113,6 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
             f"join: {len(schedules)} schedules need {len(schedules) - 1} increasing boundaries, got {list(boundaries)}"
         )
     return partial(_joined, list(schedules), [0, *boundaries])
-
-
-@dataclass(frozen=True)
-class UpdateInterval:
-    """The steps (counted from 1) in which masks are updated: multiples of `update_every`, up to `until`.
-
-    >>> [step for step in range(1, 20) if UpdateInterval(3, until=9).is_due(step)]
-    [3, 6, 9]
-    """
-
-    update_every: int = 1
-    until: int | None = None
-
-    def __post_init__(self) -> None:
-        check_positive("update_every", self.update_every)
-        if self.until is not None:
-            check_positive("until", self.until)
-            if self.until < self.update_every:
-                raise SparsityError(
-                    f"until={self.until} allows no update, since update_every={self.update_every}; give a larger until"
-                )
-
-    def is_due(self, step: int) -> bool:
-        """Return whether masks are updated in a step."""
-        return step % self.update_every == 0 and (self.until is None or step <= self.until)
-
-    def is_over(self, step: int) -> bool:
-        """Return whether masks are never updated after a step."""
-        return self.until is not None and step >= self.until - self.until % self.update_every
 
 
 def _constant(value: float, step: int) -> float:

@@ -18,8 +18,8 @@ from ..distributed import copy_values, has_process_group, is_sharded, local, pla
 from ..errors import SparsityError
 from ..masking import find_mask, select
 from ..patterns import Pattern
+from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
-from ..sparsifiers.checkpoint import refuse_meta_masks
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
 from ..sparsifiers.optimizer_state import (

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import SparsityError
-from ..schedules import UpdateInterval
-from ..sparsifiers.base import MaskSparsifier
+from ..sparsifiers.base import MaskSparsifier, UpdateInterval
 from ..torch_ao import BaseScheduler
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.nn.utils import parametrize
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
-from ..models.names import sharing_memory
-from .checkpoint import Checkpointed, check_saved, refuse_meta_masks
+from ..models.names import module_in_copy, sharing_memory
+from ..schedules import check_positive
+from .checkpoint import Checkpointed, check_saved
 from .config import (
     ConfigContext,
     Exclusion,
@@ -41,6 +42,35 @@ _REPLACED = (
     "its layer was replaced or removed after prepare, so its mask has no effect on the model, and a new layer has no "
     "mask; call squash_mask, and prepare again"
 )
+
+
+@dataclass(frozen=True)
+class UpdateInterval:
+    """The steps (counted from 1) in which masks are updated: multiples of `update_every`, up to `until`.
+
+    >>> [step for step in range(1, 20) if UpdateInterval(3, until=9).is_due(step)]
+    [3, 6, 9]
+    """
+
+    update_every: int = 1
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("update_every", self.update_every)
+        if self.until is not None:
+            check_positive("until", self.until)
+            if self.until < self.update_every:
+                raise SparsityError(
+                    f"until={self.until} allows no update, since update_every={self.update_every}; give a larger until"
+                )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether masks are updated in a step."""
+        return step % self.update_every == 0 and (self.until is None or step <= self.until)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether masks are never updated after a step."""
+        return self.until is not None and step >= self.until - self.until % self.update_every
 
 
 class MaskSparsifier(Trainable, Checkpointed):
@@ -105,6 +135,47 @@ class MaskSparsifier(Trainable, Checkpointed):
         refuse_meta_masks("step", self.groups, list(map(self.live_mask, self.groups)))
         for group in self.groups:
             self.update_mask(**group)
+
+    def require_prepared(self, what: str) -> None:
+        """Raise unless a model is prepared; `what` is the call that needs one."""
+        if what == "step" and parametrize._cache_enabled:
+            raise SparsityError("step: weights are not masked anew inside materialized(); call step after that context")
+        if self._phase == "prepared":
+            if distributed.has_process_group():
+                distributed.reshard(self.model)
+            return
+        why = {
+            "new": "no model has been prepared; call prepare(model, config) first",
+            "squashed": "the masks were squashed already; call prepare(model, config) to start again",
+            "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
+        }
+        raise SparsityError(f"{what}: {why[self._phase]}")
+
+    def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
+        """Return the mask of a group's tensor in the model or in a copy of it.
+
+        Raises:
+            SparsityError: The mask was removed.
+        """
+        module = group["module"] if model is None else self._module_in(model, group)
+        weight_mask = masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
+        if weight_mask is None:
+            is_copy = model is not None and model is not self.model
+            other = " in the given model, or it is not a copy made after prepare (as an EMA must be)" if is_copy else ""
+            raise SparsityError(
+                f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
+                "again, call prepare on a model without masks."
+            )
+        return weight_mask.mask
+
+    def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
+        """The group's module, or the one of that name in a copy of the model."""
+        if model is None or model is self.model:
+            return group["module"]
+        try:
+            return module_in_copy(checked_model(model, group["tensor_fqn"]), group["module_fqn"])
+        except AttributeError as e:
+            raise SparsityError(f"{group['tensor_fqn']}: the given model has no such tensor ({e})") from None
 
     def make_config_from_model(self, model: nn.Module, SUPPORTED_MODULES: Iterable[type[nn.Module]] = ()) -> None:
         """Set `config` to entries for all weights of Linears, convolutions, recurrent layers and packed experts.
@@ -348,6 +419,16 @@ class MaskSparsifier(Trainable, Checkpointed):
         """The parametrization that `prepare` registers on a tensor; it keeps everything."""
         weight = getattr(group["module"], group["tensor_name"]).detach()
         return masking.WeightMask(torch.ones_like(weight, dtype=torch.bool if self.bool_masks else weight.dtype))
+
+
+def refuse_meta_masks(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
+    """Raise if the mask of a group has no values, as its weight is on the meta device."""
+    for group, mask in zip(groups, masks, strict=True):
+        if mask.is_meta:
+            raise SparsityError(
+                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; load the weights "
+                "first, or prune a model that accelerate offloads by prune(model, ..., inplace=True), without masks"
+            )
 
 
 def _moved_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> tuple[list[str], list[str]]:

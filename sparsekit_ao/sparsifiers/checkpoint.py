@@ -14,11 +14,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model, is_number
-from ..models.names import module_in_copy
+from ..errors import SparsityError, is_number
 from ..torch_ao import BaseSparsifier
 from .config import ResolvedConfig, TensorGroup, copied
 
@@ -41,6 +39,8 @@ class Checkpointed(BaseSparsifier):
     _resolved: ResolvedConfig
     _resumes: bool
     _check_groups: Callable[[Sequence[TensorGroup]], None]
+    require_prepared: Callable[[str], None]
+    live_mask: Callable[[TensorGroup], Tensor]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with a copy of the model."""
@@ -183,46 +183,6 @@ class Checkpointed(BaseSparsifier):
         """The keys that a config entry may have besides those that name its tensors."""
         return tuple(dict.fromkeys((*self.defaults, *self.optional_keys)))
 
-    def require_prepared(self, what: str) -> None:
-        """Raise unless a model is prepared; `what` is the call that needs one."""
-        if what == "step" and parametrize._cache_enabled:
-            raise SparsityError("step: weights are not masked anew inside materialized(); call step after that context")
-        if self._phase == "prepared":
-            if distributed.has_process_group():
-                distributed.reshard(self.model)
-            return
-        why = {
-            "new": "no model has been prepared; call prepare(model, config) first",
-            "squashed": "the masks were squashed already; call prepare(model, config) to start again",
-            "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
-        }
-        raise SparsityError(f"{what}: {why[self._phase]}")
-
-    def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        """Return the mask of a group's tensor in the model or in a copy of it.
-
-        Raises:
-            SparsityError: The mask was removed.
-        """
-        weight_mask = masking.placed_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
-        if weight_mask is None:
-            is_copy = model is not None and model is not self.model
-            other = " in the given model, or it is not a copy made after prepare (as an EMA must be)" if is_copy else ""
-            raise SparsityError(
-                f"{group['tensor_fqn']}: its mask was removed{other}. Remove masks only with squash_mask; to start "
-                "again, call prepare on a model without masks."
-            )
-        return weight_mask.mask
-
-    def _module_in(self, model: nn.Module | None, group: TensorGroup) -> nn.Module:
-        """The group's module, or the one of that name in a copy of the model."""
-        if model is None or model is self.model:
-            return group["module"]
-        try:
-            return module_in_copy(checked_model(model, group["tensor_fqn"]), group["module_fqn"])
-        except AttributeError as e:
-            raise SparsityError(f"{group['tensor_fqn']}: the given model has no such tensor ({e})") from None
-
     def move_to(self, model: nn.Module) -> None:
         """Continue on a model that has the masked modules under other names, as after adapters were merged."""
         names, entries = {m: name for name, m in model.named_modules()}, {}
@@ -239,16 +199,6 @@ class Checkpointed(BaseSparsifier):
             live = None if module is None else masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
             if live is not None:
                 self._state[group["tensor_fqn"]]["mask"] = live.mask
-
-
-def refuse_meta_masks(where: str, groups: Sequence[TensorGroup], masks: Sequence[Tensor]) -> None:
-    """Raise if the mask of a group has no values, as its weight is on the meta device."""
-    for group, mask in zip(groups, masks, strict=True):
-        if mask.is_meta:
-            raise SparsityError(
-                f"{where}: {group['tensor_fqn']} is on the meta device, so its mask has no values; load the weights "
-                "first, or prune a model that accelerate offloads by prune(model, ..., inplace=True), without masks"
-            )
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,12 @@ from ..errors import SparsityError
 from ..models.names import connected
 from ..models.progress import progress_bar
 from ..patterns import Pattern
-from ..schedules import UpdateInterval
 from ..scores import Score
 from ..selection import Request
 from ..structure import Budget, checked_level
-from .base import MaskSparsifier
+from .base import MaskSparsifier, UpdateInterval, refuse_meta_masks
 from .calibrated import Calibrated
-from .checkpoint import refuse_meta_masks, saved_count
+from .checkpoint import saved_count
 from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
 from .groups import (
     PruningGroup,

@@ -318,10 +318,9 @@ def scope_windows(
 
 def write_back(windows: Sequence[ScopeWindows], scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> None:
     """Copy filled windows of `scope_windows` to masks whose strides differ from the parameter's: these are copies."""
-    if all(spec.view.is_aligned(mask) for spec, mask in masks.items()):
-        return
-    for spec, window in zip(scope.blocks(), (m for w in windows for m in w.windows), strict=True):
-        spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
+    for scopes, member in zip(windows, scope.members(), strict=True):
+        for window, (spec, _) in zip(scopes.windows, member.block.members(), strict=True):
+            spec.view.write_back(window.mask, masks[spec])  # type: ignore[arg-type]
 
 
 class ScopeSpec(SparseScope):

@@ -100,16 +100,13 @@ class View:
                 f"{self._where()}values must have the parameter's shape {tuple(self.param.shape)}, got {tuple(t.shape)}"
             )
         t = t.detach()
-        if not self.is_aligned(t):
+        if t.stride() != self._strides and not self.is_aligned(t):
             t = torch.empty_strided(self.param.shape, self._strides, dtype=t.dtype, device=t.device).copy_(t)
         return t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
 
     def is_aligned(self, t: Tensor) -> bool:
         """Return whether t has the strides of the parameter, dimensions of size 1 aside."""
-        stride = t.stride()
-        if stride == self._strides:
-            return True
-        return all(n <= 1 or a == b for n, a, b in zip(t.shape, stride, self._strides, strict=True))
+        return all(n <= 1 or a == b for n, a, b in zip(t.shape, t.stride(), self._strides, strict=True))
 
     def new_mask(self) -> Tensor:
         """Return a mask of True with the parameter's shape, strides and device."""
@@ -248,7 +245,7 @@ class View:
 
     def write_back(self, window: Tensor, target: Tensor) -> None:
         """Copy a window back to the tensor that `window` made it from, unless it is an alias of it."""
-        if self.is_aligned(target):
+        if target.stride() == self._strides or self.is_aligned(target):
             return
         full = torch.empty_strided(self.param.shape, self._strides, dtype=target.dtype, device=target.device)
         self.window(full.copy_(target)).copy_(window)  # another view may have written the rest of the target
