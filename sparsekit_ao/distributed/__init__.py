@@ -17,4 +17,14 @@ from .fsdp import (
 )
 from .placement import has_process_group, is_sharded, rank
 from .select import choose_sharded, common_mesh
-from .tensors import all_agree, copy_values, from_local, full_tensor, is_placed_like, local, placed_like, sum_over_ranks
+from .tensors import (
+    LocalParts,
+    all_agree,
+    copy_values,
+    from_local,
+    full_tensor,
+    is_placed_like,
+    local,
+    placed_like,
+    sum_over_ranks,
+)

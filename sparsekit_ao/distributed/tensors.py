@@ -92,6 +92,23 @@ def from_local(part: Tensor, weight: Any) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
+class LocalParts:
+    """This rank's parts of a parameter and its mask, and of its gradient, which is first sharded like the parameter."""
+
+    gradient: Tensor
+
+    def __init__(self, parameter: Any, mask: Tensor, *, has_gradient: bool = False) -> None:
+        self.parameter, self.weight, self.mask = parameter, local(parameter), local(mask)
+        if has_gradient:
+            if not is_placed_like(parameter.grad, parameter):
+                parameter.grad = placed_like(parameter.grad, parameter)
+            self.gradient = local(parameter.grad)
+
+    def put_back(self, part: Tensor) -> Tensor:
+        """Return a part as a tensor that is sharded like the parameter."""
+        return from_local(part, self.parameter)
+
+
 def all_agree(condition: bool | Tensor, tensors: Iterable[Any]) -> bool | Tensor:
     """Whether a condition is true on every rank of the tensors' meshes.
 

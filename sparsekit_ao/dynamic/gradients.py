@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import all_agree, from_local, is_placed_like, local, placed_like, reshard
+from ..distributed import LocalParts, all_agree, local, placed_like, reshard
 from ..errors import SparsityError
 from ..masking import placed_mask, select
 from ..sparsifiers.config import TensorGroup
@@ -57,16 +57,12 @@ class StepHooks(ABC):
         """Work on these groups of a model from now on."""
         self.groups, self.model = groups, model
 
-    def gradients_of(self, optimizer: Optimizer | None) -> list[tuple[TensorGroup, Tensor]]:
-        """Return the groups that an optimizer trains (None: all) and that have gradients, with their parameters."""
-        pairs = [(group, original(group)) for group in self._trained(optimizer)]
-        pairs = [(group, parameter) for group, parameter in pairs if parameter.grad is not None]
-        # Gradients are sharded like the parameters, as masks are by `_trained`: a trainer may shard a model and put new
+    def gradients_of(self, optimizer: Optimizer | None) -> list[tuple[TensorGroup, LocalParts]]:
+        """Return the groups that an optimizer trains (None: all) and that have gradients, with this rank's parts."""
+        # Masks are sharded by `_trained` and gradients by `LocalParts`: a trainer may shard a model and put new
         # parameters into the old optimizer without calling `attach`, and tensor parallel layers may leave partial sums.
-        for _, parameter in pairs:
-            if not is_placed_like(parameter.grad, parameter):
-                parameter.grad = placed_like(parameter.grad, parameter)
-        return pairs
+        pairs = [(group, original(group)) for group in self._trained(optimizer)]
+        return [(g, LocalParts(p, mask_of(g).mask, has_gradient=True)) for g, p in pairs if p.grad is not None]
 
     def _trained(self, optimizer: Optimizer | None) -> Sequence[TensorGroup]:
         reshard(self.model)
@@ -119,13 +115,12 @@ class DecayHooks(StepHooks):
 
     @torch.no_grad()
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        for group, parameter in self.gradients_of(optimizer):
-            mask = mask_of(group)
-            dropped = local(mask.mask) == 0
-            if mask.backward_mask is not None:
-                dropped &= local(mask.backward_mask)
-            added = torch.where(dropped, local(parameter), 0) * self.decay
-            local(parameter.grad).add_(added if scale is None else added * scale)  # the step divides by it
+        for group, parts in self.gradients_of(optimizer):
+            dropped, backward_mask = parts.mask == 0, mask_of(group).backward_mask
+            if backward_mask is not None:
+                dropped &= local(backward_mask)
+            added = torch.where(dropped, parts.weight, 0) * self.decay
+            parts.gradient.add_(added if scale is None else added * scale)  # the step divides by it
 
 
 class GradientState(Enum):
@@ -211,46 +206,43 @@ class GradientCapture(StepHooks):
 
     def _begin_states(self, is_open: bool) -> None:
         """Set the state of every gradient from whether masks are open and the gradient is captured."""
-        taken, others = GradientState.TAKEN, GradientState.OPEN if is_open else GradientState.CLOSED
+        state, captured = GradientState.OPEN if is_open else GradientState.CLOSED, self.gradients if is_open else ()
         names = [g["tensor_fqn"] for g in self.groups]
-        self._states = {name: taken if is_open and name in self.gradients else others for name in names}
+        self._states = {name: GradientState.TAKEN if name in captured else state for name in names}
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer | None = None) -> None:
         """Capture dense gradients and mask `.grad` before clipping; a later call adds what has accumulated since."""
-        for name, parameter, kept, before in self._open_gradients(optimizer):
-            grad = local(parameter.grad)
-            dense = grad.clone() if before is None else torch.where(kept != 0, grad, before + grad)
-            self.gradients[name], self._states[name] = from_local(dense, parameter), GradientState.TAKEN
-            grad.copy_(select(grad, kept))
+        for name, parts, captured in self._open_gradients(optimizer):
+            mask, grad = parts.mask, parts.gradient
+            dense = grad.clone() if captured is None else torch.where(mask != 0, grad, captured + grad)
+            self.gradients[name], self._states[name] = parts.put_back(dense), GradientState.TAKEN
+            grad.copy_(select(grad, mask))
 
     @torch.no_grad()
     def _on_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Keep the dense gradients (divided by `scale`), and leave in `.grad` what the optimizer is to step with."""
-        for name, parameter, kept, before in self._open_gradients(optimizer):
-            grad = local(parameter.grad)
+        for name, parts, captured in self._open_gradients(optimizer):
+            mask, grad = parts.mask, parts.gradient
             dense = grad.clone() if scale is None else grad / scale
-            if before is not None:  # kept elements may have been clipped since
-                dense = torch.where(kept != 0, before, before + dense)
+            if captured is not None:  # kept elements may have been clipped since
+                dense = torch.where(mask != 0, captured, captured + dense)
             self._states[name] = GradientState.TAKEN
             if self.captures:
-                self.gradients[name] = from_local(dense, parameter)
+                self.gradients[name] = parts.put_back(dense)
             if self.masked:
-                grad.copy_(select(grad, kept))
+                grad.copy_(select(grad, mask))
             else:  # one value that is not finite would stay in the momentum for good
-                hidden = torch.where(dense.isfinite(), dense, 0)
-                grad.copy_(torch.where(kept != 0, grad, hidden if scale is None else hidden * scale))
+                finite = torch.where(dense.isfinite(), dense, 0)
+                grad.copy_(torch.where(mask != 0, grad, finite if scale is None else finite * scale))
 
     def _on_closure(self, optimizer: Optimizer) -> None:
         """Take snapshots of the gradients: captured ones stay valid unless the closure makes new ones."""
         for group in self._trained(optimizer) if self.is_open else ():
             self._before_closure[group["tensor_fqn"]] = _snapshot(original(group).grad)
 
-    def _open_gradients(self, optimizer: Optimizer | None) -> Iterator[tuple[str, Any, Tensor, Tensor | None]]:
-        """Yield (name, parameter, mask, gradient captured before) of gradients while masks are open.
-
-        Mask and captured gradient are this rank's; the latter is None if `.grad` is a new gradient.
-        """
+    def _open_gradients(self, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalParts, Tensor | None]]:
+        """Yield names, parts, and what was captured (None if `.grad` is a new gradient), while masks are open."""
         for group in self._trained(optimizer) if self.is_open else ():
             name, grad = group["tensor_fqn"], original(group).grad
             if _is_unchanged(grad, self._old.get(name)) and bool(local(grad).any()):
@@ -259,11 +251,11 @@ class GradientCapture(StepHooks):
                     "weights, but the coming update reads these. After sparsifier.step(), call backward() before "
                     "optimizer.step(), or take_gradients(optimizer) of the optimizer that steps."
                 )
-        for group, parameter in self.gradients_of(optimizer) if self.is_open else ():
-            name, noted = group["tensor_fqn"], self._before_closure
-            is_same = name not in noted or _is_unchanged(parameter.grad, noted.pop(name))
-            before = self.gradients.get(name) if is_same and self._states.get(name) is GradientState.TAKEN else None
-            yield name, parameter, local(mask_of(group).mask), None if before is None else local(before)
+        for group, parts in self.gradients_of(optimizer) if self.is_open else ():
+            name, snapshots = group["tensor_fqn"], self._before_closure
+            is_same = name not in snapshots or _is_unchanged(parts.parameter.grad, snapshots.pop(name))
+            captured = self.gradients.get(name) if is_same and self._states.get(name) is GradientState.TAKEN else None
+            yield name, parts, None if captured is None else local(captured)
 
     def momenta(self) -> dict[str, Tensor | None]:
         """Return {tensor_fqn: the momentum of its optimizer, or None before the first step}."""

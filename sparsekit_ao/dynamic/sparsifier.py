@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ..distributed import copy_values, has_process_group, is_sharded, local, placed_like
+from ..distributed import LocalParts, copy_values, has_process_group, is_sharded, placed_like
 from ..errors import SparsityError
 from ..masking import find_mask, select
 from ..patterns import Pattern
@@ -299,9 +299,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             return
         for parameter, mask in masked:
             if parameter.grad is not None:
-                parameter.grad = placed_like(parameter.grad, parameter)
-                grad = local(parameter.grad)
-                grad.copy_(select(grad, local(mask)))
+                parts = LocalParts(parameter, mask, has_gradient=True)
+                parts.gradient.copy_(select(parts.gradient, parts.mask))
             reset_state(self._capture.optimizers, parameter, mask == 0)
         self._capture.detach()
 

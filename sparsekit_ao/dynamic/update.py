@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..calibration import Statistics
 from ..densities import allocate, shares
-from ..distributed import copy_values, full_tensor, is_sharded, local, placed_like, sum_over_ranks
+from ..distributed import LocalParts, full_tensor, is_sharded, local, placed_like, sum_over_ranks
 from ..errors import SparsityError, is_number
 from ..masking import select
 from ..models.running import keyed_generator
@@ -454,19 +454,19 @@ def _apply(
     values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
     counts = {}
     for group, new, value, squares in zip(groups, masks, values, moments, strict=True):
-        weight = original(group)
-        changed = new ^ (mask_of(group).mask != 0)
-        grown, here = local(changed & new), local(weight)
-        here.masked_fill_(local(changed), 0)
+        parts, kept = LocalParts(original(group), mask_of(group).mask), local(new)
+        changed = kept ^ (parts.mask != 0)
+        grown = changed & kept
+        parts.weight.masked_fill_(changed, 0)
         if value is not None:
-            here.copy_(torch.where(grown, local(value), here))
-        reset_state(optimizers, weight, changed)
+            parts.weight.copy_(torch.where(grown, local(value), parts.weight))
+        reset_state(optimizers, parts.parameter, parts.put_back(changed))
         for square in map(local, squares):  # of grown weights they become squared gradients
             gradient, values_now = local(capture.gradients[group["tensor_fqn"]]), dequantized(square)
             square.copy_(torch.where(grown, gradient.to(values_now.dtype).square(), values_now))
-        copy_values(mask_of(group).mask, new)
-        count = torch.stack([local(t).count_nonzero() for t in (changed & new, changed, new)])
-        counts[group["tensor_fqn"]] = sum_over_ranks(count, weight).tolist()
+        parts.mask.copy_(kept)
+        count = torch.stack([t.count_nonzero() for t in (grown, changed, kept)])
+        counts[group["tensor_fqn"]] = sum_over_ranks(count, parts.parameter).tolist()
     return counts
 
 
@@ -489,8 +489,8 @@ def _new_values(group: TensorGroup, new: Tensor, settings: Settings, iteration: 
 def zero_dropped(groups: Sequence[TensorGroup]) -> None:
     """Zero every weight that its mask drops, in place."""
     for group in groups:
-        weight = local(original(group))
-        weight.copy_(select(weight, local(mask_of(group).mask)))
+        parts = LocalParts(original(group), mask_of(group).mask)
+        parts.weight.copy_(select(parts.weight, parts.mask))
 
 
 def zero_dropped_state(groups: Sequence[TensorGroup], optimizers: Sequence[Optimizer]) -> None:

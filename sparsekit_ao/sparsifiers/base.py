@@ -406,10 +406,10 @@ class MaskSparsifier(Trainable, Checkpointed):
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group. Here blocks are single elements; subclasses with scopes count their blocks."""
         for group in self.groups:
-            mask, level = self.live_mask(group), group.get("sparsity_level", float("nan"))
-            blocks = int(torch.count_nonzero(distributed.full_tensor(mask))), mask.numel()
+            level = group.get("sparsity_level", float("nan"))
             pattern = ", ".join(f"{k}={group[k]}" for k in self.defaults if k in group and k != "sparsity_level")
-            yield make_row(group, mask, self._resolved.entries, pattern=pattern, asked=level, blocks=blocks)
+            mask, entries = self.live_mask(group), self._resolved.entries
+            yield make_row(group["tensor_fqn"], mask, entries, pattern=pattern, asked=level)
 
     def __repr__(self) -> str:
         rows = (f"  {g['tensor_fqn']}: {', '.join(f'{k}={g[k]!r}' for k in self.keys if k in g)}" for g in self.groups)

@@ -96,15 +96,15 @@ class WeightNormSparsifier(MaskSparsifier):
         distributed.choose_sharded([request for requests in requests_of_groups for request in requests])
         for group, requests in zip(groups, requests_of_groups, strict=True):
             if len(requests) == 2:
-                blocks, inside = (distributed.local(next(iter(r.masks.values()))) for r in requests)
-                distributed.local(self.live_mask(group)).copy_(blocks.logical_or_(inside))
+                blocks, inside = (next(iter(r.masks.values())) for r in requests)
+                distributed.copy_values(self.live_mask(group), blocks.logical_or_(inside))
 
     def _requests_of(self, group: TensorGroup) -> list[Request]:
         """The update of a group's mask, or the two whose masks it is the union of."""
         mask, shape, zeros = self.live_mask(group), tuple(group["sparse_block_shape"]), group["zeros_per_block"]
         level = group["sparsity_level"]
         if level <= 0 or zeros == 0 or mask.numel() == 0 or (level >= 1 and zeros == math.prod(shape)):
-            distributed.local(mask).fill_(level <= 0 or zeros == 0)
+            mask.fill_(level <= 0 or zeros == 0)
             return []
         values, norm = self._scored(group, mask)
         budgets = _matrix_budgets(values, shape, level, zeros)

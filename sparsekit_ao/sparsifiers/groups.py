@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import distributed
 from ..calibration import Statistics
-from ..distributed import full_tensor, is_sharded, local, placed_like
+from ..distributed import full_tensor, is_sharded, placed_like
 from ..errors import CouplingError, SparsityError
 from ..models.names import connected
 from ..scores import Score, saliency_of
@@ -110,7 +110,7 @@ class PruningGroup:
         # The sum of non-negative saliencies is their 1-norm, which has faster kernels. Values on a GPU are not
         # inspected, since that would wait for the device.
         for t in values:
-            if local(t).device.type != "cpu" or is_sharded(t) or not bool((t >= 0).all()):
+            if t.device.type != "cpu" or is_sharded(t) or not bool((t >= 0).all()):
                 return self.norm
         return 1
 

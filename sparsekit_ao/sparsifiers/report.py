@@ -22,7 +22,7 @@ from ..structure.tiles import to_aligned
 from ..structure.windows import Window, fill_mask, kept_flags, kept_grid
 from ..tables import Table
 from .config import ResolvedConfig, TensorGroup
-from .groups import PruningGroup, counts_in_scopes, labels_of, numel_of_groups
+from .groups import PruningGroup, counts_in_scopes, kept_in, labels_of, numel_of_groups
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
 SHOWN = 5  # parameters that no entry names in a printed report
@@ -156,19 +156,20 @@ def _folded(lines: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def make_row(
-    group: TensorGroup, mask: Tensor, entries: Mapping[str, str], *, pattern: str, asked: float, blocks: tuple[int, int]
+    name: str, mask: Tensor, entries: Mapping[str, str], *, pattern: str, asked: float, spec: BlockSpec | None = None
 ) -> Row:
-    """The row of one tensor; `blocks` are those kept and those in all."""
-    fqn = group["tensor_fqn"]
+    """Return the row of one tensor, whose blocks are single elements without a `spec`."""
+    whole = full_tensor(mask)
+    elements = int(torch.count_nonzero(whole))
     return Row(
-        tensor=fqn,
-        entry=entries.get(fqn, ""),
+        tensor=name,
+        entry=entries.get(name, ""),
         shape=tuple(mask.shape),
         pattern=pattern,
         asked=asked,
-        sparsity=1 - int(torch.count_nonzero(full_tensor(mask))) / max(mask.numel(), 1),
-        kept=blocks[0],
-        blocks=blocks[1],
+        sparsity=1 - elements / max(mask.numel(), 1),
+        kept=elements if spec is None else kept_in(spec, whole),
+        blocks=mask.numel() if spec is None else spec.numblk(),
         mask_bytes=local(mask).numel() * mask.element_size(),
     )
 

@@ -26,7 +26,6 @@ from .groups import (
     choose_masks,
     groups_by_name,
     is_same,
-    kept_in,
     make_pruning_groups,
     numel_of_groups,
     parts_of,
@@ -161,13 +160,11 @@ class BudgetSparsifier(MaskSparsifier):
                 stages_of_tensors.setdefault(name, []).append(pruning)
         for group in progress_bar(self.groups, "report", "tensors", elements=numel_of_groups(pruning_groups)):
             name = group["tensor_fqn"]
-            mask, last = self.live_mask(group), stages_of_tensors[name][-1]
-            spec = last.specs[name]
-            blocks = kept_in(spec, distributed.full_tensor(mask)), spec.numblk()
+            last = stages_of_tensors[name][-1]
             pattern = " then ".join(pruning.pattern(name) for pruning in stages_of_tensors[name])
             key, asked = last.own_budgets.get(name) or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))  # reported as a level
-            yield make_row(group, mask, entries, pattern=pattern, asked=asked, blocks=blocks)
+            yield make_row(name, self.live_mask(group), entries, pattern=pattern, asked=asked, spec=last.specs[name])
 
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope keeps exactly its budget at the current levels, and that no block is kept in part.
@@ -307,7 +304,7 @@ class BudgetSparsifier(MaskSparsifier):
             for spec, mask in request.masks.items():
                 # Elements outside the view are not written below, and a later stage may have dropped some before.
                 if math.prod(spec.view.shape) < mask.numel():
-                    distributed.local(mask).fill_(True)
+                    mask.fill_(True)
         for stage in sorted(stages):
             choose_masks(stages[stage])
 
