@@ -49,7 +49,8 @@ def quantize(
     >>> from torchao.quantization import Int8WeightOnlyConfig  # doctest: +SKIP
     >>> small, report = quantize(model, Int8WeightOnlyConfig(), batches)  # doctest: +SKIP
     """
-    _check_order(model, config)
+    all_layers = layers_of(model)
+    _check_order(all_layers, config)
     packs = "sparse" in str(getattr(config, "packing_format", "")).lower()
     layers, _ = checked_layers(model, "quantize", _sparse_kernel_refusals if packs else linear_refusals, tensors)
     batches = checked_list(batches, forward, "quantize")
@@ -63,28 +64,22 @@ def quantize(
         quantize_(converted, config, filter_fn=None)  # all Linear layers, or those that a FqnToConfig names
     except Exception as e:
         raise SparsityError(f"quantize: torchao refuses this model with {type(config).__name__}: {e}") from e
-    all_layers = layers_of(model)
     quantized = _checked_tensors(all_layers, {layer.fqn for layer in layers}, converted)
-    difference, called, called_again = _compared((model, converted), batches, forward or call, layers)
-    if lost := [layer.fqn for layer in layers if layer.fqn in called - called_again]:
-        raise SparsityError(
-            f"quantize: a copy of the model still calls the original module of {lost[0]}, as closures and compiled "
-            "models do. Pass the model before torch.compile, and call layers as attributes of their module."
-        )
-    notes = (f"{a.fqn}: no batch calls its module, so it may not be compared" for a in layers if a.fqn not in called)
-    report = Conversion(
+    difference, called = _compared(model, converted, batches, forward or call, layers)
+    return converted, Conversion(
         target="quantize",
         converted=tuple(quantized),
         left={a.fqn: "torchao does not quantize it with this config" for a in all_layers if a.fqn not in quantized},
         before=sum(layer.weight.nbytes for layer in all_layers if layer.fqn in quantized),
         after=sum(map(_bytes, quantized.values())),
         difference=difference,
-        notes=tuple(notes),
+        notes=tuple(
+            f"{a.fqn}: no batch calls its module, so it may not be compared" for a in layers if a.fqn not in called
+        ),
     )
-    return converted, report
 
 
-def _check_order(model: nn.Module, config: Any) -> None:
+def _check_order(layers: Sequence[WeightToExport], config: Any) -> None:
     step = getattr(config, "step", None)  # of a QATConfig
     order = "sparsifier.prepare, step, squash_mask, then quantize"
     if step is not None:
@@ -92,9 +87,8 @@ def _check_order(model: nn.Module, config: Any) -> None:
             "torchao.quantize_ with QATConfig(step='prepare'), sparsifier.prepare, training, "
             "sparsifier.squash_mask, quantize with QATConfig(step='convert')"
         )
-    for layer in layers_of(model):
-        if layer.masked:
-            raise SparsityError(f"quantize: {layer.fqn} still has its mask. The order that works: {order}.")
+    if masked := [layer.fqn for layer in layers if layer.masked]:
+        raise SparsityError(f"quantize: {masked[0]} still has its mask. The order that works: {order}.")
     if str(getattr(step, "value", step)).lower() == "prepare":
         raise SparsityError(
             "quantize: QATConfig(step='prepare') changes layers for training, so call torchao.quantize_ itself, before "
@@ -108,70 +102,25 @@ def _sparse_kernel_refusals(layer: WeightToExport) -> list[str]:
     return refusals + ([] if device == "cuda" else [f"needs a weight on CUDA for sparse kernels, got one on {device}"])
 
 
-def _compared(
-    models: tuple[nn.Module, nn.Module], batches: Sequence[Any], forward: Forward, layers: Sequence[WeightToExport]
-) -> tuple[float, set[str], set[str]]:
-    """The largest difference of outputs in eval mode, batch by batch, and the layers that each of the models calls."""
-    differences, called, (model, converted) = list[float](), (set[str](), set[str]()), models
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(seeded([*model.parameters(), *model.buffers()]))
-        for one, names in zip(models, called, strict=True):
-            stack.enter_context(eval_mode(one))
-            for layer in layers:
-                hook = lambda *_, names=names, name=layer.fqn: names.add(name)  # noqa: E731
-                stack.enter_context(one.get_submodule(layer.path).register_forward_pre_hook(hook))
-        for batch in batches:
-            with kept_generators():  # so that both draw the same random numbers
-                wanted = _outputs(model, batch, forward)
-            try:
-                outputs = _outputs(converted, batch, forward)
-            except Exception as e:
-                raise SparsityError(f"quantize: the converted model does not run: {e}") from e
-            if wanted or outputs:
-                differences.append(_difference(wanted, outputs))
-    if not differences:
-        raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
-    return max(differences), *called
-
-
-def _outputs(model: nn.Module, batch: Any, forward: Forward) -> Outputs:
-    result = forward(model, _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch))
-    return [(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)]
-
-
-def _difference(wanted: Outputs, outputs: Outputs) -> float:
-    if nan := [place for place, tensor in wanted if bool(tensor.isnan().any())]:
-        raise SparsityError(f"quantize: {nan[0]} of the model contains nan on these batches, and nan equals nothing")
-    if (difference := output_difference(wanted, outputs)) == float("inf"):
-        raise SparsityError(
-            "quantize: the converted model returns other shapes, other integers, inf or nan. Integers computed from "
-            "outputs, such as an argmax, may change with rounding; compare what they are computed from"
-        )
-    return difference
-
-
-def _is_quantized(tensor: Tensor) -> bool:
-    return hasattr(tensor, "dequantize") and type(tensor) not in (Tensor, nn.Parameter)
-
-
 def _checked_tensors(layers: Sequence[WeightToExport], required: set[str], converted: nn.Module) -> dict[str, Any]:
     """Return the quantized weights by name; raise unless all required ones are, with their zeros and 2:4 patterns."""
     quantized = {}
     for layer in layers:
         tensor = getattr(*owner_of(converted, layer.fqn))
-        if _is_quantized(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):
             quantized[layer.fqn] = tensor
         elif layer.fqn in required:
             raise SparsityError(
                 f"quantize: torchao left {layer.fqn} of shape {tuple(layer.weight.shape)} as it is with this "
                 "config; its kernel may need other multiples. Take another config, or name others (tensors=[...])."
             )
-        is_zero = layer.weight == 0 if layer.fqn in required else None
-        if is_zero is not None and len(at := (is_zero & (tensor.dequantize().to(is_zero.device) != 0)).nonzero()):
-            raise SparsityError(
-                f"quantize: the zero of {layer.fqn} at {at[0].tolist()} is not zero after quantization with this "
-                "config; take a symmetric one"
-            )
+        if layer.fqn in required:
+            is_lost = (layer.weight == 0) & (tensor.dequantize().to(layer.weight.device) != 0)
+            if len(at := is_lost.nonzero()):
+                raise SparsityError(
+                    f"quantize: the zero of {layer.fqn} at {at[0].tolist()} is not zero after quantization with this "
+                    "config; take a symmetric one"
+                )
         if "sparse" in type(tensor).__name__.lower() and (refusals := two_four_refusals(layer)):
             raise SparsityError(
                 f"quantize: this config packs {layer.fqn} as 2:4 as well, which {refusals[0]}. Name only 2:4 layers, "
@@ -180,8 +129,53 @@ def _checked_tensors(layers: Sequence[WeightToExport], required: set[str], conve
     return quantized
 
 
-def _bytes(tensor: Tensor) -> int:
-    if not _is_quantized(tensor):
-        return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return sum(_bytes(getattr(tensor, name)) for name in names)
+@torch.no_grad()
+def _compared(
+    model: nn.Module, converted: nn.Module, batches: Sequence[Any], forward: Forward, layers: Sequence[WeightToExport]
+) -> tuple[float, set[str]]:
+    """Return the largest difference of outputs in eval mode, batch by batch, and the layers that the model calls."""
+    calls, called, differences = list[str](), set[str](), list[float]()  # calls of the model's own modules
+    with ExitStack() as stack:
+        for context in (seeded([*model.parameters(), *model.buffers()]), eval_mode(model), eval_mode(converted)):
+            stack.enter_context(context)
+        for layer in layers:
+            hook = lambda *_, name=layer.fqn: calls.append(name)  # noqa: E731
+            stack.enter_context(layer.module.register_forward_pre_hook(hook))
+        for batch in batches:
+            with kept_generators():  # so that both draw the same random numbers
+                wanted = _outputs(model, batch, forward)
+            called |= {*calls}
+            calls.clear()
+            try:
+                outputs = _outputs(converted, batch, forward)
+            except Exception as e:
+                raise SparsityError(f"quantize: the converted model does not run: {e}") from e
+            if calls:
+                raise SparsityError(
+                    f"quantize: a copy of the model still calls the original module of {calls[0]}, as closures and "
+                    "compiled models do. Pass the model before torch.compile, and call layers as attributes of their "
+                    "module."
+                )
+            if nan := [place for place, tensor in wanted if bool(tensor.isnan().any())]:
+                raise SparsityError(
+                    f"quantize: {nan[0]} of the model contains nan on these batches, and nan equals nothing"
+                )
+            differences += [output_difference(wanted, outputs)] if wanted or outputs else []
+    if not differences:
+        raise SparsityError("quantize: the model returned no tensor, so there is nothing to compare")
+    if (difference := max(differences)) == float("inf"):
+        raise SparsityError(
+            "quantize: the converted model returns other shapes, other integers, inf or nan. Integers computed from "
+            "outputs, such as an argmax, may change with rounding; compare what they are computed from"
+        )
+    return difference, called
+
+
+def _outputs(model: nn.Module, batch: Any, forward: Forward) -> Outputs:
+    result = forward(model, _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), batch))
+    return [(place, tensor.detach().clone()) for place, tensor in tensors_in("output", result)]
+
+
+def _bytes(tensor: Any) -> int:
+    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return sum(_bytes(getattr(tensor, name)) for name in parts) if parts else tensor.nbytes
