@@ -135,12 +135,10 @@ def _compared(
 ) -> tuple[float, set[str]]:
     """Return the largest difference of outputs in eval mode, batch by batch, and the layers that the model calls."""
     calls, called, differences = list[str](), set[str](), list[float]()  # calls of the model's own modules
-    with ExitStack() as stack:
-        for context in (seeded([*model.parameters(), *model.buffers()]), eval_mode(model), eval_mode(converted)):
-            stack.enter_context(context)
+    seeds = seeded([*model.parameters(), *model.buffers()])
+    with ExitStack() as hooks, seeds, eval_mode(model), eval_mode(converted):
         for layer in layers:
-            hook = lambda *_, name=layer.fqn: calls.append(name)  # noqa: E731
-            stack.enter_context(layer.module.register_forward_pre_hook(hook))
+            hooks.enter_context(layer.module.register_forward_pre_hook(lambda *_, fqn=layer.fqn: calls.append(fqn)))
         for batch in batches:
             with kept_generators():  # so that both draw the same random numbers
                 wanted = _outputs(model, batch, forward)
