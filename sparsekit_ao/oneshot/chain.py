@@ -163,119 +163,163 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
     return list(reached.values()), [t for t in targets if t.name not in reached], repeated
 
 
-def find_blocks(data: CalibrationData, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
-    """Return the repeated blocks of a model if they form a chain, else an empty list."""
-    blocks = _largest_list(data.model, layers, name)
-    uses = Counter(id(m) for block in blocks for m in block.modules())
-    uses.update(id(p) for block in blocks for p in block.parameters() if p.ndim > 1)  # may be tied between blocks
-    used = [*layers, *(p for layer in layers for p in layer.parameters())]
-    is_chain = bool(blocks) and not any(uses[id(one)] > 1 for one in used) and _is_chained(data, blocks)
-    if name is not None and not is_chain:
-        raise SparsityError(
-            f"blocks={name!r} do not form a chain: each must be called once, in order, with the first output of the "
-            "one before and otherwise the same arguments, and no layer may be part of two of them; leave blocks out "
-            "to run the whole model instead"
-        )
-    return blocks if is_chain else []
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Repeated blocks, each of which reads what the one before gave, and otherwise the same arguments as the first."""
+
+    blocks: Sequence[nn.Module]
+    # For each block after the first, {number of an argument: number of the output of the block before that it is}.
+    links: Sequence[Mapping[int, int]]
 
 
-def _largest_list(model: nn.Module, layers: Sequence[nn.Module], name: str | None) -> list[nn.Module]:
-    """Return the blocks of the ModuleList or Sequential that holds most of the layers, or of the one called `name`."""
-    if name is not None:
-        try:
-            module = model.get_submodule(name)
-        except AttributeError:
-            raise SparsityError(f"blocks={name!r} is not a module of the model") from None
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            kind = type(module).__name__
-            raise SparsityError(f"blocks={name!r} is a {kind}, not a ModuleList or Sequential")
-        return list(module)
+def find_chains(data: CalibrationData, layers: Sequence[nn.Module], name: str | None) -> list[Chain]:
+    """Return the chains of blocks that have several of these layers, in forward order, or the one called `name`."""
     ids = {id(layer) for layer in layers}
-    lists: dict[int, list[nn.Module]] = {}  # {number of layers: the first list with that number}
-    for m in model.modules():
-        count = sum(id(x) in ids for x in m.modules())
-        is_list = isinstance(m, nn.Sequential) and len({type(x) for x in m}) == 1 and 2 * count > len(ids)
-        if (is_list or isinstance(m, nn.ModuleList)) and count > 1 and len(m) > 1:  # type: ignore[arg-type]
-            lists.setdefault(count, list(m))  # type: ignore[call-overload]
-    return lists[max(lists)] if lists else []
+    lists = _lists(data.model, ids) if name is None else [_list_of(data.model, name)]
+    found = list[Chain]()
+    while lists:  # lists inside of blocks are tried if the blocks around them are no chain
+        tried = _linked(data, lists)
+        found += [Chain(blocks=links.blocks, links=links.links) for links in tried if links.is_chain]
+        broken = [block for links in tried if not links.is_chain and name is None for block in links.blocks]
+        lists = [blocks for block in broken for blocks in _lists(block, ids)]
+    uses = Counter(id(m) for chain in found for block in chain.blocks for m in block.modules())
+    uses.update(id(p) for chain in found for block in chain.blocks for p in block.parameters() if p.ndim > 1)
+    used = {id(one) for layer in layers for one in (layer, *layer.parameters()) if uses[id(one)] > 1}  # tied ones
+    found = [c for c in found if used.isdisjoint(id(x) for b in c.blocks for x in (*b.modules(), *b.parameters()))]
+    if name is not None and not found:
+        raise SparsityError(
+            f"blocks={name!r} do not form a chain: each must be called once, in order, with outputs of the one before "
+            "and otherwise the same arguments, and no layer may be part of two of them; leave blocks out to run the "
+            "whole model instead"
+        )
+    return [found[k] for k in captured(data, [chain.blocks[0] for chain in found], 0)] if len(found) > 1 else found
 
 
-def _is_chained(data: CalibrationData, blocks: Sequence[nn.Module]) -> bool:
-    """Return whether each batch calls each block once, in order, with the output before it and else equal arguments."""
-    in_order, outputs = list(range(len(blocks))), _further_outputs_of_first_batch(data, blocks)
-    if len(outputs) < len(blocks):
-        return False
+def _list_of(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules of the ModuleList or Sequential of this name."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise SparsityError(f"blocks={name!r} is not a module of the model") from None
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        raise SparsityError(f"blocks={name!r} is a {type(module).__name__}, not a ModuleList or Sequential")
+    return list(module)
 
-    called: list[int] = []
-    common: Arguments = ((), {})  # what the first block gets beside the hidden states, and all others must get
 
-    def add(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal common
-        own = next_arguments((args, kwargs), None)
-        common = common if called else copied_tensors(own, objects=False)
-        called.append(k if are_same(common, own) else -1)
+def _lists(module: nn.Module, ids: set[int]) -> list[list[nn.Module]]:
+    """Return the outermost ModuleLists, and Sequentials with most of some layers, that have several of these layers."""
+    blocks, count = [*module.children()], sum(id(x) in ids for x in module.modules())
+    is_list = isinstance(module, nn.Sequential) and len({type(x) for x in blocks}) == 1 and 2 * count > len(ids)
+    if (is_list or isinstance(module, nn.ModuleList)) and len(blocks) > 1 and count > 1:
+        return [blocks]
+    return [found for child in blocks for found in _lists(child, ids)]
 
-    def hook(k: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: add(k, args, kwargs)
 
-    def unchanged(k: int, *args: Any, **kwargs: Any) -> Any:
-        add(k, args, kwargs)
-        hidden = _hidden_of((args, kwargs))
-        return hidden if outputs[k] is None else type(outputs[k])((hidden, *outputs[k]))
+class _Links:
+    """Which arguments of each block of a list are outputs of the block before, found in one forward of the model.
 
+    Each block runs twice: in the model, and here on copies of what the one before gave, as it will in the walk.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks, self.links = blocks, list[dict[int, int]]()
+        self.outputs = list[tuple[list[Any], Any]]()  # of each block those after the first, and how they are nested
+        self.is_chain, self._is_running, self._called = True, False, 0
+        self._spec: Any = None  # how the arguments are nested
+        self._passed = dict[int, Any]()  # what the block that was called last gets from the one before, by argument
+
+    def before(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the arguments with which the model calls block k."""
+        if self._is_running or not self.is_chain:
+            return
+        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        self.is_chain = k == self._called and (k == 0 or spec == self._spec)
+        self._called += 1
+        if k == 0:
+            # The arguments of the first block, as copies to run on, and with the objects that are compared by identity.
+            self._spec, self._copies = spec, copied_tensors(leaves)
+            self._common = copied_tensors(leaves, objects=False)
+        elif self.is_chain:
+            outputs, links = self.run(self.blocks[k - 1]), dict[int, int]()
+            for at, leaf in enumerate(leaves):
+                if at and are_same(self._common[at], leaf):
+                    continue
+                equal = [j for j, output in enumerate(outputs) if isinstance(leaf, Tensor) and are_same(output, leaf)]
+                self.is_chain &= bool(equal)
+                links[at] = equal[0] if equal else -1
+            self.links.append(links)
+            self._passed = {at: outputs[j] for at, j in links.items()}
+
+    def run(self, block: nn.Module) -> list[Any]:
+        """Run the block that was called last on copies, and return its outputs."""
+        leaves = [self._passed.get(at, leaf) for at, leaf in enumerate(self._copies)]
+        args, kwargs = copied_tensors(_pytree.tree_unflatten(leaves, self._spec))  # it may change them, as a cache
+        self._is_running = True
+        leaves, spec = _pytree.tree_flatten(block(*args, **kwargs))
+        self._is_running = False
+        self.outputs.append((leaves[1:], spec))
+        return leaves
+
+
+def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list[_Links]:
+    """Return the links of lists of blocks, and whether each of them is a chain, which every batch calls in order."""
+    tried = [_Links(blocks) for blocks in lists]
+
+    def hook(links: _Links, k: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: links.before(k, args, kwargs)
+
+    with _hooks((block, hook(links, k)) for links in tried for k, block in enumerate(links.blocks)):
+        data.run(0)
+    for links in tried:
+        links.is_chain &= len(links.links) == len(links.blocks) - 1
+        if links.is_chain:
+            links.run(links.blocks[-1])
     # What blocks read is compared for the first batch only. Other batches run with blocks that return their input, if
     # that calls them in order, so that a model larger than memory is read once.
     for index in range(1, len(data.batches)):
-        called.clear()
-        with replaced(blocks, unchanged), suppress(Exception):
+        chains = [links for links in tried if links.is_chain]
+        checks = _are_in_order(data, chains, index, replaces=True)
+        checks = checks if all(checks) else _are_in_order(data, chains, index, replaces=False)
+        for links, is_in_order in zip(chains, checks, strict=True):
+            links.is_chain = is_in_order
+    return tried
+
+
+def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, replaces: bool) -> list[bool]:
+    """Return whether a batch calls the blocks of each chain once, in order, with equal arguments beside the links.
+
+    With `replaces`, each block returns its input in place of its first output.
+    """
+    blocks = [(n, k, block) for n, links in enumerate(chains) for k, block in enumerate(links.blocks)]
+    called: list[list[int]] = [[] for _ in chains]
+    common: list[list[Any]] = [[] for _ in chains]  # the arguments of each first block
+
+    def add(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        n, k, _ = blocks[place]
+        leaves = _pytree.tree_leaves((args, kwargs))
+        if not called[n]:
+            common[n] = copied_tensors(leaves, objects=False)
+        linked = chains[n].links[k - 1] if k else {0: 0}
+        pairs = [(a, b) for at, (a, b) in enumerate(zip(common[n], leaves, strict=False)) if at not in linked]
+        is_equal = len(leaves) == len(common[n]) and all(are_same(a, b) for a, b in pairs)
+        called[n].append(k if is_equal else -1)
+
+    def unchanged(place: int, *args: Any, **kwargs: Any) -> Any:
+        add(place, args, kwargs)
+        n, k, _ = blocks[place]
+        further, spec = chains[n].outputs[k]
+        return _pytree.tree_unflatten([_pytree.tree_leaves((args, kwargs))[0], *further], spec)
+
+    def hook(place: int) -> Callable[..., None]:
+        return lambda _, args, kwargs: add(place, args, kwargs)
+
+    if replaces:
+        with replaced([block for *_, block in blocks], unchanged), suppress(Exception):
             data.run(index)
-        if called != in_order:
-            called.clear()
-            with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
-                data.run(index)
-        if called != in_order:
-            return False
-    return True
-
-
-def _further_outputs_of_first_batch(data: CalibrationData, blocks: Sequence[nn.Module]) -> list[Any]:
-    """Return each block's outputs after the first, or None without any. The list is shorter if they are not a chain."""
-    outputs: list[Any] = []
-    arguments: Arguments = ((), {})  # of the block that was called last, as copies
-    expected: Arguments = ((), {})  # the same with the objects that the model passes, which are compared by identity
-    called: list[int] = []
-    is_running = is_broken = False
-
-    # Each block runs twice: in the model, and here on copies of what the one before gave, as it will in the walk.
-    def run(block: nn.Module) -> None:
-        nonlocal arguments, expected, is_running
-        is_running = True
-        output, is_running = output_of(block, arguments), False
-        outputs.append(output[1:] if type(output) in (tuple, list) else None)
-        arguments, expected = (next_arguments(each, first_output(output)) for each in (arguments, expected))
-
-    def before(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal arguments, expected, is_broken
-        if is_running or is_broken:
-            return
-        is_broken = k != len(called)
-        called.append(k)
-        if k == 0:
-            arguments = copied_tensors((args, kwargs))
-            expected = copied_tensors((args, kwargs), objects=False)
-        elif not is_broken:
-            run(blocks[k - 1])
-            is_broken = not are_same(expected, (args, kwargs))
-
-    def hook(k: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: before(k, args, kwargs)
-
-    with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
-        data.run(0)
-    if is_broken or len(called) < len(blocks):
-        return []
-    run(blocks[-1])
-    return outputs
+    else:
+        with _hooks((block, hook(place)) for place, (*_, block) in enumerate(blocks)):
+            data.run(index)
+    return [order == [*range(len(links.blocks))] for order, links in zip(called, chains, strict=True)]
 
 
 @contextmanager
@@ -293,17 +337,21 @@ def replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterat
                 block.forward = own
 
 
-def captured(data: CalibrationData, block: nn.Module, index: int) -> Arguments:
-    """Return what a block receives in the forward pass of one batch."""
-    calls: list[Arguments] = []
+def captured(data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> dict[int, Arguments]:
+    """Return what each of some blocks receives in the forward pass of one batch, by its number, in order of calls."""
+    calls: dict[int, Arguments] = {}
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(copied_tensors((args, kwargs)))
-        raise _Stop
+    def hook(k: int) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[k] = copied_tensors((args, kwargs))
+            if len(calls) == len(blocks):
+                raise _Stop
 
-    with _hooks([(block, before)]):
+        return before
+
+    with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
         data.run(index)
-    return calls[0]
+    return calls
 
 
 @contextmanager
@@ -317,12 +365,6 @@ def calls_of(modules: Iterable[nn.Module], calls: list[Arguments]) -> Iterator[N
         yield
 
 
-def output_of(block: nn.Module, arguments: Arguments) -> Any:
-    """Run a block on copies of its arguments, which it may change in place (such as a cache of keys and values)."""
-    args, kwargs = copied_tensors(arguments)
-    return block(*args, **kwargs)
-
-
 def copied_tensors(value: Any, device: Device = None, *, copies: bool = True, objects: bool = True) -> Any:
     """Return nested arguments with tensors on a device; `copies` copies tensors, and `objects` other objects too."""
 
@@ -332,26 +374,6 @@ def copied_tensors(value: Any, device: Device = None, *, copies: bool = True, ob
         return copy.deepcopy(leaf) if copies and objects and not isinstance(leaf, nn.Module) else leaf
 
     return _pytree.tree_map(copied, value)
-
-
-def first_output(output: Any) -> Any:
-    """Return what the next block reads of a block's output: the output itself, or the first of several."""
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _hidden_of(arguments: Arguments) -> Any:
-    """Return the first argument of a block, which is the output of the block before."""
-    args, kwargs = arguments
-    return args[0] if args else next(iter(kwargs.values()), None)
-
-
-def next_arguments(arguments: Arguments, hidden: Any) -> Arguments:
-    """Return the arguments of the next block: the first one is replaced by `hidden`."""
-    args, kwargs = arguments
-    if args:
-        return (hidden, *args[1:]), kwargs
-    first = next(iter(kwargs), None)
-    return args, kwargs if first is None else {**kwargs, first: hidden}
 
 
 class Kept:
@@ -386,46 +408,62 @@ class Kept:
 
 
 class Stream:
-    """The inputs of a block for every batch, at first those of `calls`; `advance` replaces them by the next block's.
+    """The inputs of a block of a chain for every batch, at first those of `calls`; `advance` moves on to the next one.
 
     Blocks run on `device`, or with None where their inputs are.
     """
 
-    def __init__(self, calls: Iterable[Arguments], kept: Kept, device: Device, like: "Stream | None" = None) -> None:
-        self._kept, self._device = kept, device
+    def __init__(
+        self, chain: Chain, calls: Iterable[Arguments], kept: Kept, device: Device, like: "Stream | None" = None
+    ) -> None:
+        self._links, self._kept, self._device = chain.links, kept, device
+        self._advanced, self.is_finished = 0, False  # how many blocks have run, and whether the last one has
         self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
         for index, arguments in enumerate(calls):
-            others = next_arguments(arguments, None)
+            leaves, spec = _pytree.tree_flatten(arguments)
+            others = [None, *leaves[1:]], spec
             if like is not None and are_same(others, kept.get(like._others[index])):  # such as masks, kept once
                 self._others.append(like._others[index])
             else:
                 self._others.append((id(self), "others", index))
                 kept.put(self._others[-1], others)
-            self._put(index, _hidden_of(arguments))
+            self._put(index, {0: leaves[0]})
 
     def __len__(self) -> int:
         return len(self._others)
 
-    def _put(self, index: int, hidden: Any) -> None:
-        self._kept.put((id(self), "hidden", index), hidden)
+    def _put(self, index: int, passed: dict[int, Any]) -> None:
+        self._kept.put((id(self), "passed", index), passed)
 
     def hidden(self, index: int) -> Any:
-        """Return the output of the block before for a batch, on the device where blocks run."""
-        return copied_tensors(self._kept.get((id(self), "hidden", index)), self._device, copies=False)
+        """Return the first output of the block before for a batch, on the device where blocks run."""
+        passed = self._kept.get((id(self), "passed", index))
+        return copied_tensors(passed[0], self._device, copies=False)
+
+    def arguments(self, index: int) -> Arguments:
+        """Return the arguments of the next block for a batch."""
+        leaves, spec = self._kept.get(self._others[index])
+        passed = self._kept.get((id(self), "passed", index))
+        arguments: Arguments = _pytree.tree_unflatten([passed.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+        return arguments
 
     def output(self, block: nn.Module, index: int) -> Any:
         """Return the output of a block for a batch. It runs on copies, as it may change inputs in place (a cache)."""
-        others = self._kept.get(self._others[index])
-        args, kwargs = copied_tensors(next_arguments(others, self.hidden(index)), self._device)
+        args, kwargs = copied_tensors(self.arguments(index), self._device)
         return block(*args, **kwargs)
 
     def advance(self, block: nn.Module, is_last: bool = False) -> None:
         """Run a block on every batch, and take its outputs as the inputs of the next one."""
+        links = self._links[min(self._advanced, len(self._links) - 1)]  # a dense chain may have more blocks
         for index in range(len(self)):
             output = self.output(block, index)
-            self._put(index, copied_tensors(first_output(output)))  # a block may write all its outputs to one buffer
+            leaves = _pytree.tree_leaves(output)
+            # A block may write all its outputs to one buffer.
+            self._put(index, {at: copied_tensors(leaves[j]) for at, j in links.items() if j < len(leaves)})
             if is_last:  # what follows may read any of its outputs
                 self._kept.put((id(self), "outputs", index), output)
+        self._advanced += 1
+        self.is_finished = is_last
 
     def outputs(self, index: int) -> Any:
         """Return all outputs of the last block for a batch."""

@@ -23,10 +23,10 @@ from ..calibration import token_rows
 from ..distributed import full_tensor, has_process_group, is_sharded
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
-from ..models.names import named_tensors, owner_of
+from ..models.names import by_pattern, named_tensors, owner_of
 from ..models.running import TokenMask, eval_mode, first_tensor, import_dynamo, keyed_generator
 from ..tables import Table, lines_of_error
-from .chain import CalibrationData, Stream
+from .chain import CalibrationData, Stream, captured
 from .walk import Walk, check_options, checkpoint_of, without_autocast_cache
 
 PASSES = 4  # passes over all batches for each block
@@ -73,6 +73,7 @@ class RecoveryReport(Table[BlockRow]):
     Attributes:
         rows: A `BlockRow` for each block, in order.
         tokens: How many tokens counted, as text; "" if all did.
+        untrained: The pruned layers outside of all chains of blocks, which are not trained.
         error_to_dense: The relative error of the model's outputs Y (the first tensor that the model or `forward`
             returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over all rows||. Outputs that are
             the same for every input have an error of about 1. NaN if it is not known.
@@ -84,6 +85,7 @@ class RecoveryReport(Table[BlockRow]):
 
     rows: tuple[BlockRow, ...]
     tokens: str = ""
+    untrained: tuple[str, ...] = ()
     error_to_dense: float = math.nan
     bars = ("before", "after")
 
@@ -92,8 +94,9 @@ class RecoveryReport(Table[BlockRow]):
         return lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
-        """Return the number of tokens that counted, if not all did."""
-        return [self.tokens] if self.tokens else []
+        """Return the number of tokens that counted, if not all did, and the layers that were not trained."""
+        names = ", ".join(by_pattern(self.untrained))
+        return [self.tokens] * bool(self.tokens) + [f"in no chain of blocks, hence not trained: {names}"] * bool(names)
 
     def metrics(self) -> dict[str, float]:
         """Return {"recovered_error/<block>": ...} for any logger."""
@@ -127,8 +130,8 @@ def recover(
 
     Both models run in eval mode. Weights in 16 bits are trained as float32 copies. Besides the models, memory holds the
     inputs of a block in both models for all batches, and five times the weights of one block in float32. Either model
-    may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. If a model has
-    several lists of blocks, such as an encoder and a decoder, only the list with most of the pruned layers is trained.
+    may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
+    blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
     In distributed training all ranks pass the same models and the same number of batches. Each rank divides its
     loss by the initial loss per row, summed over ranks, and gradients are then summed over ranks.
@@ -301,8 +304,8 @@ class Teacher:
         check_ranks(data)
         self.dense, self.data = dense, data
         self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
-        self.stream: Stream | None = None  # of the dense model; None before `start`, and if there are no blocks
-        self._next = 0  # the dense block whose inputs the stream has
+        self.streams: list[Stream] = []  # of the dense model, one for each chain; empty before `start`
+        self._passed: list[int] = []  # for each chain, how many blocks its stream has passed
 
     def described(self) -> tuple[object, ...]:
         """Return values that identify this teacher."""
@@ -319,18 +322,33 @@ class Teacher:
         data = replace(self.data, model=dense)
         with eval_mode(dense):
             if walk.blocks:
-                self._dense_blocks, self._last = _paired(walk.data.model, dense, walk.names)
-                self._check_blocks(walk, data)
-                self.stream = walk.new_stream(data, self._dense_blocks[0])
+                self._begin_streams(walk, data)
             if self.outputs is not None or not walk.blocks:
                 refuse_unfit(walk.data.output(0), data.output(0), "the model")
             if self.dense is None and not walk.blocks:
                 for k in range(len(data.batches)):
                     walk.kept.put(("outputs", k), _output_tensor(data.output(k)))
 
+    def _begin_streams(self, walk: Walk, dense: CalibrationData) -> None:
+        """Begin the dense streams of all chains, since a model that is its own dense model changes from now on."""
+        numbers = [[at for at, of in enumerate(walk.chain_of) if of == chain] for chain in range(len(walk.chains))]
+        # For each chain the dense blocks and, for each block in the walk, the last of these that it stands for.
+        paired = [_paired(walk.data.model, dense.model, [walk.names[at] for at in of_chain]) for of_chain in numbers]
+        self._dense_blocks = [blocks for blocks, _ in paired]
+        self._last = [last for _, lasts in paired for last in lasts]
+        self._check_blocks(walk, dense)
+        first = [blocks[0] for blocks in self._dense_blocks]
+        calls = [captured(dense, first, index) for index in range(len(dense.batches))]
+        self._passed = [0] * len(first)
+        self.streams = [
+            Stream(chain, (by_chain[c] for by_chain in calls), walk.kept, walk.device)
+            for c, chain in enumerate(walk.chains)
+        ]
+
     def _check_blocks(self, walk: Walk, dense: CalibrationData) -> None:
         """Raise an error unless the blocks of a smaller model have outputs of the dense blocks' shapes."""
-        pairs = [(block, self._dense_blocks[at]) for block, at in zip(walk.blocks, self._last, strict=True)]
+        places = zip(walk.blocks, walk.chain_of, self._last, strict=True)
+        pairs = [(block, self._dense_blocks[chain][at]) for block, chain, at in places]
         sizes = [[Counter(p.shape for p in block.parameters()) for block in each] for each in zip(*pairs, strict=True)]
         if sizes[0] == sizes[1]:
             return
@@ -348,22 +366,20 @@ class Teacher:
 
     def advance(self, at: int, block: nn.Module) -> None:
         """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
-        assert self.stream is not None
+        chain = self._walk.chain_of[at]
         if self.dense is None:
-            self.stream.advance(block)
+            self.streams[chain].advance(block)
             return
-        while self._next <= self._last[at]:
-            dense_block = self._dense_blocks[self._next]
+        for dense_block in self._dense_blocks[chain][self._passed[chain] : self._last[at] + 1]:
             with loaded(self.dense, [dense_block], self._walk.device), eval_mode(self.dense):
-                self.stream.advance(dense_block)
-            self._next += 1
+                self.streams[chain].advance(dense_block)
+        self._passed[chain] = self._last[at] + 1
 
     def match(self, at: int, block: nn.Module, stream: Stream) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
         if not _has_weights(block):
             return None
-        dense = self.stream
-        assert dense is not None
+        dense = self.streams[self._walk.chain_of[at]]
         student = _Student(block, lambda module, k: stream.output(module, k))
         # The dense stream has advanced already, so its next inputs are the outputs of the dense block.
         return self._train(student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, self._walk.names[at])
@@ -381,7 +397,8 @@ class Teacher:
 
             with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
                 rows.append(self._train(whole, target, self.outputs or "mse", len(self._walk.blocks), ""))
-        return RecoveryReport(rows=tuple(rows), tokens=self.data.counted())
+        outside = () if any(not row.block for row in rows) else self._walk.outside  # "" is the whole model
+        return RecoveryReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
 
     def _train(self, student: "_Student", target: Callable[[int], Tensor], metric: str, at: int, name: str) -> BlockRow:
         """Train a block, or the whole model (named ""), to give `target(k)` for batch k, and keep the best weights."""

@@ -1,7 +1,10 @@
 """The walk over a model: each block is loaded, pruned, matched to its dense self and stored before the next one.
 
+Blocks form chains (`chain.Chain`), such as an encoder and a decoder, which are visited in the order of the forward
+pass. Once a chain is finished its blocks run no more: what comes later reads what the last of them gave.
+
 Below, x stands for the inputs of the next block in the dense model, for all batches, and x~ for those in the pruned
-model. Each is kept in a stream (`chain.Stream`).
+model. Each is kept in a stream (`chain.Stream`), one for each chain.
 
     for step in the order of the forward pass (`steps_of`):
         if the step is a block:
@@ -42,7 +45,7 @@ from ..errors import SparsityError, is_number
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, steps
 from ..models.running import eval_mode
-from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_blocks, order, replaced, stop
+from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
 from .solving import alike
 
@@ -58,7 +61,6 @@ class Step:
     block: int | None  # its number; None for layers outside of blocks
     tensors: tuple[str, ...]  # those that are pruned
     is_recorded: bool = True  # whether the inputs of the tensors are recorded
-    is_after: bool = False  # whether these are layers that the walk visits after all blocks
 
 
 class Solving(Protocol):
@@ -81,7 +83,8 @@ class Matching(Protocol):
     """What a walk calls, with a block and its number in the walk, to match it to that of the dense model."""
 
     row: Any  # the class of the rows that `match` returns
-    stream: Stream | None  # the dense stream; None before `start`, and if there are no blocks
+    dense: nn.Module | None  # None if the model that is walked is itself the dense one, until it changes
+    streams: list[Stream]  # the dense stream of each chain; empty before `start`
 
     def start(self, walk: "Walk") -> None:
         """Begin the dense stream; this is called before anything changes."""
@@ -111,21 +114,26 @@ class Walk:
             self.reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
             layers = [target.module for target, _ in self.reached] if layers is None else layers
             # without blocks there is no stream, and the whole model runs anew in each step
-            self.blocks = find_blocks(data, layers, blocks)
-        if has_process_group():
-            self._agree(targets)
+            self.chains = find_chains(data, layers, blocks)
         names = {id(module): name for name, module in data.model.named_modules()}
+        if has_process_group():
+            self._agree(targets, names)
+        self.blocks = [block for chain in self.chains for block in chain.blocks]
+        self.chain_of = [c for c, chain in enumerate(self.chains) for _ in chain.blocks]  # by the number of the block
         self.names = [names[id(block)] for block in self.blocks]
+        inside = {id(module) for block in self.blocks for module in block.modules()}
+        self.outside = [names[id(layer)] for layer in dict.fromkeys(layers) if id(layer) not in inside]
         # With a device, streams are kept on the CPU, so that the device has room for one block and one batch.
         self._kept_options = None if device is None else "cpu", stream_memory
         self.kept = Kept(*self._kept_options)
         # Whether weights are changed where they are, so that an error must put them back.
         self._is_in_place = not is_elsewhere(data.model)
-        self.stream: Stream | None = None  # of the pruned model, from the first block that is visited on
+        self.streams: list[Stream] = []  # of the pruned model, one for each chain that has been begun
 
-    def _agree(self, targets: Sequence[Target]) -> None:
-        """Make all ranks visit the same targets in one order, and use blocks only if every rank has found them."""
-        own = [(target.name, read) for target, read in self.reached], [*self._repeated], bool(self.blocks)
+    def _agree(self, targets: Sequence[Target], names: Mapping[int, str]) -> None:
+        """Make all ranks visit the same targets in one order, and use chains only if every rank has found them."""
+        firsts = [names[id(chain.blocks[0])] for chain in self.chains]
+        own = [(target.name, read) for target, read in self.reached], [*self._repeated], firsts
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, own)
         reads: dict[str, int] = {}
@@ -136,12 +144,28 @@ class Walk:
         self.reached = [(target_of[name], read) for name, read in reads.items()]
         self.unreached = [target for target in targets if target.name not in reads]
         self._repeated = {name for _, repeated, _ in ranks for name in repeated}
-        self.blocks = self.blocks if all(has_blocks for _, _, has_blocks in ranks) else []
+        found = dict(zip(firsts, self.chains, strict=True))
+        self.chains = [found[name] for name in ranks[0][2] if all(name in of_rank for *_, of_rank in ranks)]
 
-    def new_stream(self, data: CalibrationData, block: nn.Module, like: Stream | None = None) -> Stream:
-        """Return the stream of a model at its first block; what is equal in the stream `like` is kept only once."""
-        calls = (captured(data, block, index) for index in range(len(data.batches)))
-        return Stream(calls, self.kept, self.device, like)
+    def begin_stream(self, chain: int, like: Stream | None = None, is_same: bool = False) -> None:
+        """Begin the stream of a chain; what is equal in the stream `like`, all with `is_same`, is kept only once."""
+        first = self.chains[chain].blocks[0]
+        skips = self._may_skip_blocks([first])
+
+        def calls() -> Iterator[Any]:
+            for index in range(len(self.data.batches)):
+                if like is not None and is_same:
+                    yield like.arguments(index)
+                else:
+                    with self._skipping_blocks(index) if skips else nullcontext():
+                        yield captured(self.data, [first], index)[0]
+
+        self.streams.append(Stream(self.chains[chain], calls(), self.kept, self.device, like))
+
+    def advance(self, at: int) -> None:
+        """Move the stream of a chain on through the block of this number."""
+        is_last = at + 1 == len(self.blocks) or self.chain_of[at + 1] > self.chain_of[at]
+        self.streams[self.chain_of[at]].advance(self.blocks[at], is_last)
 
     def run(
         self,
@@ -155,7 +179,7 @@ class Walk:
         writes: bool = True,  # whether changed weights are stored where they came from
     ) -> tuple[list[Any], list[Any]]:
         """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
-        self.stream, self.kept = None, Kept(*self._kept_options)
+        self.streams, self.kept = [], Kept(*self._kept_options)
         plan = steps_of(self, rest, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
@@ -212,9 +236,11 @@ class Walk:
                 recorded = {} if solving is None or is_saved else self._statistics(step, solving)
                 stack.enter_context(loaded(self.data.model, modules, writes=writes))
                 return self._finish(step, number, modules, solving, None, checkpoint, recorded)
-            block = self.blocks[step.block]
-            if self.stream is None:
-                self.stream = self.new_stream(self.data, block, None if matching is None else matching.stream)
+            block, chain = self.blocks[step.block], self.chain_of[step.block]
+            if chain == len(self.streams):
+                like = None if matching is None else matching.streams[chain]
+                # Nothing has changed before the first step, and both streams begin with the same inputs.
+                self.begin_stream(chain, like, matching is not None and matching.dense is None and number == 0)
             stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
             if matching is not None:
                 matching.advance(step.block, block)
@@ -253,8 +279,7 @@ class Walk:
             else:
                 rows, row = self._restored(saved, named, solving, matching)
             if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
-                assert self.stream is not None
-                self.stream.advance(self.blocks[step.block], is_last=step.block + 1 == len(self.blocks))
+                self.advance(step.block)
             if checkpoint is not None and saved is None:
                 masks = {} if solving is None else {n: solving.chosen[n] for n in step.tensors if n in solving.chosen}
                 state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
@@ -273,8 +298,7 @@ class Walk:
         if solving is not None and step.tensors:
             rows = solving.solve(step.tensors, self._statistics(step, solving) if recorded is None else recorded)
         if matching is not None and step.block is not None:
-            assert self.stream is not None
-            row = matching.match(step.block, self.blocks[step.block], self.stream)
+            row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
         return rows, row
 
     def _restored(
@@ -312,15 +336,13 @@ class Walk:
                 if not self._repeated.intersection(step.tensors):  # otherwise a layer may be called again later
                     for module in layers:
                         stack.enter_context(module.register_forward_hook(finish))
-                is_called = not self._repeated.intersection(step.tensors)
-                skips = step.is_after and is_called and self._may_skip_blocks(layers)
+                skips = not self._repeated.intersection(step.tensors) and self._may_skip_blocks(layers)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
             for index, mask in enumerate(self.data.token_masks):
                 recording.token_mask = mask
                 pending.update(layers)
                 if step.block is not None:
-                    assert self.stream is not None
-                    self.stream.output(self.blocks[step.block], index)
+                    self.streams[-1].output(self.blocks[step.block], index)
                 else:
                     with self._skipping_blocks(index) if skips else nullcontext():
                         self.data.run(index)
@@ -337,18 +359,24 @@ class Walk:
 
     @contextmanager
     def _skipping_blocks(self, index: int) -> Iterator[None]:
-        """Return a context in which blocks do not run: each returns what the last block gave in the stream."""
-        stream = self.stream
-        assert stream is not None
+        """Return a context in which no block of a finished chain runs: each returns what the last of them gave."""
+        streams = [self.streams[chain] for chain in self.chain_of if self._is_finished(chain)]
 
         def outputs(k: int, *args: Any, **kwargs: Any) -> Any:
-            return stream.outputs(index)
+            return streams[k].outputs(index)
 
-        with replaced(self.blocks, outputs):
+        blocks = zip(self.blocks, self.chain_of, strict=True)
+        with replaced([block for block, chain in blocks if self._is_finished(chain)], outputs):
             yield
 
+    def _is_finished(self, chain: int) -> bool:
+        """Return whether the stream of a chain has passed its last block."""
+        return chain < len(self.streams) and self.streams[chain].is_finished
+
     def _may_skip_blocks(self, layers: Sequence[nn.Module]) -> bool:
-        """Return whether layers after the blocks get the same inputs from the first batch if the blocks do not run."""
+        """Return whether layers get the same inputs from the first batch if blocks of finished chains do not run."""
+        if not any(stream.is_finished for stream in self.streams):
+            return False
         inputs: list[list[Any]] = []
         for skips in (False, True):
             inputs.append([])
@@ -383,19 +411,12 @@ def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step
     # blocks come before them.
     visits_all |= any(after == reached >= 0 for after, _ in outside.values())
     count = len(walk.blocks) if visits_all else max(inside, default=-1) + 1
-    places = [
-        (after if after < reached or reached < 0 else count - 1, after == reached >= 0, names)
-        for after, names in outside.values()
-    ]
+    places = [(after if after < reached or reached < 0 else count - 1, names) for after, names in outside.values()]
     plan: list[Step] = []
     for k in range(-1, count):  # place -1 is before the first block
         if k >= 0:
             plan.append(Step(name=walk.names[k], block=k, tensors=tuple(inside.get(k, ()))))
-        plan += [
-            Step(name=names[0], block=None, tensors=tuple(names), is_after=is_after)
-            for place, is_after, names in places
-            if place == k
-        ]
+        plan += [Step(name=names[0], block=None, tensors=tuple(names)) for place, names in places if place == k]
     return [*plan, *(Step(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
 
 

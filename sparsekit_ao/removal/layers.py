@@ -98,14 +98,14 @@ def _expert_scores(
     """Return `expert_scores`, computed block by block: all batches pass a block before the next one is loaded."""
     data = CalibrationData.checked(model, batches, forward, False, "shrink_experts")
     walk = Walk(data, (), layers=owners)
-    inside = {module for block in walk.blocks for module in block.modules()}
-    if not inside.issuperset(owners):  # a walk over the blocks would not reach all experts
+    if walk.outside:  # a walk over the blocks would not reach all experts
         return expert_scores(model, batches, forward)
     with rated_experts(model) as scores, eval_mode(model):
-        stream = walk.new_stream(data, walk.blocks[0])
-        for block in progress_bar(walk.blocks, "shrink_experts", "block"):
+        for at, block in enumerate(progress_bar(walk.blocks, "shrink_experts", "block")):
+            if walk.chain_of[at] == len(walk.streams):
+                walk.begin_stream(walk.chain_of[at])
             with loaded(model, [block]):
-                stream.advance(block)
+                walk.advance(at)
     return scores
 
 
