@@ -418,10 +418,12 @@ class Stream:
     ) -> None:
         self._links, self._kept, self._device = chain.links, kept, device
         self._advanced, self.is_finished = 0, False  # how many blocks have run, and whether the last one has
+        self._specs: list[Any] = []  # how the arguments are nested
         self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
         for index, arguments in enumerate(calls):
             leaves, spec = _pytree.tree_flatten(arguments)
-            others = [None, *leaves[1:]], spec
+            self._specs.append(spec)
+            others = [None, *leaves[1:]]
             if like is not None and are_same(others, kept.get(like._others[index])):  # such as masks, kept once
                 self._others.append(like._others[index])
             else:
@@ -442,9 +444,9 @@ class Stream:
 
     def arguments(self, index: int) -> Arguments:
         """Return the arguments of the next block for a batch."""
-        leaves, spec = self._kept.get(self._others[index])
         passed = self._kept.get((id(self), "passed", index))
-        arguments: Arguments = _pytree.tree_unflatten([passed.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+        leaves = [passed.get(at, leaf) for at, leaf in enumerate(self._kept.get(self._others[index]))]
+        arguments: Arguments = _pytree.tree_unflatten(leaves, self._specs[index])
         return arguments
 
     def output(self, block: nn.Module, index: int) -> Any:

@@ -508,7 +508,7 @@ def test_blocks_read_the_inputs_that_a_whole_forward_pass_gives(make_blocks, nam
     reports = []
     for is_walked in (True, False):
         if not is_walked:
-            monkeypatch.setattr(walk, "find_blocks", lambda *_: [])
+            monkeypatch.setattr(walk, "find_chains", lambda *_: [])
         sparsifier = prepared(copy.deepcopy(dense), config=config, sparsity_level=0.5)
         reports.append([(r.tensor, r.before, r.after) for r in one_shot(sparsifier, correlated())])
     assert reports[0] == reports[1]
