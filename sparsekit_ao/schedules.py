@@ -247,12 +247,12 @@ class ScheduleSL(BaseScheduler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned: counters, the groups' levels, and whether masks may be updated."""
-        where, known = "ScheduleSL.load_state_dict: ", self.state_dict()
-        if not isinstance(state_dict, Mapping) or not {"last_epoch", "_last_sl"} <= set(state_dict) <= set(known):
-            raise SparsityError(f"{where}expected a dict with {', '.join(map(repr, sorted(known)))}")
+        where, present = "ScheduleSL.load_state_dict: ", self.state_dict()
+        if not isinstance(state_dict, Mapping) or not {"last_epoch", "_last_sl"} <= set(state_dict) <= set(present):
+            raise SparsityError(f"{where}expected a dict with {', '.join(map(repr, sorted(present)))}")
         for key, value in state_dict.items():
-            if not _is_like(value, known[key]) or (key == "interval" and value < 1):
-                raise SparsityError(f"{where}{key!r} must be of the kind of {known[key]!r}, got {value!r}")
+            if not _is_like(value, present[key]) or (key == "interval" and value < 1):
+                raise SparsityError(f"{where}{key!r} must be of the kind of {present[key]!r}, got {value!r}")
         levels, groups = list(state_dict["_last_sl"]), self.sparsifier.groups
         if len(levels) != len(groups):
             raise SparsityError(
@@ -264,10 +264,10 @@ class ScheduleSL(BaseScheduler):
         self.sparsifier.enable_mask_update = self.last_epoch % self.interval == 0
 
 
-def _is_like(value: object, known: object) -> bool:
+def _is_like(value: object, present: object) -> bool:
     """Whether a saved value is of the kind of the present one: a bool, an int, a number or a list of numbers."""
-    if isinstance(known, list):
+    if isinstance(present, list):
         return isinstance(value, list) and all(_is_like(v, 0.0) for v in value)
-    if isinstance(known, float):
+    if isinstance(present, float):
         return isinstance(value, (int, float)) and math.isfinite(value)
-    return type(value) is type(known)
+    return type(value) is type(present)

@@ -124,8 +124,8 @@ class Budgets:
                 f"only between {sum(least)} (one in every scope, so that none is empty) and {sum(most)}; change the "
                 "overall level, or the levels of tensors that have their own"
             )
-        kept = allocate(list(ideals.values()), sum_kept, least, most, unit)
-        return {k: n // u for k, n, u in zip(ideals, kept, unit, strict=True)}
+        totals = allocate(list(ideals.values()), sum_kept, least, most, unit)
+        return {k: n // u for k, n, u in zip(ideals, totals, unit, strict=True)}
 
     def refuse_uneven_scopes(self) -> None:
         """Raise where scopes of a pruning group that shares the budget differ in size."""

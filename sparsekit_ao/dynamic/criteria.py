@@ -293,8 +293,8 @@ def _by_values(name: str, values: str, pooling: Pooling, **options: Any) -> Crit
 
 
 def _pooled(values: str, pooling: Pooling, slots: Slots) -> Tensor:
-    found = getattr(slots, values)
-    return slots.scores(found) if pooling is None else slots.pooled(found, pooling)
+    tensors = getattr(slots, values)
+    return slots.scores(tensors) if pooling is None else slots.pooled(tensors, pooling)
 
 
 def _mean_absolute(values: str, slots: Slots) -> Tensor:

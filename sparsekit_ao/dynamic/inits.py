@@ -157,12 +157,12 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
 
 
 def initialize_masks(
-    budgets: Budgets, waiting: Mapping[str, TensorGroup], known: Mapping[str, Tensor], init: Init, seed: int
+    budgets: Budgets, waiting: Mapping[str, TensorGroup], prepared: Mapping[str, Tensor], init: Init, seed: int
 ) -> None:
-    """Fill the masks of groups that wait for their weights, {tensor_fqn: group}, with known masks or new ones."""
+    """Fill the masks of groups that wait for their weights, {tensor_fqn: group}, with prepared masks or new ones."""
     for k, pruning in enumerate(budgets.pruning_groups):
         names = [name for name in pruning.specs if name in waiting]
-        masks = known if all(name in known for name in names) else group_masks(budgets, k, init, seed)
+        masks = prepared if all(name in prepared for name in names) else group_masks(budgets, k, init, seed)
         for name in names:
             mask_of(waiting[name]).initialize(masks[name])
 

@@ -206,12 +206,12 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         )
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
-        weight, kept = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
+        weight, initial_mask = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])
         # In eager mode on a CPU, a float mask is applied by a single product; elsewhere a bool mask saves memory.
         is_float = weight.device.type == "cpu" and not is_sharded(weight)
         mask = torch.ones_like(weight, dtype=weight.dtype if is_float else torch.bool)
-        if kept is not None:
-            copy_values(mask, kept)
+        if initial_mask is not None:
+            copy_values(mask, initial_mask)
         return DynamicMask(mask, is_initialized=not weight.is_meta)
 
     def _after_prepare(self) -> None:
@@ -291,10 +291,10 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         zero_dropped(groups)
         zero_dropped_state(groups, self._capture.optimizers)
 
-    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
         """Squash such that the next optimizer step keeps the zeros, and detach the optimizers."""
         masked = [(original(g), self.live_mask(g)) for g in self.groups]
-        super()._squash(model, kept)
+        super()._squash(model, sparse_params)
         if model is not self.model:
             return
         for parameter, mask in masked:

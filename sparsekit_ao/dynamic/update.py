@@ -370,8 +370,8 @@ def _prune_together(
         best = keep_mask(score.reshape(n, -1), 1, candidates=a.reshape(n, -1))
         ranked.append(score.double().reshape(n, -1).masked_fill(best, math.inf).reshape(1, -1))
     all_active = torch.cat([a.reshape(1, -1) for a in active], dim=1)
-    kept = keep_mask(torch.cat(ranked, dim=1), count, candidates=all_active)
-    rows = list(kept.split([a.numel() for a in active], dim=1))
+    winners = keep_mask(torch.cat(ranked, dim=1), count, candidates=all_active)
+    rows = list(winners.split([a.numel() for a in active], dim=1))
     if is_even:  # how many slots each pruning group has won is rounded to the same number in all of its scopes
         counts = allocate([float(r.sum()) for r in rows], count, least, totals, least)
         each = zip(scores, counts, least, active, strict=True)
@@ -408,9 +408,9 @@ def _redistribute(
     return _with_budgets(limits, {k: n // unit for k, n, unit in zip(shared, nnz, units, strict=True)})
 
 
-def _grow(slots: Slots, kept: Tensors, limits: Tensor, criterion: Criterion) -> Tensors:
+def _grow(slots: Slots, pruned_masks: Tensors, limits: Tensor, criterion: Criterion) -> Tensors:
     """Return the masks of a pruning group with the kept slots and, up to its budget, the highest of the other slots."""
-    rows = slots.rows_of(kept)
+    rows = slots.rows_of(pruned_masks)
     grown = keep_mask(_scores(criterion, slots), limits.to(rows.device) - rows.sum(1), candidates=slots.real & ~rows)
     return slots.masks_of(rows | grown)
 
@@ -451,12 +451,12 @@ def _apply(
         refuse_closed_state(optimizers, original(group), group["tensor_fqn"])
     # What may raise an error comes before the first write.
     moments = [second_moments(optimizers, original(g), g["tensor_fqn"]) if is_grad else [] for g in groups]
-    values = [_new_values(g, new, settings, iteration) for g, new in zip(groups, masks, strict=True)]
+    values = [_new_values(g, new_mask, settings, iteration) for g, new_mask in zip(groups, masks, strict=True)]
     counts = {}
-    for group, new, value, squares in zip(groups, masks, values, moments, strict=True):
-        parts, kept = LocalParts(original(group), mask_of(group).mask), local(new)
-        changed = kept ^ (parts.mask != 0)
-        grown = changed & kept
+    for group, new_mask, value, squares in zip(groups, masks, values, moments, strict=True):
+        parts, new_part = LocalParts(original(group), mask_of(group).mask), local(new_mask)
+        changed = new_part ^ (parts.mask != 0)
+        grown = changed & new_part
         parts.weight.masked_fill_(changed, 0)
         if value is not None:
             parts.weight.copy_(torch.where(grown, local(value), parts.weight))
@@ -464,8 +464,8 @@ def _apply(
         for square in map(local, squares):  # of grown weights they become squared gradients
             gradient, values_now = local(capture.gradients[group["tensor_fqn"]]), dequantized(square)
             square.copy_(torch.where(grown, gradient.to(values_now.dtype).square(), values_now))
-        parts.mask.copy_(kept)
-        count = torch.stack([t.count_nonzero() for t in (grown, changed, kept)])
+        parts.mask.copy_(new_part)
+        count = torch.stack([t.count_nonzero() for t in (grown, changed, new_part)])
         counts[group["tensor_fqn"]] = sum_over_ranks(count, parts.parameter).tolist()
     return counts
 

@@ -345,7 +345,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             raise SparsityError(f"squash_mask: {adapted[0]}")
         for text in replaced[:1]:
             warnings.warn(f"squash_mask: {text}", stacklevel=2)
-        kept = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
+        sparse_params = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self.live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self._is_frozen:
@@ -355,12 +355,12 @@ class MaskSparsifier(Trainable, Checkpointed):
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         self._sync_state()
-        self._squash(self.model if model is None else model, kept)
+        self._squash(self.model if model is None else model, sparse_params)
         if model is None or model is self.model:
             self._end()
 
-    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Write zeros into `model`, the prepared one or a copy, and remove its masks; `kept` fills `sparse_params`."""
+    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
+        """Write zeros into `model`, the prepared one or a copy, and remove its masks; modules get `sparse_params`."""
         tensors = [(self._module_in(model, g), g["tensor_name"]) for g in self.groups]
         places = [(g["tensor_fqn"], g["module_fqn"], m) for (m, _), g in zip(tensors, self.groups, strict=True)]
         distributed.refuse_wrapped_outside(model, places)
@@ -383,7 +383,7 @@ class MaskSparsifier(Trainable, Checkpointed):
             for originals, mask, values in zip(parameters, masks, rebuilt, strict=True):
                 assert mask is not None
                 masking.write_zeros(originals, mask.mask, values)
-        for (module, name), params in zip(tensors, kept, strict=True):
+        for (module, name), params in zip(tensors, sparse_params, strict=True):
             if id(module._parameters.get(name)) in records:
                 distributed.move_record(records[id(module._parameters[name])], module, name)
             if params:
@@ -463,14 +463,14 @@ def _kept_params(
     per_layer, layers = per_layer or {}, {g["module_fqn"] for g in groups}
     for name in sorted(set(per_layer) - layers):
         raise SparsityError(f"squash_mask: {name!r} is not a sparsified module; choose from {sorted(layers)}")
-    kept = []
+    sparse_params = []
     for group in groups:
         keys = (*(everywhere or ()), *per_layer.get(group["module_fqn"], ()))
         for key in keys:
             if key not in group:
                 raise SparsityError(f"squash_mask: {group['tensor_fqn']} has no {key!r}; it has {sorted(group)}")
-        kept.append({key: group[key] for key in keys})
-    return kept
+        sparse_params.append({key: group[key] for key in keys})
+    return sparse_params
 
 
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
@@ -502,10 +502,10 @@ def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None
     """Warn if the masks of a copy keep more elements than the sparsifier's own, as masks averaged by an EMA do."""
     if any(mask.is_meta for mask in (*live, *of_copy)):
         return
-    kept, others = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
-    if others > kept:
+    size, averaged = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
+    if averaged > size:
         warnings.warn(
-            f"squash_mask: the masks of the given copy keep {others:,} elements, but the sparsifier's keep {kept:,}. "
+            f"squash_mask: the masks of the given copy keep {averaged:,} elements, but the sparsifier's keep {size:,}. "
             "Either the copy was made at a lower sparsity level, or an average of the weights (EMA) has averaged the "
             "masks too; average with use_buffers=False",
             stacklevel=3,

@@ -56,12 +56,12 @@ class Checkpointed(BaseSparsifier):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
         self._sync_state()
-        kept = {k: v for k, v in self.__dict__.items() if k not in (*self.not_copied, "model")}
-        kept["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
-        kept["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
-        kept["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
-        kept["_phase"] = "detached" if self._phase == "prepared" else self._phase
-        return {**kept, "model": None}
+        attributes = {k: v for k, v in self.__dict__.items() if k not in (*self.not_copied, "model")}
+        attributes["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
+        attributes["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
+        attributes["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
+        attributes["_phase"] = "detached" if self._phase == "prepared" else self._phase
+        return {**attributes, "model": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What pickle calls instead of `BaseSparsifier`'s method, which expects other entries."""
@@ -137,9 +137,9 @@ class Checkpointed(BaseSparsifier):
         levels, new_levels = self._levels(self.groups), self._levels(groups)
         changed = [name for name in levels if levels[name] != new_levels[name]]
         if changed:
-            name, others = changed[0], f" (and {len(changed) - 1} more)" if changed[1:] else ""
+            name, more = changed[0], f" (and {len(changed) - 1} more)" if changed[1:] else ""
             warnings.warn(
-                f"load_state_dict: {name}{others} was prepared at sparsity_level {levels[name]:.4g}, and continues at "
+                f"load_state_dict: {name}{more} was prepared at sparsity_level {levels[name]:.4g}, and continues at "
                 f"{new_levels[name]:.4g}, the level of the state. To continue at the new one, set "
                 f"group['sparsity_level'] = {levels[name]:.4g} in sparsifier.groups after loading, and call step()",
                 stacklevel=4,
@@ -293,8 +293,8 @@ def _merged_group(
     """The live group with a saved one's values; functions, which are not saved, are those of the live one."""
     if saved is None:
         return dict(live)
-    kept = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}
-    merged = {**kept, **copied({k: v for k, v in saved.items() if k in (*keys, "level_of_nnz")})}
+    unsaved = {k: v for k, v in live.items() if k not in optional_keys or k in saved or callable(v)}
+    merged = {**unsaved, **copied({k: v for k, v in saved.items() if k in (*keys, "level_of_nnz")})}
     before, after = live.get("stages"), merged.get("stages")
     if before is not None and after is not None and len(before) == len(after):
         functions = [{k: v for k, v in stage.items() if callable(v)} for stage in before]

@@ -63,9 +63,9 @@ class PruningGroup:
         self,
         dense: Callable[[str], Tensor],
         statistics: Callable[[str], Statistics],
-        known: Mapping[str, Tensor] = MappingProxyType({}),
+        computed: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[Tensor, Tensor]:
-        """Return {meta placeholder: weight or saliency} that the scope scores; `known` are results of `value_of`."""
+        """Return {meta placeholder: weight or saliency} that the scope scores; `computed` are results of `value_of`."""
         is_plain, values = self.score is None and self.member_scores == "sum", {}
         scored = self.specs if is_plain else self.scored(statistics)
         for name, spec in self.specs.items():
@@ -74,7 +74,7 @@ class PruningGroup:
             elif name not in scored:  # zeros add nothing to the score of the coupled blocks
                 values[spec.view.param] = torch.zeros_like(dense(name))
             else:
-                value = known[name] if name in known else self.value_of(name, dense(name), statistics(name))
+                value = computed[name] if name in computed else self.value_of(name, dense(name), statistics(name))
                 values[spec.view.param] = value
         return values
 
@@ -423,6 +423,6 @@ def _keep_least(pruning: PruningGroup, request: Request) -> None:
         requests = [request_of(free.pop(k), pruning.least[k]) for k in short]
         remaining -= sum(pruning.least[k] for k in short)
         if free:
-            rest = list(free.values())
-            requests.append(request_of(rest[0] if len(rest) == 1 else ScopeCoupling(rest), remaining))
+            scopes = list(free.values())
+            requests.append(request_of(scopes[0] if len(scopes) == 1 else ScopeCoupling(scopes), remaining))
         distributed.choose_sharded(requests)

@@ -290,9 +290,9 @@ class ProximalSparsifier(BudgetSparsifier):
     def _parameter(self, group: TensorGroup, model: nn.Module | None = None) -> nn.Parameter:
         return self._module_in(model, group)._parameters[group["tensor_name"]]  # type: ignore[return-value]
 
-    def _squash(self, model: nn.Module, kept: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
         """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
-        for group, params in zip(self.groups, kept, strict=True):
+        for group, params in zip(self.groups, sparse_params, strict=True):
             weight = self._parameter(group, model).detach()
             weight.masked_fill_(~self.live_mask(group).to(weight.device), 0)
             if params:
@@ -345,13 +345,13 @@ class ProximalSparsifier(BudgetSparsifier):
         for pruning in pruning_groups:
             weights = parameters_of([groups[name] for name in pruning.specs])
             metric = diagonals_of(self._moved.optimizers, weights, self.conditioner)
-            known = {pruning.specs[name]: diagonal for name, diagonal in metric.items() if diagonal is not None}
-            if len(known) == len(metric):  # else the optimizer has not moved some tensor yet
+            diagonals = {pruning.specs[name]: diagonal for name, diagonal in metric.items() if diagonal is not None}
+            if len(diagonals) == len(metric):  # else the optimizer has not moved some tensor yet
                 strength = groups[next(iter(pruning.specs))].get("strength")
                 if strength is not None:
                     strength = strength(self.iteration) if callable(strength) else strength
                     strength = checked_strength(strength, f"{pruning.label}: ", is_value=True)
-                _shrink(pruning, weights, masks, known, keeps[pruning], strength)
+                _shrink(pruning, weights, masks, diagonals, keeps[pruning], strength)
             self._moved.use(weights)
 
 

@@ -215,10 +215,10 @@ def check_masks(
     for pruning in progress_bar(pruning_groups, "check", "tensors", elements=numel_of_groups(pruning_groups)):
         is_exact = all(masks[name][1] for name in pruning.specs)
         of_group = {spec: full_tensor(masks[name][0]) for name, spec in pruning.specs.items()}
-        others = [c for c in dict.fromkeys(c for name in pruning.specs for c in of_tensors[name]) if c is not pruning]
-        earlier = [c for c in others if c.stage < pruning.stage]
+        peers = [c for c in dict.fromkeys(c for name in pruning.specs for c in of_tensors[name]) if c is not pruning]
+        earlier = [c for c in peers if c.stage < pruning.stage]
         low: int | None = 0  # blocks of which a later stage dropped a part may be kept in part, or not at all
-        if is_exact and len(earlier) == len(others):
+        if is_exact and len(earlier) == len(peers):
             low = None if not earlier else _certain(earlier, pruning, groups)
             wrong += [f"{pruning.label}: {text}" for text in _broken_blocks(pruning, of_group, earlier)]
         budget = pruning.budget(groups)
@@ -279,11 +279,11 @@ def _are_whole(member: Window, spec: BlockSpec, before: Sequence[BlockSpec]) -> 
     return not bool((wrong & ~spec.view.window(_cut(spec, before).to(wrong.device))).any())
 
 
-def _cut(spec: BlockSpec, others: Sequence[BlockSpec]) -> Tensor:
+def _cut(spec: BlockSpec, other_specs: Sequence[BlockSpec]) -> Tensor:
     """The elements, bool in the tensor's shape, of blocks that are divided over several blocks of another spec."""
     blocks = labels_of(spec).reshape(-1) + 1  # 0 is outside the view
     is_cut = torch.zeros(spec.numblk() + 1, dtype=torch.bool, device="cpu")
-    for other in others:
+    for other in other_specs:
         labels = labels_of(other).reshape(-1)
         empty = torch.full(is_cut.shape, -1, device="cpu")
         low, high = (empty.scatter_reduce(0, blocks, labels, how, include_self=False) for how in ("amin", "amax"))
@@ -295,18 +295,18 @@ def _miscounted(
     scope: SparseScope, masks: Mapping[BlockSpec, Tensor], budget: Budget, low: int | None
 ) -> Iterator[str]:
     """Scopes that keep more than their budget, or fewer than `low` (None: than the budget)."""
-    kept = counts_in_scopes(scope, masks)
-    if isinstance(budget, int) and not scope.is_partial and kept.numel():
-        least, most = map(int, kept.aminmax())
+    counts = counts_in_scopes(scope, masks)
+    if isinstance(budget, int) and not scope.is_partial and counts.numel():
+        least, most = map(int, counts.aminmax())
         if most <= budget and least >= (budget if low is None else low):
             return
-    kept = kept.cpu()
+    counts = counts.cpu()
     want = torch.minimum(torch.as_tensor(budget, device="cpu").expand(scope.grid_shape), scope.blocks_per_scope())
-    bad = ((kept > want) | (kept < (want if low is None else low))).reshape(-1)
+    bad = ((counts > want) | (counts < (want if low is None else low))).reshape(-1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0, 0])
         yield (
-            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(kept.reshape(-1)[first])} "
+            f"{int(bad.sum())} of {bad.numel()} scopes are wrong; scope {first} keeps {int(counts.reshape(-1)[first])} "
             f"blocks, its budget is {int(want.reshape(-1)[first])} (as the levels are now; step() again if a scheduler "
             "changed them)"
         )

@@ -84,10 +84,10 @@ class BudgetSparsifier(MaskSparsifier):
     def __init__(
         self, sparsity_level: float | Pattern | str | None = None, *, nnz: int | None = None, **structure: Any
     ) -> None:
-        known = (*self.structure_defaults, *self.optional_keys)
+        accepted = (*self.structure_defaults, *self.optional_keys)
         for key in structure:
-            if key not in known:
-                hint, takes = hint_of_key(key, ("sparsity_level", *known)), ", ".join(sorted(known))
+            if key not in accepted:
+                hint, takes = hint_of_key(key, ("sparsity_level", *accepted)), ", ".join(sorted(accepted))
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}.{hint} It takes {takes}")
         sparsity_level, nnz, structure = copied(sparsity_level), copied(nnz), copied(structure)
         sparsity_level, structure["pattern"] = level_and_pattern(sparsity_level, structure.get("pattern"))
@@ -106,7 +106,7 @@ class BudgetSparsifier(MaskSparsifier):
             **({} if nnz is None else {"nnz": nnz}),
         }
         super().__init__(defaults)
-        stages_of({**defaults, "tensor_fqn": "defaults"}, known)  # raises an error if a structural key is wrong
+        stages_of({**defaults, "tensor_fqn": "defaults"}, accepted)  # raises an error if a structural key is wrong
         checked_level(defaults["sparsity_level"], "defaults: ")
 
     @abstractmethod

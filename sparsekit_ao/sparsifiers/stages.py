@@ -63,8 +63,8 @@ def level_and_pattern(level: Any, pattern: Any) -> tuple[Any, Any]:
     return None, level
 
 
-def stages_of(group: TensorGroup, known: Collection[str] = (*STRUCTURE, *AXES)) -> tuple[Stage, ...]:
-    """The structure that a group specifies, one entry per stage; `known` has the keys that the sparsifier takes."""
+def stages_of(group: TensorGroup, accepted: Collection[str] = (*STRUCTURE, *AXES)) -> tuple[Stage, ...]:
+    """The structure that a group specifies, one entry per stage; `accepted` has the keys that the sparsifier takes."""
     where = f"{group['tensor_fqn']}: "
     stages = group.get("stages")
     if stages is None:
@@ -72,7 +72,7 @@ def stages_of(group: TensorGroup, known: Collection[str] = (*STRUCTURE, *AXES)) 
     if isinstance(stages, Mapping) or not isinstance(stages, Sequence) or not stages:
         raise SparsityError(f"{where}stages must be a non-empty list of dicts, got {stages!r}")
     keys = (*STRUCTURE, *AXES)
-    shared, taken = {k: group[k] for k in keys if k in group}, ({*keys} & {*known}) | {*BUDGETS}
+    shared, taken = {k: group[k] for k in keys if k in group}, ({*keys} & {*accepted}) | {*BUDGETS}
     checked = []
     for at, stage in enumerate(stages):
         of_stage = f"{where}stages[{at}]: "
@@ -115,18 +115,18 @@ def joined(defaults: Mapping[str, Any], entry: Mapping[str, Any], where: str) ->
 
 
 def merged(
-    defaults: Mapping[str, Any], entry: Mapping[str, Any], place: ConfigContext, known: Collection[str]
+    defaults: Mapping[str, Any], entry: Mapping[str, Any], place: ConfigContext, accepted: Collection[str]
 ) -> dict[str, Any]:
     """Return an entry's keys over default ones, with patterns fitted to a tensor; a level replaces a default `nnz`."""
     pattern = checked_pattern(entry.get("pattern"), f"{place.tensor_fqn}: ")
     refuse_two_budgets(entry if pattern is None else {**entry, "pattern": pattern}, place.where)
-    entry, defaults = without_pattern(entry, place, known), dict(defaults)
+    entry, defaults = without_pattern(entry, place, accepted), dict(defaults)
     budgets = refuse_two_budgets(entry, place.where)  # now with the keys that the pattern gave
     if not {*SHAPES, *AXES, "stages"}.isdisjoint(entry):  # the entry's structure replaces the default one
         defaults["pattern"] = None
         defaults.pop("stages", None)
     pattern = defaults.get("pattern") if pattern is None else pattern
-    group = joined(without_pattern(defaults, place, known), entry, place.where)
+    group = joined(without_pattern(defaults, place, accepted), entry, place.where)
     if pattern is not None and pattern.budget_key == "nnz" and group.get("scope_coupling") is not None:
         raise SparsityError(
             f"{place.where}{pattern} keeps a fixed number in every group of elements, so tensors cannot share a "
@@ -136,14 +136,14 @@ def merged(
     if budgets == ["sparsity_level"]:
         group.pop("nnz", None)
     has_stages = group.get("stages") is not None
-    if has_stages and all(s.budget for s in stages_of({"tensor_fqn": place.tensor_fqn, **group}, known)) and budgets:
+    if has_stages and all(s.budget for s in stages_of({"tensor_fqn": place.tensor_fqn, **group}, accepted)) and budgets:
         raise SparsityError(
             f"{place.where}{budgets[0]} has no effect, because every stage has a budget of its own; give it in a stage"
         )
     return group
 
 
-def without_pattern(entry: Mapping[str, Any], place: ConfigContext, known: Collection[str]) -> dict[str, Any]:
+def without_pattern(entry: Mapping[str, Any], place: ConfigContext, accepted: Collection[str]) -> dict[str, Any]:
     """Return the keys of an entry with its pattern, if it has one, as config keys for one tensor."""
     where = f"{place.tensor_fqn}: "
     pattern, entry = checked_pattern(entry.get("pattern"), where), {k: v for k, v in entry.items() if k != "pattern"}
@@ -152,10 +152,10 @@ def without_pattern(entry: Mapping[str, Any], place: ConfigContext, known: Colle
     refuse_two_notations(["pattern", *entry], where)
     keys = {**pattern.resolve(place.module, place.tensor_name, place.tensor, where), **entry}
     for key in keys:
-        if key not in known:
+        if key not in accepted:
             raise SparsityError(
                 f"{where}{pattern} needs the key {key!r}, which this sparsifier does not take; it takes "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(accepted))}"
             )
     return keys
 

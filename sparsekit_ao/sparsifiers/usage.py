@@ -74,7 +74,7 @@ def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
                     )
 
 
-def refuse_unknown_keys(given: Iterable[str], known: Iterable[str], config_keys: Sequence[str]) -> None:
+def refuse_unknown_keys(keys: Iterable[str], accepted: Iterable[str], config_keys: Sequence[str]) -> None:
     """Raise if `update_mask` is called with keys that are not known; the error lists the config keys."""
-    for key in sorted(set(given) - set(known)):
+    for key in sorted(set(keys) - set(accepted)):
         raise SparsityError(f"update_mask: unknown key {key!r}; known keys: {', '.join(sorted(config_keys))}")
