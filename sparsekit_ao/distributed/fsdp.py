@@ -31,10 +31,7 @@ def refuse_sharded_first(model: nn.Module, names: Sequence[tuple[str, str]]) -> 
 
 
 def refuse_wrapped_outside(model: nn.Module, places: Sequence[tuple[str, str, nn.Module]]) -> None:
-    """Raise if FSDP2 manages a parameter through a module outside of the model, whose records cannot be updated.
-
-    `places` are (name of a tensor, name of its module, module).
-    """
+    """Raise if FSDP2 manages a parameter, of `places` (its name, its module's name, module), from outside the model."""
     wrapped = {name for name, _ in _wrapped(model)}
     for tensor, name, module in places:
         if is_managed(module) and wrapped.isdisjoint(_ancestors(name)):

@@ -136,9 +136,6 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         mask.set_open(not self.backward_level)
         return mask
 
-    def _update_all(self) -> None:
-        self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
-
     def _fill(
         self,
         pruning_groups: Sequence[PruningGroup],

@@ -41,20 +41,9 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
     >>> merged, report = merge_lora(peft_model, sparsifier)  # doctest: +SKIP
     >>> merged.save_pretrained("merged")  # doctest: +SKIP
     """
-    if not adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
-        raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
-    for layer in adapted(model):
-        kind, advice = type(layer).__name__, "call model.unmerge_adapter() first"
-        if getattr(layer, "merged_adapters", ()):
-            raise SparsityError(f"merge_lora: an adapter is merged into a {kind} already; {advice}")
-        if getattr(layer, "disable_adapters", False):
-            raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
-        for name, tensor in layer.named_parameters():
-            if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
-                raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
+    _refuse_unmergeable(model)
     tensors = masked_tensors([model.get_base_model(), model], sparsifier, "merge_lora")
-    masks = {name: find_mask(module, key) for name, module, key, _ in tensors}
-    registered = {name: mask for name, mask in masks.items() if mask is not None}
+    registered = {name: on for name, module, key, _ in tensors if (on := find_mask(module, key)) is not None}
     idle = sorted(set(getattr(model, "peft_config", ())) - set(model.active_adapters))
     before = {name: parameter_of(module, key).detach().clone() for name, module, key, _ in tensors}
     shares: dict[str, float] = {}
@@ -72,24 +61,39 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
                 norm = float((parameter - select(before[name], mask)).float().norm())
                 if norm:
                     shares[name] = float(select(parameter, ~mask).float().norm()) / norm
-                hidden = parameter + before[name] if name in registered else torch.zeros_like(parameter)
-                parameter.copy_(torch.where(mask, parameter, hidden))
+                dropped = parameter + before[name] if name in registered else torch.zeros_like(parameter)
+                parameter.copy_(torch.where(mask, parameter, dropped))
             with installed([(module, key, registered[name]) for name, module, key, _ in tensors if name in registered]):
                 pass
     if registered and isinstance(sparsifier, MaskSparsifier) and sparsifier.model is model:
         sparsifier.move_to(merged)
-    size = sum(values.nbytes for values in before.values())
+    nbytes = sum(values.nbytes for values in before.values())
     notes = [f"{name}: its mask drops {share:.0%} of the adapter's norm" for name, share in shares.items()]
     notes += [f"the adapter {name!r} is not active, so it is not merged but removed" for name in idle]
     return merged, Conversion(
         target="merge_lora",
         converted=tuple(shares),
         left={name: "no adapter changes it" for name in before if name not in shares},
-        before=size,
-        after=size,
+        before=nbytes,
+        after=nbytes,
         difference=max(shares.values(), default=0.0),
         notes=tuple(notes),
     )
+
+
+def _refuse_unmergeable(model: Any) -> None:
+    """Raise unless a model has adapters that are active, finite and not merged yet."""
+    if not adapted(model) or not callable(getattr(model, "merge_and_unload", None)):
+        raise SparsityError(f"merge_lora: expected a model of peft.get_peft_model, got {type(model).__name__}")
+    for layer in adapted(model):
+        kind, advice = type(layer).__name__, "call model.unmerge_adapter() first"
+        if getattr(layer, "merged_adapters", ()):
+            raise SparsityError(f"merge_lora: an adapter is merged into a {kind} already; {advice}")
+        if getattr(layer, "disable_adapters", False):
+            raise SparsityError("merge_lora: adapters are disabled; call model.enable_adapter_layers() first")
+        for name, tensor in layer.named_parameters():
+            if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
+                raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
 
 
 def adapted(model: nn.Module) -> list[nn.Module]:
@@ -128,8 +132,8 @@ def masked_tensors(
         if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
-        kept = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
-        tensors.append((name, module, key, kept if parameter.is_meta else kept.to(parameter.device)))
+        mask = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+        tensors.append((name, module, key, mask if parameter.is_meta else mask.to(parameter.device)))
     return tensors
 
 

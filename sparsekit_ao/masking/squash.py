@@ -99,11 +99,7 @@ def write_zeros(parameters: Sequence[Tensor], mask: Tensor, rebuilt: Sequence[Te
 
 
 def write_masked(module: nn.Module, tensor_name: str, mask: Tensor) -> None:
-    """Write zeros where a mask drops into the parameters of a parametrized tensor without a mask.
-
-    Raises:
-        SparsityError: A parametrization cannot express the masked weight.
-    """
+    """Write zeros into a parametrized tensor without a mask; raise if a parametrization cannot express the result."""
     register(module, tensor_name, WeightMask(mask))
     try:
         originals, values = parameters_under(module, tensor_name), rebuilt_originals(module, tensor_name)
@@ -114,10 +110,7 @@ def write_masked(module: nn.Module, tensor_name: str, mask: Tensor) -> None:
 
 @contextmanager
 def removed(tensors: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Remove masks, (module, tensor name) each, and leave the parameters as they are.
-
-    If anything fails, inside too, all of them are registered again.
-    """
+    """Remove masks, (module, tensor name) each; if anything fails, inside too, all of them are registered again."""
     before: list[tuple[nn.Module, str, WeightMask, int]] = []
     try:
         for module, name in tensors:

@@ -17,10 +17,8 @@ class Calibrated(MaskSparsifier):
     """Mixin that adds calibration to a sparsifier; list it before `BudgetSparsifier` among the base classes.
 
     >>> from sparsekit_ao.sparsifiers import BudgetSparsifier
-    >>> from sparsekit_ao.sparsifiers.groups import groups_by_name
     >>> class Mine(Calibrated, BudgetSparsifier):
-    ...     def _update_all(self):
-    ...         self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
+    ...     pass
     >>> sparsifier = Mine(0.5, score="wanda")
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
     >>> sparsifier.calibrate([torch.ones(3, 4)]); sparsifier.step(); sparsifier.check()

@@ -117,6 +117,17 @@ def _left_dense(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
+def _refuse_empty(config: object) -> None:
+    """Raise unless a config is a list that is not empty."""
+    if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
+        raise SparsityError(
+            f"config must be a list of dicts or None, got {type(config).__name__}; give one such as "
+            "[{'tensor_fqn': 'fc.weight'}]"
+        )
+    if not config:
+        raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
+
+
 def resolve_groups(
     model: nn.Module,
     config: Sequence[Mapping[str, Any]],
@@ -130,13 +141,7 @@ def resolve_groups(
     is_registered: bool = False,  # whether masks will be registered as parametrizations
 ) -> ResolvedConfig:
     """Return a complete group for each tensor that the config names, in its order; see `MaskSparsifier.prepare`."""
-    if isinstance(config, (str, Mapping)) or not isinstance(config, Sequence):
-        raise SparsityError(
-            f"config must be a list of dicts or None, got {type(config).__name__}; give one such as "
-            "[{'tensor_fqn': 'fc.weight'}]"
-        )
-    if not config:
-        raise SparsityError("config is empty, so nothing would be sparsified; pass None for every Linear and conv")
+    _refuse_empty(config)
     names = dict(named_tensors(model))
     names_of: dict[int, list[str]] = {}  # {id of a parameter: all its names}
     for name, parameter in names.items():

@@ -170,10 +170,7 @@ def _matrix_shape(shape: Sequence[int]) -> Shape:
 
 
 def _matrix_budgets(weight: Tensor, block: Shape, level: float, zeros: int) -> list[tuple[ScopeSpec, Budget]]:
-    """Return the scopes and budgets whose masks' union is that of torch.ao's `WeightNormSparsifier`.
-
-    A fraction `level` of the blocks (rows, columns) of the weight, taken as a matrix, loses `zeros` elements each.
-    """
+    """Return scopes and budgets whose masks together drop `zeros` elements in a fraction `level` of the blocks."""
     blocks, elements = _matrix_scopes(tuple(weight.shape), weight.stride(), block)
     budgets: list[tuple[ScopeSpec, Budget]] = []
     if level < 1:

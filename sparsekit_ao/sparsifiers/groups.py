@@ -232,10 +232,7 @@ def groups_by_name(groups: Iterable[TensorGroup]) -> dict[str, TensorGroup]:
 def make_pruning_groups(
     stages: Mapping[str, tuple[Stage, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[PruningGroup, ...]:
-    """Return the pruning groups of all tensors, stage by stage: an uncoupled tensor alone, and coupled ones together.
-
-    Only shape, strides and dtype of `tensors`, the dense weights by name, are read.
-    """
+    """Return the pruning groups of all tensors, stage by stage; only shape, strides and dtype of `tensors` are read."""
     pruning_groups: list[PruningGroup] = []
     fixed = {name for name, structures in stages.items() if all(structure.budget for structure in structures)}
     for stage in range(max(map(len, stages.values()), default=0)):

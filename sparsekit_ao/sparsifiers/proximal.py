@@ -402,10 +402,7 @@ def _shrink(
     keep: Budget,
     strength: float | None,
 ) -> None:
-    """Shrink the blocks of a pruning group in a metric, and set its masks to the blocks that are not zero afterwards.
-
-    Parameters and masks change in place; `diagonals` are the metric, and a `strength` replaces the budget `keep`.
-    """
+    """Shrink blocks in the metric `diagonals`, by a budget or a strength, and set masks to those that are not zero."""
     weights = {spec: parameters[name].detach() for name, spec in pruning.specs.items()}
     masks = {spec: all_masks[name] for name, spec in pruning.specs.items()}
     common = next(iter(diagonals.values()))  # one number for all elements gives the plain operator

@@ -1,7 +1,6 @@
 """`ScopeSparsifier`, and `BudgetSparsifier`, the base class of sparsifiers that keep a number of blocks per scope."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,12 +51,12 @@ AT_ONCE = 1 << 25  # masks of more elements are chosen in parts of about this ma
 class BudgetSparsifier(MaskSparsifier):
     """Base class of sparsifiers that keep an exact number of blocks in every scope.
 
-    Subclasses decide when masks change (`_update_all`), and which of the structural keys they take. The arguments are
-    those of `ScopeSparsifier`, except for `max_sparsity`, `update_every` and `until`.
+    Subclasses may decide when masks change (`_update_all`), and which of the structural keys they take. The arguments
+    are those of `ScopeSparsifier`, except for `max_sparsity`, `update_every` and `until`.
 
     >>> class Once(BudgetSparsifier):
     ...     def _update_all(self):
-    ...         self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
+    ...         super()._update_all()
     ...         self.enable_mask_update = False
     >>> sparsifier = Once(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)))
@@ -109,9 +108,8 @@ class BudgetSparsifier(MaskSparsifier):
         stages_of({**defaults, "tensor_fqn": "defaults"}, accepted)  # raises an error if a structural key is wrong
         checked_level(defaults["sparsity_level"], "defaults: ")
 
-    @abstractmethod
     def _update_all(self) -> None:
-        """Update all masks. `step` calls this under no_grad while `enable_mask_update` is True."""
+        self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
 
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Choose the mask of one tensor anew, together with every tensor that it is coupled to.
@@ -149,7 +147,13 @@ class BudgetSparsifier(MaskSparsifier):
         return {**{k: v for k, v in group.items() if k not in self.keys}, **changed}
 
     def _structure(self, group: TensorGroup) -> str:
-        return _structure_text(group)
+        """Return the shapes, couplings and own budgets of each stage of a group as text."""
+        keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
+        texts = []
+        for stage in stages_of(group):
+            values = [*((k, getattr(stage, k)) for k in keys), *([stage.budget] if stage.budget else [])]
+            texts.append(", ".join(f"{k}={v!r}" for k, v in values if v not in (None, ())))
+        return " then ".join(text or "single elements over the tensor" for text in texts)
 
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group, with the blocks of its last stage."""
@@ -348,16 +352,6 @@ class BudgetSparsifier(MaskSparsifier):
         return masks
 
 
-def _structure_text(group: TensorGroup) -> str:
-    """Return the shapes, couplings and own budgets of each stage of a group as text."""
-    keys = (*SHAPES, "block_coupling", "coupling_order", "scope_coupling")
-    texts = []
-    for stage in stages_of(group):
-        values = [*((k, getattr(stage, k)) for k in keys), *([stage.budget] if stage.budget else [])]
-        texts.append(", ".join(f"{k}={v!r}" for k, v in values if v not in (None, ())))
-    return " then ".join(text or "single elements over the tensor" for text in texts)
-
-
 def _largest_groups(pruning_groups: Sequence[PruningGroup]) -> dict[str, PruningGroup]:
     """Return {tensor: the largest of its pruning groups}, without stages that have a budget of their own."""
     # A count may amount to a different level in each stage; `_begin` takes the level in the largest pruning group.
@@ -518,6 +512,3 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         super()._after_prepare()
         if not self._resumes:  # a resumed sparsifier continues its count
             self._steps = 0
-
-    def _update_all(self) -> None:
-        self._update_groups(self.pruning_groups(), groups_by_name(self.groups))
