@@ -93,6 +93,31 @@ def test_a_score_object_is_used_as_it_is_and_shared():
     assert not sparsifier.mask("0.weight")[:, 0].any()
 
 
+@pytest.mark.parametrize(
+    "config", [{"pattern": "2:4"}, {"axes": "o i h w", "unit": "i"}, {"view": lambda w: w.flatten(1)}]
+)
+def test_a_weight_that_moves_to_another_layout_after_prepare_gets_the_same_mask(config):
+    model, masks = nn.Sequential(nn.Conv2d(8, 4, 3)), []
+    for moved in (nn.Sequential(nn.Conv2d(8, 4, 3)), model):
+        moved.load_state_dict(model.state_dict())
+        sparsifier = prepared(moved, [{"tensor_fqn": "0.weight", **config}])
+        if moved is model:
+            moved.to(memory_format=torch.channels_last)
+        sparsifier.step()
+        masks.append(sparsifier.mask("0.weight").clone(memory_format=torch.contiguous_format))
+    assert torch.equal(*masks) and not masks[0].all()
+
+
+def test_a_layer_that_is_smaller_when_it_is_prepared_again_gets_a_mask_of_its_shape():
+    model, sparsifier = linear_model(8, 4), ScopeSparsifier("2:4")
+    for inputs in (8, 4):
+        model[0].weight = nn.Parameter(model[0].weight[:, :inputs].detach().clone())
+        sparsifier.prepare(model)
+        sparsifier.step()
+        assert sparsifier.mask("0.weight").shape == (4, inputs) and sparsifier.check() == inputs
+        sparsifier.squash_mask()
+
+
 def test_an_overridden_make_config_from_model_is_used():
     class OnlyLast(WeightNormSparsifier):
         def make_config_from_model(self, model):
