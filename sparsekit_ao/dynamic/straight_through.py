@@ -19,6 +19,7 @@ from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, groups_by_name
 from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
+from ..structure import Budget
 from .budgets import refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import ORDER, DecayHooks
@@ -137,17 +138,13 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         return mask
 
     def _fill(
-        self,
-        pruning_groups: Sequence[PruningGroup],
-        groups: Mapping[str, TensorGroup],
-        masks: Mapping[str, Tensor],
-        keeps: Mapping[PruningGroup, int | Tensor],
+        self, keeps: Mapping[PruningGroup, Budget], groups: Mapping[str, TensorGroup], masks: Mapping[str, Tensor]
     ) -> None:
-        super()._fill(pruning_groups, groups, masks, keeps)
-        dynamic = {name: mask_of(groups[name]) for pruning in pruning_groups for name in pruning.specs}
+        super()._fill(keeps, groups, masks)
+        dynamic = {name: mask_of(groups[name]) for pruning in keeps for name in pruning.specs}
         for mask in dynamic.values():  # with gradients for all, the backward mask is not gathered
             mask.set_open(not self.backward_level)
         if self.backward_level:
             backward = {name: mask.backward_mask for name, mask in dynamic.items() if mask.backward_mask is not None}
-            budgets = {pruning: pruning.scope.sparsity_to_nnz(self.backward_level) for pruning in pruning_groups}
-            super()._fill(pruning_groups, groups, backward, budgets)
+            budgets = {pruning: pruning.scope.sparsity_to_nnz(self.backward_level) for pruning in keeps}
+            super()._fill(budgets, groups, backward)

@@ -336,13 +336,9 @@ class ProximalSparsifier(BudgetSparsifier):
             self.iteration += 1
 
     def _fill(
-        self,
-        pruning_groups: Sequence[PruningGroup],
-        groups: Mapping[str, TensorGroup],
-        masks: Mapping[str, Tensor],
-        keeps: Mapping[PruningGroup, Budget],
+        self, keeps: Mapping[PruningGroup, Budget], groups: Mapping[str, TensorGroup], masks: Mapping[str, Tensor]
     ) -> None:
-        for pruning in pruning_groups:
+        for pruning, keep in keeps.items():
             weights = parameters_of([groups[name] for name in pruning.specs])
             metric = diagonals_of(self._moved.optimizers, weights, self.conditioner)
             diagonals = {pruning.specs[name]: diagonal for name, diagonal in metric.items() if diagonal is not None}
@@ -351,7 +347,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 if strength is not None:
                     strength = strength(self.iteration) if callable(strength) else strength
                     strength = checked_strength(strength, f"{pruning.label}: ", is_value=True)
-                _shrink(pruning, weights, masks, diagonals, keeps[pruning], strength)
+                _shrink(pruning, weights, masks, diagonals, keep, strength)
             self._moved.use(weights)
 
 

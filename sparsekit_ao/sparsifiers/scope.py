@@ -278,31 +278,27 @@ class BudgetSparsifier(MaskSparsifier):
                 distributed.common_mesh([(name, masks[name]) for name in pruning.specs])
             at_once |= any(distributed.is_sharded(m) for m in masks.values())  # each rank holds only a shard
         if at_once:
-            self._fill(pruning_groups, groups, masks, keeps)
+            self._fill(keeps, groups, masks)
             return
         # A score that raises an error leaves the masks of earlier parts updated.
         parts = list(parts_of(pruning_groups, AT_ONCE))
         for part in progress_bar(parts, "step", "tensors", elements=numel_of_groups(pruning_groups)):
-            self._fill(part, groups, masks, keeps)
+            self._fill({pruning: keeps[pruning] for pruning in part}, groups, masks)
 
     def _fill(
-        self,
-        pruning_groups: Sequence[PruningGroup],
-        groups: Mapping[str, TensorGroup],
-        masks: Mapping[str, Tensor],
-        keeps: Mapping[PruningGroup, Budget],
+        self, keeps: Mapping[PruningGroup, Budget], groups: Mapping[str, TensorGroup], masks: Mapping[str, Tensor]
     ) -> None:
-        """Fill masks, those of earlier stages first."""
+        """Fill masks to budgets, those of earlier stages first."""
         # All dense weights and saliencies are in memory at the same time, because a score may raise an error, and must
         # do so before a mask changes.
         stages: dict[int, dict[PruningGroup, Request]] = {}
         dense = dict[str, Tensor]()
-        for pruning in pruning_groups:
+        for pruning, keep in keeps.items():
             for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
                 dense[name] = masking.dense_weight(groups[name]["module"], groups[name]["tensor_name"])
             values = pruning.values(dense.__getitem__, self._statistics_of)
             norm = pruning.norm if pruning.score is None else pruning.norm_of(values.values())
-            request = pruning.request(masks, keeps[pruning], values, norm)
+            request = pruning.request(masks, keep, values, norm)
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
