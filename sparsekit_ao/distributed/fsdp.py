@@ -58,12 +58,9 @@ def abandon_forward(model: nn.Module) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, modules: Sequence[nn.Module], writes: bool) -> Iterator[None]:
-    """Inside, the parameters of modules that FSDP2 sharded are whole on every rank, and their FSDP2 hooks do not run.
+    """Inside, all parameters of some modules of a model are whole on every rank, and their FSDP2 hooks do not run.
 
-    Args:
-        model: The model that the modules are part of; FSDP2 may have wrapped modules around them.
-        modules: The modules whose parameters are gathered, with the parameters of all modules inside them.
-        writes: Whether each rank keeps its part of the changed values; it does not after an error inside.
+    If `writes`, each rank keeps its part of the changed values, but not after an error inside.
     """
     abandon_forward(model)
     sharded = [(module, name, p) for module in modules for name, p in module.named_parameters() if is_sharded(p)]

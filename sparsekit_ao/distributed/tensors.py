@@ -55,10 +55,7 @@ def is_placed_like(mask: Any, weight: Any) -> bool:
 
 
 def placed_like(mask: Any, weight: Any) -> Tensor:
-    """The mask with the mesh and placements of its weight, whichever of them is sharded further.
-
-    Only a mask that is sharded further is sent. Meshes are equal, or one is a named part of the other.
-    """
+    """The mask with the mesh and placements of its weight; only a mask that is sharded further than it is sent."""
     if is_placed_like(mask, weight):
         return mask
     if not is_sharded(weight):
@@ -110,11 +107,7 @@ class LocalParts:
 
 
 def all_agree(condition: bool | Tensor, tensors: Iterable[Any]) -> bool | Tensor:
-    """Whether a condition is true on every rank of the tensors' meshes.
-
-    The result is a tensor of one element if `condition` is a tensor or if there are meshes; reading it waits for the
-    device.
-    """
+    """Whether a condition is true on all ranks of the tensors' meshes; a tensor if it is one, or if there are meshes."""
     for mesh in {t.device_mesh: None for t in tensors if is_sharded(t)}:
         flag = torch.ones((), dtype=torch.int32, device=mesh.device_type)
         flag *= condition.to(mesh.device_type, non_blocking=True) if isinstance(condition, Tensor) else condition

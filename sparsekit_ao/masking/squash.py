@@ -33,11 +33,7 @@ def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> N
 
 
 def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
-    """New values of the parameters under the mask, such that the tensor is masked without the mask.
-
-    An empty list where the mask is on the parameter itself, which `write_zeros` then masks in place. Raises where a
-    parametrization below the mask cannot express the masked weight.
-    """
+    """Return parameters with which a tensor is masked without its mask; [] if `write_zeros` can mask them in place."""
     mask, layers = find_mask(module, tensor_name), below(module, tensor_name)
     if mask is None or not layers:
         return []

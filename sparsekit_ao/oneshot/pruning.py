@@ -333,17 +333,17 @@ def _pruned(
     walk = Walk(data, [target for target in targets if target.needs], **options)
     warn_of_unreached(walk.unreached, caller)
     recorded = {target.name for target, _ in walk.reached}
-    rest = [name for name in layers.groups if name not in recorded]
+    unrecorded = [name for name in layers.groups if name not in recorded]
     unreached = {target.name for target in walk.unreached if target.adapter is not None}
-    for name in rest:
+    for name in unrecorded:
         note = "" if layers.method is None else "no inputs recorded: not compensated"
         note = "not reached by any batch" if name in unreached else note
         layers.notes[name] = note if data.batches else "no batches"
     if layers.shared:
         scoring = Scoring(layers, layers.shared, is_elsewhere(data.model))
-        walk.run(caller, scoring, rest=rest, progress=progress, writes=False)
+        walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
         layers.given_masks = scoring.masks_of_all()
-    rows, matched = walk.run(caller, layers, teacher, rest=rest, checkpoint=saved, progress=progress)
+    rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched)
     seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
     weights, tokens = weights_by_name(data.model), data.counted()
@@ -361,11 +361,11 @@ def _pruned(
 
 def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[TensorGroup]:
     """Return config entries for weights that products of the first batch read, but no module class reveals."""
-    known = {entry["tensor_fqn"] for entry in make_config(data.model)}
+    of_classes = {entry["tensor_fqn"] for entry in make_config(data.model)}
     entries = list[TensorGroup]()
-    for name, is_transposed in other_matrices(data.model, known, lambda: data.output(0)).items():
-        own = {} if pattern is None else {"pattern": replace(pattern, is_transposed=is_transposed)}
-        entries.append({"tensor_fqn": name, **own})
+    for name, is_transposed in other_matrices(data.model, of_classes, lambda: data.output(0)).items():
+        structure = {} if pattern is None else {"pattern": replace(pattern, is_transposed=is_transposed)}
+        entries.append({"tensor_fqn": name, **structure})
     return entries
 
 
