@@ -107,7 +107,7 @@ class LocalParts:
 
 
 def all_agree(condition: bool | Tensor, tensors: Iterable[Any]) -> bool | Tensor:
-    """Whether a condition is true on all ranks of the tensors' meshes; a tensor if it is one, or if there are meshes."""
+    """Whether a condition is true on all ranks of the tensors' meshes; a tensor if it is one or if there are meshes."""
     for mesh in {t.device_mesh: None for t in tensors if is_sharded(t)}:
         flag = torch.ones((), dtype=torch.int32, device=mesh.device_type)
         flag *= condition.to(mesh.device_type, non_blocking=True) if isinstance(condition, Tensor) else condition
