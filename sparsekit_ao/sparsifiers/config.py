@@ -183,9 +183,8 @@ def resolve_groups(
             resolved.entries[fqn] = "config=None" if is_default else labels[at]
         elif is_exact and not is_default:
             raise SparsityError(f"config[{at}]: {fqn!r} is named here, but it is {skipped[fqn]}; remove one of the two")
-    for error in () if is_default else unfit.values():
-        if error is not None:  # an entry that fits no tensor is a mistake
-            raise error
+    for error in () if is_default else filter(None, unfit.values()):  # an entry that fits no tensor is a mistake
+        raise error
     if not resolved.groups:
         reasons = "; ".join(f"{names}: {why.rstrip('.')}" for names, why in by_reason(skipped))
         what = "config=None finds" if is_default else "config names"

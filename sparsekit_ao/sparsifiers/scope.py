@@ -268,10 +268,11 @@ class BudgetSparsifier(MaskSparsifier):
         masks, keeps = dict[str, Tensor](), dict[PruningGroup, Budget]()
         for pruning in pruning_groups:
             keeps[pruning] = pruning.budget(groups)
-            for name in pruning.specs.keys() - masks.keys():  # an earlier stage may have the same tensor
-                mask = masks[name] = self.live_mask(groups[name])
-                if mask.is_meta:
-                    refuse_meta_masks("step", [groups[name]], [mask])
+            for name in pruning.specs:
+                if name not in masks:  # an earlier stage may have the same tensor
+                    masks[name] = self.live_mask(groups[name])
+                    if masks[name].is_meta:
+                        refuse_meta_masks("step", [groups[name]], [masks[name]])
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
             for pruning in pruning_groups:
