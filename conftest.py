@@ -1,10 +1,8 @@
-"""One torch thread a process (tests of thread counts set their own), child processes, names in docstring examples."""
+"""One torch thread a process (tests of thread counts set their own), long tests first, names in docstring examples."""
 
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch; child processes of `tests/helpers/background.py` take other cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: other test processes take the other cores
 
 import pytest
 import torch
@@ -15,18 +13,8 @@ collect_ignore_glob = ["tests/*/*_child.py"]  # scripts: collecting them for doc
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that read the results of child processes come last, so that they wait for nothing."""
-    import background
-
-    items.sort(key=background.has_job)
-
-
-def pytest_collection_finish(session):
-    """Start the child processes of the tests that were selected; see `tests/helpers/background.py`."""
-    if not session.config.option.collectonly:
-        import background
-
-        background.start(session.items)
+    """Long tests come first, so that processes end at the same time."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

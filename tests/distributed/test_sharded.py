@@ -1,6 +1,6 @@
 """Over 2, 4 and (exhaustive) 3 gloo ranks: selection, FSDP2, DDP, tensor parallel, checkpoints.
 
-The cases are in the modules `sharded_*`. They run beside the other tests: this file is a job of `background.py`.
+The cases are in the modules `sharded_*`; this file runs them as a script.
 """
 
 import functools
@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 
-import background
 import pytest
 import sharded_calibration
 import sharded_dynamic
@@ -18,6 +17,7 @@ import sharded_selection
 import sharded_training
 from grids import EXHAUSTIVE
 from ranks import run_worlds
+from scripts import run_child
 from torch import distributed
 
 pytestmark = pytest.mark.skipif(not distributed.is_available() or sys.platform == "win32", reason="needs gloo")
@@ -54,8 +54,9 @@ def cases_of_one():
 WORLDS = {2: cases_of_two, **({3: cases_of_three} if EXHAUSTIVE else {}), 4: cases_of_four, 1: cases_of_one}
 
 
-def test_every_case():
-    worlds = json.loads(background.succeeded("test_every_case")[0])
+@pytest.mark.slow
+def test_every_case(tmp_path):
+    worlds = json.loads(run_child(__file__, OMP_NUM_THREADS="1", cwd=tmp_path))
     found = {f"{name} of {world}": text for world, own in worlds.items() for name, text in own.items()}
     failed = [f"{name}\n{text}" for name, text in found.items() if text]
     assert not failed, f"{len(failed)} of {len(found)}\n" + "\n".join(failed[:5])

@@ -1,34 +1,49 @@
-"""Runs scripts one after the other in one process, so that torch and transformers are imported once for all."""
+"""Runs scripts: in a process of their own, or one after the other in one, which imports torch and transformers once."""
 
 import contextlib
+import csv
 import io
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import traceback
 from concurrent.futures import ProcessPoolExecutor
-from subprocess import CompletedProcess
+from pathlib import Path
 
 import torch
 
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent.parent / "examples"
+
+
+def read_csv(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def run_child(script, *options, cwd, python=(), **environment):
+    """What `python script options` prints, which must succeed; None takes a variable out of its environment."""
+    command = [sys.executable, *python, str((HERE / script).resolve()), *map(str, options)]
+    given = {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    env = {k: v for k, v in (os.environ | given).items() if v is not None}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    return done.stdout
+
 
 @contextlib.contextmanager
-def runner(*, fresh=False):
-    """A function that runs a script as `python script options` does, in a process that is shared by all its calls.
-
-    With `fresh` every call has a process of its own: a fork of one that has imported torch and transformers, if the
-    system can fork.
-    """
-    forks = fresh and "forkserver" in multiprocessing.get_all_start_methods()
+def runner():
+    """A function that runs a script as `run_child` does, in a process that is shared by all its calls."""
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload(["torch", "transformers.trainer"])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1 if fresh else None) as pool:
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
 
         def run(script, *options, cwd):
             code, out, err = pool.submit(_run, str(script), [*map(str, options)], str(cwd)).result()
-            return CompletedProcess([script, *options], code, out, err)
+            assert code == 0, out[-3000:] + err[-4000:]
+            return out
 
         yield run
 

@@ -1,23 +1,17 @@
 """What a fresh process imports, and when; selection without triton, and in a fork; what a process keeps as it was."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-import background
 import pytest
+from scripts import run_child
 
 HEAVY = ("triton", "torchao", "matplotlib", "transformers", "lightning", "sklearn", "torch.distributed.tensor")
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
     """What `fresh_child.py` printed."""
-    command = [sys.executable, str(Path(__file__).parent.parent / "helpers" / "fresh_child.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_child("fresh_child.py", cwd=tmp_path_factory.mktemp("fresh")))
 
 
 def test_the_package_imports_itself_and_einops_alone_and_does_not_initialize_cuda(found):
@@ -40,6 +34,8 @@ def test_a_fork_gets_threads_of_its_own(found):
     assert found["exit code of a fork"] == 0
 
 
-def test_a_process_is_the_same_before_and_after():
+@pytest.mark.slow
+def test_a_process_is_the_same_before_and_after(tmp_path):
     """Thread counts, affinity, environment, modes, signal handlers."""
-    assert background.succeeded("test_a_process_is_the_same_before_and_after")[0].strip() == "nothing has changed"
+    printed = run_child("process_child.py", python=("-W", "ignore"), OMP_NUM_THREADS="2", cwd=tmp_path)
+    assert printed == "nothing has changed\n"

@@ -7,19 +7,20 @@ themselves are in `interpreted_kernels.py`.
 import os
 import re
 
-import background
 import pytest
 import torch
-from kernel_cases import as_scopes, scope_mask
+from kernel_cases import as_scopes, interprets_kernels, scope_mask
+from scripts import run_child
 
 from sparsekit_ao import SparsityError
 from sparsekit_ao.selection import keep_mask
 
 
 @pytest.mark.slow
-@background.interprets_kernels
-def test_every_kernel_equals_the_reference_bit_for_bit():
-    printed, _ = background.succeeded("test_triton_interpreter.py")
+@interprets_kernels
+def test_every_kernel_equals_the_reference_bit_for_bit(tmp_path):
+    pytest_ = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    printed = run_child("../selection/interpreted_kernels.py", python=pytest_, TRITON_INTERPRET="1", cwd=tmp_path)
     assert int(re.search(r"(\d+) passed", printed)[1]) >= 170
 
 

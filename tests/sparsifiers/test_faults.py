@@ -2,9 +2,10 @@
 
 import sys
 
-import background
 import pytest
 import torch
+from grids import EXHAUSTIVE
+from scripts import run_child
 from stock import linear_model, stepped
 
 from sparsekit_ao import ScopeSparsifier
@@ -79,5 +80,8 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
-def test_killed_runs_go_on_bit_for_bit():
-    assert background.succeeded("test_killed_runs_go_on_bit_for_bit")[0].endswith("all is whole\n")
+@pytest.mark.slow
+def test_killed_runs_go_on_bit_for_bit(tmp_path):
+    kills = 20 if EXHAUSTIVE else 1
+    printed = run_child("killed.py", kills, python=("-O", "-W", "error"), OMP_NUM_THREADS="1", cwd=tmp_path)
+    assert printed.endswith("all is whole\n")
