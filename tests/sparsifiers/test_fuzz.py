@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stock import Holder, prepared, reloaded, stepped
+from stock import Holder, linear_model, prepared, reloaded, stepped
 from strategies import (
     FLOATS,
     SMALL,
@@ -30,7 +30,6 @@ from strategies import (
     values_of,
     windows,
 )
-from torch import nn
 
 from sparsekit_ao import (
     BlockSpec,
@@ -219,24 +218,15 @@ def test_a_weight_without_elements(shape):
         assert sparsifier.mask("w").shape == shape and sparsifier.check() >= 0 and sparsifier.report()[0].kept == 0
 
 
-def one_layer(weight):
-    model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    model[0].weight = nn.Parameter(weight)
-    return model
-
-
-ENTRY = {"tensor_fqn": "0.weight"}
-
-
 @pytest.mark.parametrize("weight", [torch.ones(1, 4).expand(3, 4), torch.ones(6).as_strided((3, 4), (1, 1))])
 @pytest.mark.parametrize(
     "sparsifier", [ScopeSparsifier(), ScopeSparsifier(view=((3, 4), (4, 1)), edge="partial"), WeightNormSparsifier()]
 )
 def test_an_expanded_parameter_is_refused(weight, sparsifier):
-    model = one_layer(weight)
-    with pytest.raises(SparsityError, match=r"config\[0\]: '0.weight': the parameter \(3, 4\):.* is expanded"):
-        copy.copy(sparsifier).prepare(model, [ENTRY])
-    assert not hasattr(model[0], "parametrizations")
+    model = Holder(w=weight)
+    with pytest.raises(SparsityError, match=r"config\[0\]: 'w': the parameter \(3, 4\):.* is expanded"):
+        copy.copy(sparsifier).prepare(model, [{"tensor_fqn": "w"}])
+    assert not hasattr(model, "parametrizations")
 
 
 def test_a_budget_for_each_scope_suits_members_of_any_rank():
@@ -258,14 +248,14 @@ def test_a_budget_for_each_scope_suits_members_of_any_rank():
     ],
 )
 def test_check_accepts_what_step_chooses_in_stages(stages):
-    model = one_layer(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
-    sparsifier = stepped(model, [{**ENTRY, "stages": stages}], edge="partial")
+    model = Holder(w=torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
+    sparsifier = stepped(model, [{"tensor_fqn": "w", "stages": stages}], edge="partial")
     assert sparsifier.check() > 0
 
 
 def test_a_level_that_is_written_to_one_of_two_tensors_with_a_shared_count_is_an_error():
-    model, shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"nnz": 8, "scope_coupling": "both"}
-    sparsifier = prepared(model, [{"tensor_fqn": f"{k}.weight", **shared} for k in range(2)])
+    model, shared = linear_model(4, 4, 4), {"nnz": 8, "scope_coupling": "both"}
+    sparsifier = prepared(model, [{"tensor_fqn": f"{k}.weight", **shared} for k in (0, 2)])
     sparsifier.groups[0]["sparsity_level"] = 0.9
     with pytest.raises(CouplingError, match="members share one budget"):
         sparsifier.step()

@@ -2,11 +2,11 @@
 
 import copy
 import pickle
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.utils.prune
 from stock import linear_model, refuses
 from torch import nn
 
@@ -23,6 +23,7 @@ from sparsekit_ao import (
     ScopeCoupling,
     ScopeSparsifier,
     ScopeSpec,
+    SparsityError,
     StraightThrough,
     WeightNormSparsifier,
     coupling,
@@ -61,10 +62,7 @@ CONFIGS = [
     ([{"tensor_fqn": "re:" + "(" * 5000}], "is not a regular expression"),
     ([{"tensor_fqn": ["0.weight", "0.weight"]}], "config[0]: 'tensor_fqn' has '0.weight' twice; name each tensor once"),
     ([{"module": nn.Linear(2, 2)}], "config[0]: 'module', a Linear, is not a module of the model"),
-    (
-        [LINEAR | {"stages": [{"scope_shpe": (1, 4)}]}],
-        "stages[0]: unknown key 'scope_shpe'. Did you mean 'scope_shape'?",
-    ),
+    ([LINEAR | {"stages": [{"scope_shpe": (1, 4)}]}], "stages[0]: unknown key 'scope_shpe'. Did you mean"),
     ([LINEAR, LINEAR], "config[1]: '0.weight' is already named by config[0] ('0.weight'); name each tensor once"),
     ([{"tensor_fqn": "*.weight"}] * 2, "config[0] ('*.weight') has no effect, because other entries name all of its"),
     ([{"module": "Linear"}], "config[0]: 'module' must be a module class or a list of them, got 'Linear'"),
@@ -93,10 +91,7 @@ ENTRIES = [
     ({"score": 3}, "0.weight: score must be one of 'magnitude', "),
     ({"score": lambda w: w}, "score must be a function (weight, name) -> saliency, got one of (w)"),
     ({"norm": 1, "score": magnitude}, "'norm' and 'score' are mutually exclusive: a block's saliencies are"),
-    (
-        {"pattern": "n_m(2, 4)"},
-        "or a text such as '2:4', '32:2:8', '16x16', 'rows', 'columns', 'filters' or 'unstructured', got 'n_m(2, 4)'",
-    ),
+    ({"pattern": "n_m(2, 4)"}, "'columns', 'filters' or 'unstructured', got 'n_m(2, 4)'"),
     ({**patterns.rows(), "block_shape": (1, 2)}, "0.weight: 'pattern' and 'block_shape' are mutually exclusive"),
     ({**patterns.rows(0.5), "sparsity_level": 0.25}, "sparsity_level and patterns.rows(0.5) are mutually exclusive"),
     ({**patterns.n_m(2, 4), "nnz": 1}, "nnz and patterns.n_m(2, 4) are mutually exclusive"),
@@ -157,11 +152,7 @@ def test_a_key_that_a_sparsifier_does_not_take_is_refused_inside_stages_too(kind
         (None, ["lm_haed"], "exclude[0] 'lm_haed' matches no parameter or module of the model"),
         (None, "0", "exclude must be a list of names, globs, modules and module classes, got '0'"),
         (None, [3], "exclude[0] must be a name, a glob, 're:...', a module or a module class, got 3"),
-        (
-            None,
-            [nn.Linear],
-            "every tensor that config=None finds is left out: 0.weight: left out by exclude[0] (Linear). Name",
-        ),
+        (None, [nn.Linear], "every tensor that config=None finds is left out: 0.weight: left out by exclude[0] (Lin"),
         ([LINEAR], ["0"], "config[0]: '0.weight' is named here, but it is left out by exclude[0] ('0'"),
     ],
 )
@@ -178,10 +169,7 @@ def test_an_exclude_that_cannot_be_meant(config, exclude, text):
         ("block_coupling", {"block_shape": (1, -1)}, {"block_shape": (1, -1)}, "2.weight has the aligned block grid"),
         ("block_coupling", {"norm": 1}, {}, "members need the same norm, but 0.weight gives 1 and 2.weight 2"),
         ("block_coupling", {}, {"coupling_order": (0, 0)}, "2.weight: order (0, 0) is not a permutation of the 2"),
-        (
-            *("scope_coupling", {"sparsity_level": 0.0}, {"sparsity_level": 0.5}),
-            "scope coupling 'all': members share one budget, but 0.weight asks for sparsity_level=0.0 and 2.weight",
-        ),
+        ("scope_coupling", {"sparsity_level": 0.0}, {"sparsity_level": 0.5}, "share one budget, but 0.weight asks for"),
     ],
 )
 def test_members_that_do_not_fit_each_other_are_a_coupling_error(shared, first, second, text):
@@ -225,9 +213,7 @@ MISTAKES = {
     "sparsity_level and patterns.n_m(2, 4) are mutually excl": lambda: ScopeSparsifier(0.5, pattern=patterns.n_m(2, 4)),
     "nnz and patterns.rows(0.5) are mutually": lambda: ScopeSparsifier(nnz=2, pattern=patterns.rows(0.5)),
     "defaults: 'norm' and 'score' are mutually exclusive": lambda: ScopeSparsifier(norm=1, score=keep_mask),
-    "defaults: 'pattern' and 'block_shape' are mutually exclusive": lambda: ScopeSparsifier(
-        pattern=patterns.rows(), block_shape=(1, 2)
-    ),
+    "'pattern' and 'block_shape' are": lambda: ScopeSparsifier(pattern=patterns.rows(), block_shape=(1, 2)),
     "pattern must be one of `sparsekit_ao.patterns`, or a text such as": lambda: ScopeSparsifier(pattern="2-4"),
     "give one pattern, got '2:4' and pattern='rows'": lambda: ScopeSparsifier("2:4", pattern="rows"),
     "sparsity_level must be a number or a pattern, got the text '0.5'": lambda: ScopeSparsifier("0.5"),
@@ -238,22 +224,15 @@ MISTAKES = {
     "patterns.rows(8): sparsity level must lie in [0, 1], got 8": lambda: patterns.rows(8),
     "unknown pattern 'row'; known: unstructured, n_m": lambda: patterns.Pattern("row"),
     "n_m(2, 4) keeps a fixed number in every group": lambda: prepared(pattern=patterns.n_m(2, 4), scope_coupling="all"),
-    "prepare: model must be a torch.nn.Module, got SGD": lambda: ScopeSparsifier().prepare(
-        torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    ),
+    "prepare: model must be a torch.nn.Module, got list": lambda: ScopeSparsifier().prepare([nn.Linear(2, 2)]),
     "config=None found no Linear or convolution in the model": lambda: prepared(nn.ReLU()),
     "'0.weight' has no shape yet; run one forward of the lazy module first": of(nn.LazyLinear(4)),
     "'0.weight' belongs to an embedding with sparse=True": of(nn.Embedding(8, 4, sparse=True), entry=LINEAR),
-    "'count' is torch.int32; only float16, bfloat16, float32 and float64": lambda: prepared(
-        Own(), [{"tensor_fqn": "count"}]
-    ),
+    "'count' is torch.int32; only float16, bfloat16,": lambda: prepared(Own(), [{"tensor_fqn": "count"}]),
     "'table' matches no parameter of the model. It is a buffer": lambda: prepared(Own(), [{"tensor_fqn": "table"}]),
     "Its parameters are kernel, count.": lambda: prepared(Own(), [{"tensor_fqn": "weight"}]),
     "is stored as torch.sparse_coo; only dense weights": lambda: prepared(
         nn.ParameterList([nn.Parameter(torch.eye(4).to_sparse())]), [{"tensor_fqn": "0"}]
-    ),
-    "masked by torch.nn.utils.prune; make that permanent first": of(
-        torch.nn.utils.prune.l1_unstructured(nn.Linear(8, 4), "weight", 0.5)
     ),
     "unknown key 'score'. ScopeSparsifier takes it": lambda: DynamicSparsifier().prepare(
         nn.Linear(2, 2), [{"tensor_fqn": "weight", "score": "wanda"}]
@@ -268,14 +247,19 @@ MISTAKES = {
     "'fc' is not a sparsified module; choose from ['0', '2']": lambda: prepared().squash_mask(None, {"fc": ("nnz",)}),
     "params_to_keep must be a tuple of keys, got 'nnz'": lambda: prepared().squash_mask("nnz"),
     "params_to_keep_per_layer must be a dict {module: keys}, got ['0']": lambda: prepared().squash_mask(None, ["0"]),
-    "its mask was removed in the given model, or it is not a copy": lambda: prepared().squash_mask(
-        model=linear_model(8, 4, 4)
-    ),
+    "removed in the given model, or it is not a copy": lambda: prepared().squash_mask(model=linear_model(8, 4, 4)),
     "resume: masks must be a dict of names and masks, got 3": lambda: dynamic.inits.resume(3),
     "schedule must be a function (step -> number), such as schedules.cubic(": lambda: ScheduleSL(prepared(), "cubic"),
-    "ScheduleSL: a schedule must give a sparsity level, a number in [0, 1]; at step 0 it gave 'x'": lambda: ScheduleSL(
-        prepared(), lambda step: "x"
-    ),
+    "a number in [0, 1]; at step 0 it gave 'x'": lambda: ScheduleSL(prepared(), lambda step: "x"),
+    "such as schedules.cubic(0.0, 0.9": lambda: ScheduleSL(prepared(), schedules.cubic),
+    "ScheduleSL: schedule must be a function": lambda: ScheduleSL(prepared(), [schedules.linear]),
+    "strength must be a schedule": lambda: ProximalSparsifier(strength=schedules.linear),
+    "update_fraction must be a schedule": lambda: DynamicSparsifier(0.5, until=9, update_fraction=schedules.cosine),
+    "target must be a schedule": lambda: DynamicSparsifier(until=9, grow=None, target=schedules.cubic),
+    "no argument 'sparsity'. Did you mean 'sparsity_level'? It takes": lambda: ScopeSparsifier(sparsity=0.5),
+    "no argument 'block_size'. Did you mean 'block_sh": lambda: DynamicSparsifier(0.5, block_size=(1, 4)),
+    "ScopeSparsifier has no argument '__class__'. It takes": lambda: ScopeSparsifier(__class__=3),
+    "DynamicSparsifier has no argument 'scop'. Did you mean 'scope'?": lambda: RigL(0.5, until=9, scop="i"),
     "end of a schedule must be a finite number, got nan": lambda: schedules.linear(0.0, float("nan"), 3),
     "join: schedules must be a function": lambda: schedules.join([schedules.constant(0.0), 0.5], [3]),
     "join: schedules must be a list of at least one": lambda: schedules.join([], []),
@@ -288,9 +272,7 @@ MISTAKES = {
     ),
     "expert_couplings: model must be a torch.nn.Module, got str": lambda: coupling.expert_couplings("bert"),
     "coupling 'a': model must be a torch.nn.Module, got list": lambda: Coupling({"a": "u"}).entries([]),
-    "joint_entries: couplings must be a list of Coupling, got Linear": lambda: coupling.joint_entries(
-        nn.Linear(2, 2), nn.Linear(2, 2)
-    ),
+    "must be a list of Coupling, got Linear": lambda: coupling.joint_entries(nn.Linear(2, 2), nn.Linear(2, 2)),
     "the parameter must be a tensor, got ndarray": lambda: BlockSpec(np.ones((2, 2))),
     "BlockCoupling takes a list of BlockSpec, got Tensor": lambda: BlockCoupling([torch.ones(2)]),
     "ScopeCoupling takes a list of ScopeSpec, got Tensor": lambda: ScopeCoupling([torch.ones(2)]),
@@ -302,14 +284,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES, ids=range(len(MISTAKES)))
 def test_a_mistake_is_explained(text):
-    with refuses(text):
+    with refuses(text, (SparsityError, TypeError)):
         MISTAKES[text]()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_older_weight_norm_is_named():
-    with refuses("weight_norm; use torch.nn.utils.parametrizations.weight_norm"):
-        prepared(nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4))))
 
 
 @pytest.mark.parametrize(
@@ -345,43 +321,15 @@ def test_a_score_that_returns_something_else(score, text):
     assert sparsifier.mask("0.weight").all()
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: ScopeSparsifier(sparsity=0.5), "no argument 'sparsity'. Did you mean 'sparsity_level'? It takes"),
-        (lambda: DynamicSparsifier(0.5, block_size=(1, 4)), "no argument 'block_size'. Did you mean 'block_shape'?"),
-        (lambda: ScopeSparsifier(__class__=3), "ScopeSparsifier has no argument '__class__'. It takes"),
-        (lambda: RigL(0.5, until=9, scop="i"), "DynamicSparsifier has no argument 'scop'. Did you mean 'scope'?"),
-    ],
-)
-def test_typos_of_arguments(call, text):
-    with refuses(text, TypeError):
-        call()
+def in_place(weight, statistics):
+    return weight.abs_()
 
 
-def test_schedules_are_called_with_their_numbers_first():
-    for given in (schedules.cubic, [schedules.linear]):
-        with refuses("ScheduleSL: schedule must be a function (step -> number), such as schedules.cubic(0.0, 0.9"):
-            ScheduleSL(prepared(linear_model(8, 4)), given)
-    for call in (
-        lambda: ProximalSparsifier(strength=schedules.linear),
-        lambda: DynamicSparsifier(0.5, until=9, update_fraction=schedules.cosine),
-        lambda: DynamicSparsifier(until=9, grow=None, target=schedules.cubic),
-    ):
-        with refuses("a schedule"):
-            call()
-
-
-class InPlace:
-    needs = ()
-
-    def __call__(self, weight, statistics):
-        return weight.abs_()
-
-
-@pytest.mark.parametrize("score", [lambda w, name: w.abs_(), InPlace()])
-def test_a_score_that_works_in_place_leaves_the_weight_as_it_is(score):
-    sparsifier = prepared(score=score)
+@pytest.mark.parametrize("reads", [{}, {"needs": ()}])
+def test_a_score_that_works_in_place_leaves_the_weight_as_it_is(reads, monkeypatch):
+    for name, value in reads.items():
+        monkeypatch.setattr(in_place, name, value, raising=False)
+    sparsifier = prepared(score=in_place)
     before = copy.deepcopy(sparsifier.model.state_dict())
     sparsifier.step()
     weight = "0.parametrizations.weight.original"
@@ -462,20 +410,14 @@ def test_unknown_keys_of_every_sparsifier(kind):
         sparsifier.update_mask(**sparsifier.groups[0], levle=1)
 
 
-@pytest.mark.parametrize(("kind", "level"), [(ScopeSparsifier, 1.5), (WeightNormSparsifier, float("nan"))])
-def test_no_mask_changes_if_any_budget_of_a_step_is_bad(kind, level):
-    sparsifier = kind(0.5)
-    sparsifier.prepare(linear_model(8, 4, 4), None)
-    sparsifier.groups[1]["sparsity_level"] = level
-    with refuses("2.weight: sparsity level must"):
-        sparsifier.step()
-    assert (sparsifier.mask("0.weight") == 1).all()
+LEVELS = [None, True, 1.5, float("nan"), "0.5", torch.tensor([0.5, 0.6]), torch.tensor(0.5), np.array([0.1, 0.2])]
+COUNTS = [{"nnz": 2, "scope_shape": (1, 4)}, {"pattern": "2:4"}]
+KINDS = [ScopeSparsifier, StraightThrough, DynamicSparsifier]
+BAD_LEVELS = [*product(KINDS, COUNTS, LEVELS), *product([ScopeSparsifier], [{}], LEVELS)]
 
 
-@pytest.mark.parametrize("level", ["x", None, True, 1.5, float("nan")])
-@pytest.mark.parametrize("kind", [ScopeSparsifier, StraightThrough, DynamicSparsifier])
-@pytest.mark.parametrize("budget", [{"nnz": 2, "scope_shape": (1, 4)}, {"pattern": "2:4"}])
-def test_no_mask_changes_if_the_level_beside_a_count_is_bad(kind, budget, level):
+@pytest.mark.parametrize(("kind", "budget", "level"), [*BAD_LEVELS, (WeightNormSparsifier, {}, float("nan"))])
+def test_no_mask_changes_if_any_level_of_a_step_is_bad(kind, budget, level):
     options = {"grow": "random", "update_every": 1} if kind is DynamicSparsifier else {}
     model, sparsifier = linear_model(8, 4, 4), kind(**budget, **options)
     sparsifier.prepare(model)
@@ -557,10 +499,7 @@ def test_weights_and_masks_without_values():
 @pytest.mark.parametrize(
     ("saved", "text"),
     [
-        (
-            patterns.n_m(2, 4),
-            "the state was saved with block_shape=(1, 1), scope_shape=(1, 4), and this sparsifier was",
-        ),
+        (patterns.n_m(2, 4), "the state was saved with block_shape=(1, 1), scope_shape=(1, 4), and this sparsifier"),
         (patterns.v_n_m(4, 2, 4), "nnz=4 then block_shape=(1, 1), scope_shape=(1, 4), nnz=2"),
         (patterns.rows(0.5), "was prepared with single elements over the tensor. Prepare with the structure"),
     ],
@@ -572,19 +511,6 @@ def test_a_state_of_another_structure_is_refused(saved, text):
     with refuses(text):
         sparsifier.load_state_dict(state)
     assert str(sparsifier.state_dict()) == str(before)
-
-
-@pytest.mark.parametrize(
-    "level", [torch.tensor([0.5, 0.6]), torch.tensor(0.5), np.array([0.1, 0.2]), True, "0.5", None]
-)
-def test_levels_that_are_no_numbers_are_refused_by_the_next_step(level):
-    sparsifier = prepared()
-    sparsifier.step()
-    before = sparsifier.mask("0.weight").clone()
-    sparsifier.groups[0]["sparsity_level"] = level
-    with refuses("0.weight: sparsity level must lie in [0, 1], got"):
-        sparsifier.step()
-    assert torch.equal(sparsifier.mask("0.weight"), before)
 
 
 @pytest.mark.parametrize("make", [ScopeSparsifier, WeightNormSparsifier])
