@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from stock import Holder, linear_model, prepared, refuses, stepped
+from stock import Holder, linear_model, prepared, refuses
 from torch import nn
 
 from sparsekit_ao import SNFS, ProximalSparsifier, RigL, ScopeSparsifier, SparsityError, WeightNormSparsifier, patterns
@@ -208,15 +208,6 @@ def test_all_layers_together_get_the_masks_that_they_get_one_by_one(monkeypatch,
         assert sparsifier.check() > 2
         masks.append([sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups])
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
-
-
-@pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("scale", [0.0, 9.0])
-def test_a_single_number_shares_a_budget(size, scale):
-    model = nn.Linear(size, size, bias=False)
-    model.scale = nn.Parameter(torch.tensor(scale))
-    sparsifier = stepped(model, [{"tensor_fqn": ["scale", "weight"]}], sparsity_level=0.5, scope_coupling="all")
-    assert sparsifier.check() == 1 and bool(sparsifier.mask("scale")) == (scale > 0)
 
 
 def test_values_of_keys_that_hold_tensors_are_compared_with_other_keys_lengths_and_arrays():
