@@ -271,12 +271,3 @@ def test_an_overflow_of_a_hidden_gradient_alone_makes_the_scaler_skip_the_step()
         scales.append(scaler.get_scale())
     assert scales == [64.0, 32.0, 32.0]
     assert sparsifier.last_update.iteration == 3
-
-
-def clip(model):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def scale(model, by):
-    for p in model.parameters():
-        p.grad.mul_(by)

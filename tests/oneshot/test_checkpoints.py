@@ -91,14 +91,14 @@ def with_default(factor):
     return lambda weight, name, factor=factor: weight.abs() * factor
 
 
-def weighted(tensor, power):
-    return tensor.abs().pow(power)
-
-
-def net(activation=F.relu, eps=1e-5, scale=1.0):
+def net(activation=F.relu, eps=1e-5, scale=1.0, buffer=1.0):
     torch.manual_seed(0)
     parts = {"a": nn.Linear(8, 16), "norm": nn.LayerNorm(16, eps=eps), "b": nn.Linear(16, 4), "activation": activation}
-    return Net(lambda m, x: m.b(m.activation(m.norm(m.a(x)))) * scale, **parts)
+    return Net(
+        lambda m, x: m.b(m.activation(m.norm(m.a(x)))) * scale * m.buffer,
+        **parts,
+        buffer=nn.Buffer(torch.tensor(buffer)),
+    )
 
 
 def changed(model):
@@ -161,16 +161,28 @@ FORWARDS = {
         lambda: functools.partial(lambda m, b, k: m(b * k), k=2),
     ),
     "in its class": (lambda: lambda m, b: m(Rows(b).x), lambda: lambda m, b: m(Slots(b).x)),
+    "token mask": (lambda: lambda m, b: m(b), lambda: lambda m, b: m(b)),
 }
 
 
 @pytest.mark.parametrize("how", FORWARDS)
-def test_another_forward_is_another_call(how, tmp_path):
+def test_another_forward_or_token_mask_is_another_call(how, tmp_path):
     first, other = FORWARDS[how]
+    mask, changes = torch.arange(64) % 2 > 0, how == "token mask"
     expected = called(tmp_path, forward=first())
-    assert same(called(tmp_path, forward=first()), expected)
+    assert same(called(tmp_path, forward=first(), stream_memory=0), expected)
     with pytest.raises(SparsityError, match=f"was written by a call with {DATA}; to continue"):
-        called(tmp_path, forward=other())
+        called(tmp_path, forward=other(), **({"token_mask": lambda b: mask} if changes else {}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"), [({"compensate": "admm"}, ""), ({"recover": True}, ""), ({}, "another model and ")]
+)
+def test_other_arguments_are_another_call(keys, what, tmp_path):
+    called(tmp_path)
+    model = (lambda: net(scale=2.0)) if what else net
+    with pytest.raises(SparsityError, match=f"was written by a call with {what}other arguments; to continue"):
+        called(tmp_path, model, **(keys or {"compensate": "admm"}))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +193,7 @@ def test_another_forward_is_another_call(how, tmp_path):
         lambda: net(activation=nn.Tanh()),
         lambda: net(eps=1e-3),
         lambda: net(scale=2.0),
+        lambda: net(buffer=2.0),
         lambda: changed(net()),
         lambda: hooked(net(), 2.0),
     ],
@@ -198,6 +211,7 @@ def test_another_model_of_the_same_shapes_is_another_call(other, tmp_path):
         Slots,
         lambda x: Rows(x, float(x[0, 0])),
         lambda x: types.SimpleNamespace(x=x.numpy()),
+        lambda x: types.SimpleNamespace(x=np.flip(x.numpy(), 0)),
         lambda x: Rows({"x": x}["x"].to_sparse().to_dense()),
         lambda x: Slots(x.to_sparse()),
         lambda x: types.SimpleNamespace(x=x, y=collections.defaultdict(lambda: x)),
@@ -252,21 +266,23 @@ def test_a_flipped_bit_is_found(tmp_path):
     assert same(called(tmp_path), expected)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [{}, [1], 3, torch.ones(2), {"was": "x", "weights": {}, "masks": {}, "solved": [], "matched": None}, "other"],
-)
-def test_a_file_of_something_else_is_named(content, tmp_path):
-    called(tmp_path)
-    path = tmp_path / "00001.pt"
-    if content == "other":  # weights that the call did not save
-        content = torch.load(path)
-        next(iter(content["weights"].values())).data.view(-1)[0] += 1
-    torch.save(content, path)
+OTHERS = [{}, [1], 3, torch.ones(2), {"was": "x", "weights": {}, "masks": {}, "solved": [], "matched": None}, "other"]
+
+
+@pytest.mark.parametrize("content", [*OTHERS, slice(0), slice(100), slice(1000)], ids=str)
+def test_a_file_of_something_else_or_a_part_of_one_is_named(content, tmp_path):
+    expected, path = called(tmp_path), tmp_path / "00001.pt"
+    if isinstance(content, slice):
+        path.write_bytes(path.read_bytes()[content])
+    else:
+        if content == "other":  # weights that the call did not save
+            content = torch.load(path)
+            next(iter(content["weights"].values())).data.view(-1)[0] += 1
+        torch.save(content, path)
     with pytest.raises(SparsityError, match=r"00001.pt' of the checkpoint cannot be read .* delete it"):
         called(tmp_path)
     path.unlink()
-    called(tmp_path)
+    assert same(called(tmp_path), expected)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"a\nb\nc", b"\n\n", "é\n\n".encode("latin1")])

@@ -4,7 +4,6 @@ import copy
 import functools
 
 import accelerate
-import numpy as np
 import pytest
 import torch
 from networks import Net
@@ -25,58 +24,11 @@ def inputs(count=3, rows=64, seed=0):
     return list(torch.randn(count, rows, 16, generator=torch.Generator().manual_seed(seed)))
 
 
-def test_a_checkpoint_belongs_to_one_call(tmp_path):
-    model, batches = Net(lambda m, x: m.layers(x * m.scale), layers=small(), scale=nn.Buffer(torch.ones(16))), inputs()
-    for batch in batches:
-        batch[:, 0] = 1
-    options = {"pattern": "2:4", "checkpoint": tmp_path, "batches": batches}
-    expected, _ = prune(model, **options)
-    assert all(map(torch.equal, prune(model, **options, stream_memory=0)[0].parameters(), expected.parameters()))
-    other = copy.deepcopy(model)
-    other.scale.mul_(2)
-    weights = copy.deepcopy(model)
-    weights.layers[1][0].weight.data[:, 1:].mul_(0.5)
-    scale, mask = 2.0, torch.rand(64) > 0.5
-    rest = [torch.cat([b[:, :1], b[:, 1:].flip(0)], 1) for b in batches]
-    data = "other batches, forward or token_mask"
-    for changed, keys, what in (
-        (other, {}, "another model"),
-        (weights, {}, "another model"),
-        (model, {"batches": rest}, data),
-        (model, {"forward": lambda m, b: m(b * scale)}, data),
-        (model, {"token_mask": lambda b: mask}, data),
-        (model, {"compensate": None}, "other arguments"),
-        (model, {"recover": True}, "other arguments"),
-        (other, {"compensate": None, "batches": rest}, f"another model and other arguments and {data}"),
-    ):
-        with pytest.raises(SparsityError, match=f"was written by a call with {what}; to continue"):
-            prune(changed, **options | keys)
-    arrays = [b.numpy() for b in batches]
-    forward = {"forward": lambda m, b: m(torch.as_tensor(b)), "checkpoint": tmp_path / "arrays"}
-    prune(model, **options | forward | {"batches": arrays})
-    with pytest.raises(SparsityError, match=f"was written by a call with {data}; to continue"):
-        prune(model, **options | forward | {"batches": [np.flip(a, 0).copy() for a in arrays]})
-
-
 def test_other_files_in_the_folder_are_no_finished_blocks(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     prune(small(), pattern="2:4", batches=inputs(), checkpoint=tmp_path)
     (tmp_path / "00001.pt").unlink()
     assert len(prune(small(), pattern="2:4", batches=inputs(), checkpoint=tmp_path)[1].rows) == 3
-
-
-@pytest.mark.parametrize("size", [0, 100, 1000])
-def test_a_damaged_file_is_named_and_the_call_goes_on_without_it(tmp_path, size):
-    options = {"pattern": "2:4", "batches": inputs(), "checkpoint": tmp_path}
-    expected, _ = prune(small(), **options)
-    damaged = tmp_path / "00001.pt"
-    damaged.write_bytes(damaged.read_bytes()[:size])
-    with pytest.raises(
-        SparsityError, match=rf"'{damaged}' of the checkpoint cannot be read \(\w+.*\)\. If it is damaged, "
-    ):
-        prune(small(), **options)
-    damaged.unlink()
-    assert all(map(torch.equal, prune(small(), **options)[0].parameters(), expected.parameters()))
 
 
 def chain(*blocks):
