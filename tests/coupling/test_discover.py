@@ -663,9 +663,7 @@ def test_errors_name_the_place_and_the_remedy(caplog):
     with pytest.raises(SparsityError, match="^discover: weight has no shape yet; run one forward of the lazy module"):
         discover(nn.LazyLinear(3), ROWS)
     looks = nn.Sequential(nn.Linear(4, 4), Net(lambda m, x: x if x.sum() > 0 else -x)).to("meta")
-    with pytest.raises(
-        SparsityError, match="^discover: the forward failed in 1: DataDep.* if it reads values, move it"
-    ):
+    with pytest.raises(SparsityError, match="^discover: the forward failed in 1: DataDep.* if it reads values, move"):
         discover(looks, ROWS)
     with pytest.raises(SparsityError, match="^discover: the forward failed in 0: RuntimeError: .*Check"):
         discover(nn.Sequential(nn.Linear(3, 4)), ROWS)

@@ -113,9 +113,7 @@ def one_walk_over_ranks():
         assert torch.equal(recovered.get_parameter(name).full_tensor(), p), name
     with pytest.raises(SparsityError, match="every rank needs the same number of batches, got 1 and 2"):
         recover(shared, dense, own[: 1 + (rank > 0)])
-    with pytest.raises(
-        SparsityError, match="prune: the ranks have different models or arguments; load the same weights"
-    ):
+    with pytest.raises(SparsityError, match="prune: the ranks have different models or arguments; load the same"):
         prune(Model(width=16 + rank), pattern="2:4", batches=own)
 
 

@@ -382,9 +382,7 @@ def state_on_one_rank_alone():
     for kind in (METHODS["SNFS"][0], functools.partial(RIGL, state_init="grad")):
         refusing, model = kind(), mlp()
         refusing.prepare(model, None)
-        with pytest.raises(
-            SparsityError, match=r"0.weight: .*ZeroRedundancyOptimizer\) keeps.*one rank alone.*Use fully"
-        ):
+        with pytest.raises(SparsityError, match=r"0.weight: .*ZeroRedundancyOptimizer\) keeps.*one rank alone.*Use"):
             refusing.attach(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
 
 

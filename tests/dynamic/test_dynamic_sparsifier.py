@@ -455,10 +455,7 @@ OF_GMP = [
     ({"target": half}, "GMP: the target is made from sparsity_level, begin"),
 ]
 OF_RULES = [
-    (
-        lambda: dynamic.criteria.magnitude("sum"),
-        "magnitude: pooling must be a function such as torch.amax, or None, got 'sum'",
-    ),
+    (lambda: dynamic.criteria.magnitude("sum"), "magnitude: pooling must be a function such as torch.amax, or None"),
     (lambda: inits.random_blocks("ER"), "distribution must be one of uniform, er, erk, or a function, got 'ER'"),
     (lambda: inits.lottery_ticket({}), "lottery_ticket needs a non-empty mapping of masks, got dict"),
 ]

@@ -458,9 +458,7 @@ def test_a_llama_whose_layers_differ_is_saved_as_a_decilm_folder(tmp_path):
         for name in ("q_proj", "k_proj", "v_proj"):
             linear = getattr(other, name)
             linear.out_features //= 2
-        with pytest.raises(
-            SparsityError, match="layers must have one number of query heads, 4, .* keep_config=True, and MLPs"
-        ):
+        with pytest.raises(SparsityError, match="layers must have one number of query heads, 4, .*"):
             save_decilm(small, tmp_path / "new")
         with pytest.raises(SparsityError, match="expected a LlamaForCausalLM, got BertModel"):
             save_decilm(hf_models.make("BERT")[0], tmp_path / "new")

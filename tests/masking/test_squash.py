@@ -71,9 +71,7 @@ def test_masks_of_one_module_are_put_back_together(monkeypatch):
 def test_values_that_cannot_be_written():
     with torch.inference_mode():
         model = linear_model(8, 8)
-    with pytest.raises(
-        SparsityError, match=r"0.weight' was made in inference mode.* or trained.*inside torch.inference_mode"
-    ):
+    with pytest.raises(SparsityError, match=r"0.weight' was made in inference mode.* or trained.*inside"):
         prepared(model)
     trained = linear_model(8, 8)  # the advice for a model that is to be trained
     trained.load_state_dict(model.state_dict())

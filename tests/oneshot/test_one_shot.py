@@ -454,9 +454,7 @@ def test_bad_calls_change_nothing():
 def test_scores_of_gradients_are_collected_before():
     batches = correlated()
     sparsifier = prepared(score="fisher", nnz=2, scope_shape=(1, 4))
-    with pytest.raises(
-        SparsityError, match=r"one_shot: first.weight: fisher\(\) needs gradient_square; run sparsifier.calibrate"
-    ):
+    with pytest.raises(SparsityError, match=r"one_shot: first.weight: fisher\(\) needs gradient_square; run"):
         one_shot(sparsifier, batches, compensate="least_squares")
 
 
@@ -558,9 +556,7 @@ def test_experts_that_no_batch_reaches_are_pruned_by_magnitude_and_named():
     by_magnitude = prepared(copy.deepcopy(model))
     by_magnitude.step()
     sparsifier = prepared(model, score="wanda", nnz=2, scope_shape=(1, 4))
-    with pytest.warns(
-        UserWarning, match="no batch reached experts.1.weight; they are pruned without .*by magnitude"
-    ) as w:
+    with pytest.warns(UserWarning, match="no batch reached experts.1.weight; they are pruned without .*by") as w:
         report = one_shot(sparsifier, correlated(), compensate="least_squares")
     assert w[0].filename == __file__
     assert torch.equal(sparsifier.mask("experts.1.weight"), by_magnitude.mask("experts.1.weight"))

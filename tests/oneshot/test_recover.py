@@ -345,10 +345,7 @@ def test_padding_does_not_count_where_tokens_come_before_batches():
 def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
-    with pytest.warns(
-        UserWarning,
-        match=r"prune: only 18.6% of the weights were pruned, and these stayed dense: 0.weight. The",
-    ):
+    with pytest.warns(UserWarning, match=r"prune: only 18.6% of the weights were pruned, and these stayed dense"):
         same, report = prune(model, pattern="2:4", exclude=[model[3]], inplace=True)
     assert "covers 18.6% of the weights; left dense: 0.weight, 3.weight" in str(report)
     assert same is model and [row.tensor for row in report] == ["2.weight"]

@@ -154,9 +154,7 @@ def test_what_cannot_be_loaded_or_written_is_refused_with_what_to_do(folder, tmp
     model = on_disk(folder, tmp_path)
     sparsifier = ScopeSparsifier(0.5)
     sparsifier.prepare(model)
-    with pytest.raises(
-        SparsityError, match="has no values|accelerate offloads weights of this model, and masks cannot"
-    ):
+    with pytest.raises(SparsityError, match="has no values|accelerate offloads weights of this model, and masks"):
         one_shot(sparsifier, BATCHES)
     with torch.device("meta"):
         nowhere = nn.Sequential(nn.Linear(8, 8))

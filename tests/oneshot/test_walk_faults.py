@@ -164,8 +164,6 @@ def test_tensors_that_were_one_before_they_were_offloaded_are_refused():
     tied[2].weight = tied[0].weight
     assert [row.tensor for row in prune(copy.deepcopy(tied), exclude=["0.weight", "2.weight"])[1]] == ["3.weight"]
     model = accelerate.cpu_offload(tied, "cpu")
-    with pytest.raises(
-        SparsityError, match=r"0.weight and 2.weight were one tensor.*exclude=\['0.weight', '2.weight'\]"
-    ):
+    with pytest.raises(SparsityError, match=r"0.weight and 2.weight were one tensor.*exclude=\['0.weight'"):
         prune(model, inplace=True)
     assert [row.tensor for row in prune(model, inplace=True, exclude=["0.weight", "2.weight"])[1]] == ["3.weight"]

@@ -632,9 +632,7 @@ def test_a_cost_of_a_model_that_does_not_run_says_which():
         return parameters(model)
 
     x = torch.randn(3, 8)
-    with pytest.raises(
-        SparsityError, match="with [0-9]+ of 16 '0.weight' does not run: strides .*; give another multiple"
-    ):
+    with pytest.raises(SparsityError, match="with [0-9]+ of 16 '0.weight' does not run: strides .*; give another"):
         shrink(mlp(8, 16, 8), x, 0.1, budget=cost)
     _, report = shrink(mlp(8, 16, 8), x, 0.1, budget=cost, multiple_of=4)
     assert report.couplings[0].kept == 12

@@ -103,9 +103,7 @@ def test_a_singular_gram_matrix_is_damped_and_dead_inputs_are_an_error(case):
     weight, statistics, _ = case
     statistics.sums["input_gram"] = torch.ones(1, IN, IN)  # rank one
     assert scores.saliency_of(scores.obs(), weight, "w", statistics).isfinite().all()
-    with pytest.raises(
-        SparsityError, match=r"w: X\^T X is singular; .*more calibration tokens or a larger damp than 0"
-    ):
+    with pytest.raises(SparsityError, match=r"w: X\^T X is singular; .*more calibration tokens or a larger damp than"):
         scores.saliency_of(scores.obs(damp=0.0), weight, "w", statistics)
     statistics.sums["input_gram"] = torch.zeros(1, IN, IN)
     with pytest.raises(SparsityError, match="w: all inputs of this layer are zero in the calibration data"):

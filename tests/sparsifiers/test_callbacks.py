@@ -191,9 +191,7 @@ def test_the_trainer_goes_back_to_a_checkpoint_of_a_lower_level(tmp_path):
     sparsifier.step()
     sparsifier.model.load_state_dict(best)  # as the trainer does
     state.best_model_checkpoint = str(tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"went back to its best checkpoint, .* 0.weight has sparsity_level 0.5; its last"
-    ):
+    with pytest.warns(UserWarning, match=r"went back to its best checkpoint, .* 0.weight has sparsity_level 0.5; its"):
         callback.on_train_end(args, state, None)
     assert [group["sparsity_level"] for group in sparsifier.groups] == [0.5, 0.5]
 
@@ -209,9 +207,7 @@ def test_a_lightning_callback_that_averages_masks():
     for averaging in (EMAWeightAveraging(), EMAWeightAveraging(use_buffers=False)):
         trainer = SimpleNamespace(callbacks=[callback, averaging], global_step=0, optimizers=[])
         if averaging._use_buffers:
-            with pytest.raises(
-                SparsityError, match=r"EMAWeightAveraging averages buffers, .* Give it use_buffers=False"
-            ):
+            with pytest.raises(SparsityError, match=r"EMAWeightAveraging averages buffers, .* Give it"):
                 callback.on_train_start(trainer, sparsifier.model)
         else:
             callback.on_train_start(trainer, sparsifier.model)

@@ -109,9 +109,7 @@ def test_a_tied_parameter_is_refused_under_its_other_name_too(name):
     model = nn.Sequential(nn.Linear(8, 8), nn.Module(), nn.Linear(8, 8))
     model[1].register_parameter(name, model[0].weight)
     before = [*model.state_dict()]
-    with pytest.raises(
-        SparsityError, match=r"config\[0\]: '0.weight' has a name that is an attribute of nn.ModuleDict"
-    ):
+    with pytest.raises(SparsityError, match=r"config\[0\]: '0.weight' has a name that is an attribute of"):
         ScopeSparsifier().prepare(model, [{"tensor_fqn": "0.weight"}])
     assert [*model.state_dict()] == before
     ScopeSparsifier().prepare(model)

@@ -451,17 +451,11 @@ MISTAKES = [
     (entry({}, strength=-1), "strength must be a schedule or a finite number"),
     (entry({}, strength=1.0, norm=1), "unknown key 'norm'"),
     (lambda: attached(torch.optim.NAdam), "0.weight: NAdam has no diagonal that is known here"),
-    (
-        lambda: attached(lambda p: torch.optim.SGD(linear().parameters(), 0.1)),
-        "0.weight: exactly one optimizer must train it, but 0 of the 1 given do",
-    ),
+    (lambda: attached(lambda p: torch.optim.SGD(linear().parameters(), 0.1)), "0.weight: exactly one optimizer must"),
     (coupled_strengths, "scope coupling 'all': members need the same strength, got [1.0, 2.0]"),
     (scheduled, "0.weight: sparsity_level was set to 0.5, but this tensor has a strength"),
     (of_weight_norm, "a parametrization computes this weight, so it cannot be changed in place"),
-    (
-        without_an_optimizer,
-        "step: the learning rate is needed, but no optimizer is attached; call sparsifier.attach(optim",
-    ),
+    (without_an_optimizer, "step: the learning rate is needed, but no optimizer is attached; call"),
     (of_no_strength, "0.weight: the schedule of the strength must return a finite number >= 0, got -1.0"),
 ]
 

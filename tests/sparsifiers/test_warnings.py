@@ -91,9 +91,7 @@ def test_a_layer_that_was_replaced_after_prepare_is_named():
     sparsifier = prepared(8, 8, 4)
     sparsifier.step()
     sparsifier.model[2] = nn.Linear(8, 3)
-    with pytest.warns(
-        UserWarning, match="step: 2.weight: its layer was replaced or removed after prepare, .*prepare ag"
-    ):
+    with pytest.warns(UserWarning, match="step: 2.weight: its layer was replaced or removed after prepare"):
         sparsifier.step()
     sparsifier.step()  # once
     with pytest.warns(UserWarning, match="squash_mask: 2.weight: its layer was replaced or removed"):
