@@ -385,8 +385,10 @@ def test_dense_mlps_and_experts_that_share_a_field_of_the_config_go_together(key
     assert {"mlp", "expert units"} <= {row.kind for row in report.couplings}
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(8, 4), (4, 4), (12, 12)])
-@pytest.mark.parametrize(("keep_config", "cost"), [(None, "parameters"), (True, "flops")])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "keep_config", "cost"),
+    [(8, 4, None, "parameters"), (4, 4, True, "flops"), (12, 12, None, "parameters"), (8, 4, True, "flops")],
+)
 def test_with_a_cost_only_widths_that_the_config_can_hold_are_chosen(heads, key_heads, keep_config, cost):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}

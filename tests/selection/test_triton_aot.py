@@ -13,7 +13,7 @@ import pytest
 from grids import EXHAUSTIVE
 from scripts import run_child
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow]
+pytestmark = pytest.mark.nightly
 ARCHES = (80, 90, 100) if EXHAUSTIVE else (90,)
 # releases (3.4 3.6) or folders of triton to compile with too; a wheel has 150 MB, so only where it is asked for
 OLDER_TRITON = os.environ.get("SPARSEKIT_AO_TRITON", "").split()
