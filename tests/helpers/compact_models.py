@@ -62,16 +62,6 @@ class PackedAttention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class FusedMLP(nn.Module):
-    def __init__(self, width=6, hidden=10):
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
-
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.gelu(gate) * up)
-
-
 class SkipNet(nn.Module):
     """A stem, two residual blocks, and a head on the flattened image."""
 
@@ -97,23 +87,6 @@ class SkipNet(nn.Module):
         return self.head(x.flatten(1))
 
 
-class Inverted(nn.Module):
-    """Expand, depthwise, squeeze and excite, project: a MobileNet block."""
-
-    def __init__(self, width=4, hidden=12, squeeze=3):
-        super().__init__()
-        self.expand, self.norm1 = nn.Conv2d(width, hidden, 1, bias=False), nn.BatchNorm2d(hidden)
-        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False)
-        self.norm2 = nn.BatchNorm2d(hidden)
-        self.squeeze, self.excite = nn.Conv2d(hidden, squeeze, 1), nn.Conv2d(squeeze, hidden, 1)
-        self.project = nn.Conv2d(hidden, width, 1)
-
-    def forward(self, x):
-        x = F.relu6(self.norm2(self.depthwise(F.relu6(self.norm1(self.expand(x))))))
-        gate = self.excite(F.relu(self.squeeze(x.mean((2, 3), keepdim=True)))).sigmoid()
-        return self.project(x * gate)
-
-
 class PackedExperts(nn.Module):
     """Experts in tensors of three dimensions, whose gates add up."""
 
@@ -126,27 +99,6 @@ class PackedExperts(nn.Module):
     def forward(self, x):
         hidden = F.relu(torch.einsum("bi,ehi->beh", x, self.up))
         return torch.einsum("be,beh,eoh->bo", self.router(x).sigmoid(), hidden, self.down)
-
-
-class ListedExperts(nn.Module):
-    def __init__(self, experts=3, width=6):
-        super().__init__()
-        self.router = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(GatedMLP(width) for _ in range(experts))
-
-    def forward(self, x):
-        weight = self.router(x).softmax(-1)
-        return sum(weight[..., e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
-
-
-class LoRA(nn.Module):
-    def __init__(self, rank=6):
-        super().__init__()
-        self.base = nn.Linear(5, 4)
-        self.lora_A, self.lora_B = nn.Linear(5, rank, bias=False), nn.Linear(rank, 4, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.lora_B(self.lora_A(x))
 
 
 class RootMeanSquare(nn.Module):
@@ -237,12 +189,6 @@ SKIP = {
     "head.weight": "o (u hw)",
 }
 BLOCK = {"blocks.*.0.weight": "u i h w", "blocks.*.0.bias": "u", **bn("blocks.*.1"), "blocks.*.3.weight": "o u h w"}
-INVERTED = {
-    **{"expand.weight": "u i h w", "depthwise.weight": "u 1 h w", "squeeze.weight": "o u h w"},
-    **{"excite.weight": "u i h w", "excite.bias": "u", "project.weight": "o u h w"},
-    **bn("norm1"),
-    **bn("norm2"),
-}
 KV_HEADS = Coupling(
     {**weights_and_biases({"q": "(u g d) i", "k": "(u d) i", "v": "(u d) i"}), "o.weight": "o (u g d)"},
     sizes={"g": 3, "d": 4},
@@ -279,19 +225,9 @@ CASES = {
         ),
         vectors(8),
     ),
-    "fused gate and up": (
-        FusedMLP,
-        Coupling({**weights_and_biases({"gate_up": "(two u) i"}), "down.weight": "o u"}, sizes={"two": 2}),
-        vectors(6),
-    ),
     "conv, BatchNorm, conv": (SkipNet, Coupling(BLOCK), images),
     "residual stream through skips, and flatten": (SkipNet, Coupling(SKIP, name="stream"), images),
     "both": (SkipNet, [Coupling(SKIP, name="stream"), Coupling(BLOCK)], images),
-    "depthwise with squeeze and excite": (
-        Inverted,
-        [Coupling(INVERTED), Coupling({**weights_and_biases({"squeeze": "u i h w"}), "excite.weight": "o u h w"})],
-        lambda: torch.randn(2, 4, 6, 6),
-    ),
     "experts with their router row": (
         PackedExperts,
         Coupling({"router.weight": "u i", "up": "u h i", "down": "u o h"}),
@@ -302,12 +238,6 @@ CASES = {
         Coupling({"up": "e u i", "down": "e o u"}, scope="e"),
         lambda: torch.randn(7, 5),
     ),
-    "units inside every listed expert": (
-        ListedExperts,
-        Coupling({name.replace("layers", "experts"): axes for name, axes in MLP.items()}),
-        vectors(6),
-    ),
-    "LoRA rank": (LoRA, Coupling({"lora_A.weight": "u i", "lora_B.weight": "o u"}), vectors(5)),
     "residual stream under torch.nn.RMSNorm": (decoder(nn.RMSNorm), Coupling(STREAM), tokens),
     "residual stream under a decoder's RMSNorm": (decoder(RootMeanSquare), Coupling(STREAM), tokens),
     "residual stream under an RMSNorm of 1 + weight": (

@@ -96,8 +96,8 @@ class FixedLength(Stack):
         return self.head(x)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+def marked(*values, by=pytest.mark.slow):
+    return pytest.param(*values, marks=by)
 
 
 def states(model):
@@ -130,9 +130,9 @@ def shrunk(model, inputs, monkeypatch, *, whole, **keys):
     [
         (llama, {"model.layers.": [0, 1]}),
         (gemma, {"model.layers.": [0, 1, 3, 4]}),
-        slow(t5, {"encoder.block.": [0, 1, 2], "decoder.block.": [0, 1, 2]}),
+        marked(t5, {"encoder.block.": [0, 1, 2], "decoder.block.": [0, 1, 2]}, by=pytest.mark.nightly),
         (vit, {"vit.layers.": [0, 1]}),
-        slow(resnet, {"resnet.encoder.stages.0.layers.": [0, 1], "resnet.encoder.stages.1.layers.": [0, 1, 2]}),
+        marked(resnet, {"resnet.encoder.stages.0.layers.": [0, 1], "resnet.encoder.stages.1.layers.": [0, 1, 2]}),
     ],
 )
 def test_the_smaller_model_and_the_report_are_those_of_trials_of_the_whole(make, kept, monkeypatch):
@@ -165,7 +165,7 @@ ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.
     ],
 )
 def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
-    model, inputs = llama()
+    model, inputs = llama(4)
     small, report, _ = shrunk(model.eval(), inputs, monkeypatch, whole=False, **how)
     other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **how)
     check_equal(states(small), states(other))

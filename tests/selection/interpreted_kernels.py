@@ -314,7 +314,9 @@ def test_scopes_that_share_one_budget(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_later_stage_chooses_among_what_is_kept(path):
     values = integers((8, 16), torch.bfloat16)
-    for dtype in (torch.bool, torch.bfloat16):
+    for dtype in (
+        (torch.bool, torch.bfloat16) if EXHAUSTIVE else ((torch.bool, torch.bfloat16)[list(PATHS).index(path) % 2],)
+    ):
         mask = (torch.rand(8, 16, generator=generator(4)) < 0.5).to(dtype)
         stages = ((1, 1), (1, 4), 2), ((1, 1), (8, 16), 30), ((2, 2), (4, 8), 9), ((1, 4), (1, 4), 2)
         for block, scope, keep in stages:
