@@ -6,12 +6,26 @@ small, so that every path (one kernel, stored rows, long rows narrowed or not) i
 
 import math
 from contextlib import contextmanager
+from itertools import product
 
 import kernel_cases
 import pytest
 import torch
 from grids import EXHAUSTIVE, grid
-from kernel_cases import KINDS, NAN, as_request, budgets, generator, scope_mask, scores_like
+from kernel_cases import (
+    KINDS,
+    NAN,
+    PATTERNS,
+    UPDATES,
+    VIEWS,
+    as_request,
+    budgets,
+    generator,
+    integers,
+    scope_mask,
+    scopes,
+    scores_like,
+)
 
 from sparsekit_ao import BlockCoupling, BlockSpec, ScopeSpec, SparsityError, View
 from sparsekit_ao.selection import Request, fill_masks, keep_mask
@@ -49,21 +63,6 @@ def on(path, **sizes):
 
 def test_the_kernels_are_interpreted():
     assert launches.INTERPRETED
-
-
-def integers(shape, dtype=torch.float32, seed=0):
-    """Small integers: sums of their squares are exact in any order."""
-    return torch.randint(-4, 5, shape, generator=generator(seed)).to(dtype)
-
-
-def blocks_of(values, block, order=(), mask=None, mask_dtype=torch.bool):
-    mask = torch.zeros_like(values, dtype=mask_dtype) if mask is None else mask
-    return Window(shape=block, values=values, mask=mask, order=order)
-
-
-def scopes(values, block, scope, **more):
-    """Scopes over one tensor, with a mask of its own."""
-    return ScopeWindows(windows=(blocks_of(values, block, **more),), shape=scope)
 
 
 def agree(groups, keep, path="fused", norm=2, **how):
@@ -162,41 +161,6 @@ def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
     assert apart == {0, 1}  # keys equal to the ends of the bracket are gathered, or counted
 
 
-# patterns
-
-PATTERNS = {  # shape, block, scope, keep
-    "2:4": ((6, 16), (1, 1), (1, 4), 2),
-    "3:5 along the output": ((10, 6), (1, 1), (5, 1), 3),
-    "2:4 of 1x2": ((4, 16), (1, 2), (1, 4), 2),
-    "1:3 of 3x1": ((6, 9), (3, 1), (1, 3), 1),
-    "a row": ((5, 40), (1, 1), (1, 40), 17),
-    "1x4 in a row": ((4, 48), (1, 4), (1, 12), 5),
-    "1x1 of a tensor": ((8, 24), (1, 1), (8, 24), 91),
-    "1x4 of a tensor": ((8, 24), (1, 4), (8, 6), 20),
-    "4x4 of a tensor": ((16, 24), (4, 4), (4, 6), 11),
-    "3x5 of a block row": ((9, 25), (3, 5), (1, 5), 2),
-    "output neurons": ((12, 20), (1, 20), (12, 1), 5),
-    "inputs": ((12, 20), (12, 1), (1, 20), 7),
-    "one element": ((1, 1), (1, 1), (1, 1), 1),
-    "one block": ((4, 8), (4, 8), (1, 1), 1),
-}
-
-
-def with_paths(names, always, by_turns):
-    """(name, path): every name with the paths of `always`, and with one of the slow ones of `by_turns`, if not ""."""
-    pairs = [(name, by_turns if EXHAUSTIVE else by_turns[k % 2 : k % 2 + 1]) for k, name in enumerate(names)]
-    return [(name, path) for name, slow in pairs for path in (*always, *filter(None, slow))]
-
-
-@pytest.mark.parametrize(
-    ("name", "path"), with_paths(PATTERNS, ["fused", "rows", "fused, 64-bit"], ["long", "narrowed, 64-bit"])
-)
-def test_patterns_equal_the_reference_on_every_path(name, path):
-    shape, block, scope, keep = PATTERNS[name]
-    dtype = FLOATS[len(name) % 3]
-    agree([scopes(integers(shape, dtype), block, scope)], keep, path)
-
-
 @pytest.mark.parametrize(  # each dtype of masks with each dtype of values and on each path
     ("dtype", "mask_dtype", "path"), grid(FLOATS, [torch.bool, torch.uint8, *FLOATS], ["fused", "rows", "narrowed"])
 )
@@ -217,42 +181,6 @@ def test_nan_infinities_zeros_and_equal_weights(dtype, path):
         agree([scopes(special, (2, 2), (4, 12))], 9, path, norm)
 
 
-# strides
-
-VIEWS = {  # window, block, scope, keep
-    "channels_last": (lambda: channels_last(8, 8, 3, 3), (1, 1, 1, 1), (1, 4, 1, 1), 2),
-    "channels_last, whole": (lambda: channels_last(4, 8, 3, 3).bfloat16(), (1, 1, 1, 1), (4, 8, 3, 3), 100),
-    "filters": (lambda: integers((8, 4, 3, 3)), (1, 4, 3, 3), (8, 1, 1, 1), 3),
-    "kernels of each filter": (lambda: integers((4, 6, 3, 3)), (1, 1, 3, 3), (1, 6, 1, 1), 2),
-    "transposed": (lambda: integers((16, 8)).t(), (1, 1), (1, 4), 2),
-    "transposed, whole": (lambda: integers((16, 12)).t(), (2, 2), (6, 8), 21),
-    "a slice that starts anywhere": (lambda: integers((12, 40), torch.bfloat16)[3:11, 5:21], (1, 1), (1, 8), 3),
-    "a slice, whole": (lambda: integers((12, 40), torch.bfloat16)[3:11, 5:21], (1, 1), (8, 16), 50),
-    "columns 8 apart": (lambda: integers((4, 32)).view(4, 2, 2, 8).transpose(2, 3), (1, 1, 1, 2), (1, 1, 4, 1), 2),
-    "thread groups": (lambda: integers((32, 32)).view(1, 4, 8, 2, 16), (1, 1, 1, 1, 16), (1, 4, 1, 1, 1), 2),
-    "heads": (lambda: integers((12, 16)).view(3, 4, 16), (1, 4, 16), (3, 1, 1), 1),
-    "a vector": (lambda: integers((24,)), (1,), (8,), 3),
-}
-
-
-def channels_last(*shape):
-    return integers(shape).to(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(("name", "path"), with_paths(VIEWS, ["fused", "rows"], ["narrowed, 64-bit", ""]))
-def test_any_strides(name, path):
-    make, block, scope, keep = VIEWS[name]
-    values = make()
-    member = blocks_of(
-        values, block, mask=torch.empty_strided(values.shape, values.stride(), dtype=torch.bool).fill_(0)
-    )
-    agree([ScopeWindows(windows=(member,), shape=scope)], keep, path)
-    if path != "fused":
-        return
-    other = blocks_of(values, block, mask=torch.zeros(values.shape, dtype=torch.bool))  # a mask with other strides
-    agree([ScopeWindows(windows=(other,), shape=scope)], keep, path)
-
-
 def test_elements_outside_the_window_stay_as_they_were():
     whole, mask = integers((8, 32)), torch.full((8, 32), 7, dtype=torch.uint8)
     member = Window(shape=(1, 1), values=whole[2:6, 8:24], mask=mask[2:6, 8:24])
@@ -266,24 +194,6 @@ def test_elements_outside_the_window_stay_as_they_were():
         assert bool((mask[outside] == 7).all()) and bool((mask[~outside] < 2).all())
 
 
-# couplings
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_coupled_blocks(path):
-    shapes, blocks, orders = [(6, 10), (6, 10), (10, 6), (6,)], [(1, 10), (1, 10), (10, 1), (1,)], [(), (), (1, 0), ()]
-    weights = [integers(shape, seed=k) for k, shape in enumerate(shapes)]
-    members = tuple(blocks_of(*member) for member in zip(weights, blocks, orders, strict=True))
-    for norm in (1, 2, math.inf):
-        masks = agree([ScopeWindows(windows=members, shape=(6, 1))], 2, path, norm)
-        assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 2
-    agree([ScopeWindows(windows=members[:3], shape=(3, 1))], 2, path)
-    agree([ScopeWindows(windows=members[:3], shape=(3, 1))], 1, path, within_mask=True)
-    gate, down = integers((16, 32)), integers((32, 16), seed=1)  # sizes that vectors divide, a stride of 1 in one only
-    members = (blocks_of(gate, (1, 32)), blocks_of(down, (32, 1), (1, 0)))
-    agree([ScopeWindows(windows=members, shape=(8, 1))], 3, path)
-
-
 def test_coupled_blocks_may_differ_in_loops_and_dtype():
     """Blocks of 4 rows of 16 (two loops over elements) coupled with blocks of one row of 24 (one loop)."""
     for impl in ("triton", "reference"):
@@ -293,35 +203,6 @@ def test_coupled_blocks_may_differ_in_loops_and_dtype():
         masks = {spec: torch.zeros_like(spec.view.param, dtype=torch.bool) for spec in blocks.blocks()}
         fill_masks([Request(scope=ScopeSpec(blocks, (2, 1)), masks=masks, keep=1)], impl=impl)
         assert sorted(int(m[:, :24].sum()) for m in masks.values()) == [24, 64]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_scopes_that_share_one_budget(path):
-    one, two, three = (integers(shape, torch.bfloat16, k) for k, shape in enumerate([(4, 12), (8, 6), (5,)]))
-    groups = [scopes(one, (1, 1), (4, 12)), scopes(two.t(), (1, 1), (6, 8)), scopes(three, (1,), (5,))]
-    agree(groups, 37, path)
-    agree(groups[:2], 91, path)
-    rows = [scopes(one, (1, 2), (1, 6)), scopes(one.clone(), (1, 1), (1, 12))]  # blocks of different sizes
-    agree(rows, torch.tensor([[3], [0], [18], [7]]), path)
-    agree([groups[0], scopes(two.float(), (1, 1), (8, 6))], 40, path)
-    turned = ScopeWindows(windows=(blocks_of(integers((4, 12)), (1, 1)),), shape=(2, 3), order=(1, 0))
-    agree([turned, scopes(integers((12, 4), seed=1), (1, 1), (3, 2))], torch.arange(8).reshape(4, 2) % 7, path)
-
-
-# stages
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_later_stage_chooses_among_what_is_kept(path):
-    values = integers((8, 16), torch.bfloat16)
-    for dtype in (
-        (torch.bool, torch.bfloat16) if EXHAUSTIVE else ((torch.bool, torch.bfloat16)[list(PATHS).index(path) % 2],)
-    ):
-        mask = (torch.rand(8, 16, generator=generator(4)) < 0.5).to(dtype)
-        stages = ((1, 1), (1, 4), 2), ((1, 1), (8, 16), 30), ((2, 2), (4, 8), 9), ((1, 4), (1, 4), 2)
-        for block, scope, keep in stages:
-            member = Window(shape=block, values=values, mask=mask)
-            agree([ScopeWindows(windows=(member,), shape=scope)], keep, path, within_mask=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -338,6 +219,22 @@ def test_masked_scores_are_those_of_the_selected_weight(path, turn):
         with on(path):
             scope_mask([scopes(values, block, scope, mask=held)], keep, masked=True, impl="triton")
         assert torch.equal(held, expected), (block, scope)
+
+
+def with_paths(names, always, by_turns):
+    """(name, path): every name with the paths of `always`, and with one of the slow ones of `by_turns`, if not ""."""
+    pairs = [(name, by_turns if EXHAUSTIVE else by_turns[k % 2 : k % 2 + 1]) for k, name in enumerate(names)]
+    return [(name, path) for name, slow in pairs for path in (*always, *filter(None, slow))]
+
+
+SHORT = with_paths(PATTERNS, ["fused", "rows", "fused, 64-bit"], ["long", "narrowed, 64-bit"])
+SHORT += with_paths(VIEWS, ["fused", "rows"], ["narrowed, 64-bit", ""])
+
+
+@pytest.mark.parametrize(("name", "path"), [*SHORT, *product([*UPDATES][-4:], PATHS)])
+def test_updates_equal_the_reference_on_every_path(name, path):
+    for groups, keep, how in UPDATES[name](FLOATS[len(name + path) % 3]):
+        agree(groups, keep, path, **how)
 
 
 # sums
@@ -366,17 +263,6 @@ def test_a_budget_tensor_is_read_at_each_update():
         keep.fill_(number)
         scope_mask([scoped], keep, impl="triton")
         assert bool((mask.view(-1, 4).sum(1) == number).all())
-
-
-@pytest.mark.parametrize("path", ["fused", "rows", "narrowed"])
-def test_every_scope_may_have_a_budget_of_its_own(path):
-    rows = 6 if path == "fused" or EXHAUSTIVE else 2
-    values, first = integers((rows, 24)), torch.arange(rows)[:, None]
-    agree([scopes(values, (1, 1), (1, 8))], (torch.arange(3 * rows).reshape(rows, 3) + 1) % 9, path)
-    agree([scopes(values, (1, 4), (1, 6))], first.int(), path)
-    agree([scopes(values, (1, 1), (1, 24))], 4 * first, path)
-    turned = blocks_of(values.t(), (1, 1), mask=torch.zeros(rows, 24, dtype=torch.bool).t())
-    agree([ScopeWindows(windows=(turned,), shape=(8, 1))], torch.arange(3 * rows).reshape(3, rows) % 9, path)
 
 
 def test_nothing_to_choose():

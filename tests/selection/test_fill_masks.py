@@ -4,16 +4,27 @@ import functools
 import math
 import threading
 from dataclasses import replace
+from itertools import product
 
 import kernel_cases
 import pytest
 import torch
 from grids import grid
-from kernel_cases import FLOATS, INF, KINDS, as_request, as_scopes, generator, plain_window, scope_mask, scores_like
+from kernel_cases import (
+    FLOATS,
+    INF,
+    UPDATES,
+    as_request,
+    as_scopes,
+    generator,
+    plain_window,
+    scope_mask,
+    scores_like,
+)
 
 from sparsekit_ao import BlockSpec, ScopeSpec
 from sparsekit_ao.selection import Request, cpu, fill_masks, keep_mask
-from sparsekit_ao.structure.windows import ScopeWindows, Window, block_scores, scope_scores
+from sparsekit_ao.structure.windows import Window, block_scores, scope_scores
 
 agree = functools.partial(kernel_cases.agree, impl="cpu")
 SIZES = {
@@ -154,52 +165,25 @@ def test_rows_of_many_zeros_get_distinct_keys(keep, is_distinct, monkeypatch):
     assert bool(distinct) is is_distinct
 
 
-# several tensors
-
-
-@pytest.mark.parametrize("size", ["usual", "long"])
-@pytest.mark.parametrize("mode", ["", "masked", "within_mask"])
-@pytest.mark.parametrize("norm", [2, INF, None])
-def test_one_budget_over_several_tensors(norm, mode, size, monkeypatch):
+@pytest.mark.parametrize(("name", "size"), [*product(UPDATES, ["usual", "long"])])
+def test_updates_of_many_forms_are_the_references(name, size, monkeypatch):
     resize(monkeypatch, **SIZES[size])
-    how = {mode: True} if mode else {}
-
-    def scopes(rows, columns, block, dtype, seed, turned=False):
-        values = scores_like(KINDS[seed], rows, columns, dtype, seed)
-        mask = torch.rand(rows, columns, generator=generator(seed)) < 0.6
-        return as_scopes(values.t(), mask.t(), block, (-1, -1)) if turned else as_scopes(values, mask, block, (-1, -1))
-
-    three = [scopes(20, 30, (1, 1), torch.float32, seed) for seed in (0, 2, 3)]
-    turned = [three[0], scopes(20, 30, (1, 1), torch.float32, 1, turned=True)]
-    unlike = [scopes(20, 30, (1, 1), torch.float32, 3), scopes(16, 24, (1, 1), torch.bfloat16, 0)]
-    blocks = [scopes(20, 30, (2, 2), torch.bfloat16, 3), scopes(16, 24, (2, 2), torch.bfloat16, 0)]
-    partial = [scopes(20, 30, (3, 4), torch.float32, 3), scopes(16, 24, (1, 5), torch.float32, 0)]
-    for groups in (three, turned, unlike, blocks, partial):
-        count = sum(math.prod(g.shape) for g in groups)
-        for keep in (0, 1, count // 2, count):
+    for groups, keep, how in UPDATES[name](FLOATS[len(name + size) % 4]):
+        for norm in {how.pop("norm", 2), INF, None}:
             agree(groups, keep, norm, **how)
-    rows = [
-        as_scopes(g.windows[0].values, g.windows[0].mask, (1, b), (1, -1))
-        for g, b in zip(three, (1, 2, 3), strict=True)
-    ]
-    agree(rows, torch.arange(20)[:, None] * 2, norm, **how)
+            agree(groups, keep, norm, masked=True)
 
 
 @pytest.mark.parametrize("mode", ["", "masked", "within_mask"])
-@pytest.mark.parametrize("norm", [1, 2, INF, None])
-def test_coupled_blocks(norm, mode):
-    """Rows of two weights, columns of a third and a bias; one scope, and scopes of three."""
-    shapes, blocks, orders = [(6, 10), (6, 7), (10, 6), (6,)], [(1, 10), (1, 7), (10, 1), (1,)], [(), (), (1, 0), ()]
-    members = []
-    for at, shape in enumerate(shapes):
-        values = torch.randint(-4, 5, shape, generator=generator(at)).to(FLOATS[at])
-        mask = torch.rand(shape, generator=generator(at + 9)) < 0.7
-        members.append(Window(shape=blocks[at], values=values, mask=mask, order=orders[at]))
-    how = {mode: True} if mode else {}
-    for scope, keep in (((6, 1), 2), ((3, 1), 1), ((3, 1), torch.tensor([[3], [2]])), ((4, 1), 2)):
-        masks = agree([ScopeWindows(windows=tuple(members), shape=scope)], keep, norm, **how)
-    if not mode:
-        assert torch.equal(masks[0].any(1), masks[2].any(0)) and int(masks[3].sum()) == 4
+def test_blocks_of_unlike_tensors_and_at_edges_share_one_budget(mode):
+    for blocks in (((2, 2), (2, 2)), ((3, 4), (1, 5))):
+        groups = []
+        for seed, (shape, block) in enumerate(zip([(20, 30), (16, 24)], blocks, strict=True)):
+            mask = torch.rand(shape, generator=generator(seed)) < 0.6
+            groups.append(as_scopes(scores_like("few values", *shape, FLOATS[seed + 1], seed), mask, block, (-1, -1)))
+        count = sum(math.prod(g.shape) for g in groups)
+        for keep, norm in product((0, 1, count // 2, count), (2, INF, None)):
+            agree(groups, keep, norm, **({mode: True} if mode else {}))
 
 
 # threads

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from interpreted_kernels import agree, blocks_of, integers, scopes
-from kernel_cases import KINDS, as_request, generator, scope_mask, scores_like
+from interpreted_kernels import agree
+from kernel_cases import KINDS, as_request, blocks_of, generator, integers, scope_mask, scopes, scores_like
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, patterns
