@@ -1,5 +1,6 @@
 """Growth sees the gradient of a plain dense model, in every kind of training loop, and training does not notice."""
 
+import copy
 import math
 import warnings
 from functools import partial
@@ -58,9 +59,33 @@ def by_closure(model, optimizer, sparsifier, step, state):
     step_by_closure(model, optimizer, step)
 
 
+def taken_before_a_closure_that_makes_none(model, optimizer, sparsifier, step, state):
+    backward(model, optimizer, step)
+    sparsifier.take_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step(lambda: None)
+
+
+def taken_before_a_state_is_loaded(model, optimizer, sparsifier, step, state):
+    backward(model, optimizer, step)
+    sparsifier.take_gradients()
+    sparsifier.load_state_dict(copy.deepcopy(sparsifier.state_dict()))
+    optimizer.step()  # its hook finds masked gradients
+
+
+def taken_after_every_part(model, optimizer, sparsifier, step, state):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    for rows in (slice(0, 4), slice(4, 8)):
+        (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+        sparsifier.take_gradients()
+    optimizer.step()
+
+
 LOOPS = [plain, accumulated, clipped, scaled, partial(plain, scales=True, clips=True), checkpointed, by_closure]
-LOOPS += [partial(checkpointed, reentrant=True)]
+LOOPS += [partial(checkpointed, reentrant=True), taken_before_a_state_is_loaded, taken_after_every_part]
 CASES = [(loop, "momentum") for loop in LOOPS]
+CASES += [(taken_before_a_closure_that_makes_none, kind) for kind in ("momentum", "adam")]
 CASES += [(loop, kind) for loop in (plain, scaled, clipped) for kind in OPTIMIZERS]
 
 

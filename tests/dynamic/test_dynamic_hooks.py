@@ -10,7 +10,6 @@ from growing import (
     OPTIMIZERS,
     Recorder,
     backward,
-    batch,
     dense_gradients,
     equal,
     loss_of,
@@ -22,7 +21,6 @@ from growing import (
 )
 from stock import refuses
 from torch import nn
-from torch.nn import functional as F
 
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, Static
 
@@ -79,22 +77,6 @@ def test_a_backward_for_each_optimizer_is_taken_by_itself():
         recorder.compare(step, want)
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_a_closure_that_makes_no_gradients_keeps_what_was_taken_for_clipping(kind):
-    recorder = Recorder()
-    model, optimizer, sparsifier = prepared(kind, grow=recorder)
-    for step in range(1, 7):
-        want = dense_gradients(model, step)
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
-        sparsifier.take_gradients()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step(lambda loss=loss: loss)
-        sparsifier.step()
-        recorder.compare(step, want)
-
-
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_closure_that_is_called_several_times_leaves_the_last_gradient(to_none):
     recorder = Recorder()
@@ -120,32 +102,6 @@ def test_of_several_steps_in_one_iteration_the_last_gradient_counts_with_one_war
             is_first = step == 1 and half == 1
             with pytest.warns(UserWarning, match="SGD has taken several") if is_first else contextlib.nullcontext():
                 optimizer.step()
-        sparsifier.step()
-        recorder.compare(step, want)
-
-
-def test_taking_again_after_more_micro_batches_is_dense_everywhere():
-    recorder = Recorder()
-    model, optimizer, sparsifier = prepared(grow=recorder, update_every=1)
-    want = dense_gradients(model, 1)
-    x, y = batch(1)
-    for rows in (slice(0, 4), slice(4, 8)):
-        (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-        sparsifier.take_gradients()
-    optimizer.step()
-    sparsifier.step()
-    recorder.compare(1, want, every=1)
-
-
-def test_gradients_that_were_taken_before_a_state_was_loaded_stay_taken():
-    recorder = Recorder()
-    model, optimizer, sparsifier = prepared(grow=recorder)
-    for step in range(1, 5):
-        want = dense_gradients(model, step)
-        backward(model, optimizer, step)
-        sparsifier.take_gradients()
-        sparsifier.load_state_dict(copy.deepcopy(sparsifier.state_dict()))
-        optimizer.step()  # its hook finds masked gradients
         sparsifier.step()
         recorder.compare(step, want)
 
