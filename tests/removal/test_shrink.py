@@ -762,7 +762,7 @@ def test_rows_of_the_report_have_kinds_beside_names():
     assert report.to_csv().startswith("name,kind,kept,of") and " width " in str(report)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT", "VGG", "LSTM"])
+@pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.nightly), "GPT-2", "BERT", "VGG", "LSTM"])
 def test_weights_that_are_computed_when_they_are_read_give_the_same_smaller_model(name, monkeypatch):
     if name in NETWORKS:
         network, make = NETWORKS[name]
