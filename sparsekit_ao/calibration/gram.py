@@ -67,9 +67,16 @@ class RowGram:
         return type(self)(rows, -torch.cholesky_inverse(torch.linalg.cholesky(small)), 1 / added)
 
 
+def is_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite."""
+    if values.numel() and values.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        values = torch.stack(torch.aminmax(values.detach()))  # both are NaN if any value is; no tensor of bools is made
+    return bool(torch.isfinite(values).all())
+
+
 def power_of_two(values: Tensor) -> float:
     """Return 1, or the power of two that divides unusually large or small values so that the largest is about 1."""
-    largest = max(-float(values.min()), float(values.max())) if values.numel() else 0.0
+    largest = float(torch.stack(torch.aminmax(values)).abs().max()) if values.numel() else 0.0
     if not largest or 1 / USUAL < largest < USUAL or not math.isfinite(largest):
         return 1.0
     return 2.0 ** (math.frexp(largest)[1] - 1)

@@ -18,6 +18,7 @@ from ..models.names import parameter_of
 from ..models.progress import progress_bar
 from ..models.running import Forward, TokenMask, call, check_batch, check_batches, eval_mode, token_mask_of
 from .adapters import LayerAdapter, Read, adapter_of
+from .gram import is_finite
 from .products import Place, Product, Products
 from .statistics import GRADIENTS, INPUTS, Statistics, Target, loaded_statistics
 
@@ -105,6 +106,8 @@ class Recording:
         if kind is None:
             if has_process_group() and self._records:
                 self._sum_over_ranks()
+            for statistics in self.statistics.values():
+                statistics.check()  # once, since sums keep what is not finite
             self._on_success(self.statistics)
 
     def _statistics_of(self, target: Target) -> Statistics:
@@ -138,7 +141,6 @@ class Recording:
         for group, rows in adapter.rows_of_groups(product, read, self.token_mask):
             rows = rows.float()
             total = rows.mT @ rows if need == "input_gram" else rows.square().sum(0)
-            _check_finite(target, total)
             statistics.add_to_group(need, group, total, int(rows.any(1).sum()))
 
     def _take_inputs(self, target: Target, adapter: LayerAdapter, product: Product, read: Read) -> None:
@@ -163,7 +165,6 @@ class Recording:
             take = adapter.gram if need == "input_gram" else adapter.squares
             sums[need] = take(read.filled(product), mask)
         total, tokens = (sums["rows"], 0) if for_rows else sums[need]
-        _check_finite(target, total)
         if for_rows:
             statistics.add_rows(total)
         elif read.is_whole:
@@ -176,7 +177,7 @@ class Recording:
     @torch.no_grad()
     def _take_gradient(self, target: Target, needs: Sequence[str], gradient: Tensor) -> None:
         g = full_tensor(gradient.detach()).float()
-        if not bool(torch.isfinite(g).all()):
+        if not is_finite(g):
             raise SparsityError(f"{target.name}: the gradient is not finite; check the loss")
         increments = {
             "gradient": lambda: g,
@@ -208,11 +209,6 @@ class Recording:
 
 def _need(target: Target) -> str:
     return "input_gram" if "input_gram" in target.needs else "input_square"
-
-
-def _check_finite(target: Target, total: Tensor) -> None:
-    if not bool(torch.isfinite(total).all()):
-        raise SparsityError(f"{target.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
 
 
 def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from .adapters import LayerAdapter
-from .gram import RowGram, divided, power_of_two
+from .gram import RowGram, divided, is_finite, power_of_two
 
 INPUTS = ("input_square", "input_gram")
 GRADIENTS = ("gradient", "gradient_square", "movement")
@@ -94,8 +94,6 @@ class Statistics:
         if not self.rows and "input_gram" not in self.sums:
             return None
         values = torch.cat(self.rows, 1) if self.rows else self.input_gram
-        if not bool(torch.isfinite(values).all()):  # sums of finite ones may overflow
-            raise SparsityError(f"{self.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
         values = divided(values, power_of_two(values))
         return RowGram.of(values) if self.rows else values
 
@@ -157,6 +155,12 @@ class Statistics:
         """Return which of `needs` were not collected."""
         collected = {*self.sums, *(INPUTS if self.rows or "input_gram" in self.sums else ())}
         return [n for n in needs if n not in collected]
+
+    def check(self) -> None:
+        """Raise an error if sums of inputs, or rows, are not finite."""
+        sums = [self.sums[need] for need in INPUTS if need in self.sums]
+        if not all(map(is_finite, [*sums, *self.rows])):
+            raise SparsityError(f"{self.name}: the inputs of this layer are not finite (NaN, inf or overflow)")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each sum that can be recorded."""

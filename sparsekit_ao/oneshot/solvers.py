@@ -25,6 +25,7 @@ RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
 GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor every so often; each time, a matrix is factorized anew
 # SparseGPT compensates the columns to the right after every WIDTH columns. Without N:M, these are also its scopes.
 WIDTH = 128
+TOGETHER = 8  # columns that SparseGPT compensates among themselves, without N:M, before it compensates those up to WIDTH
 WIDEST_SCOPE = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
 
 
@@ -47,17 +48,18 @@ Gram = Tensor | RowGram
 Solver = Callable[[Tensor, Gram, MatrixScopes], tuple[Tensor, Tensor]]
 
 
-def relative_error(weight: Tensor, gram: Gram, solution: Tensor) -> float:
-    """Return sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)); 0 where the layer's output is zero.
+def relative_errors(weight: Tensor, gram: Gram, *solutions: Tensor) -> list[float]:
+    """Return sqrt(tr((W - V) G (W - V)^T) / tr(W G W^T)) for each solution V; 0 where the layer's output is zero.
 
     >>> w, g = torch.ones(1, 1, 4), torch.eye(4)[None]
-    >>> relative_error(w, g, w * torch.tensor([1, 1, 0, 1]))
-    0.5
+    >>> relative_errors(w, g, w * torch.tensor([1, 1, 0, 1]), w)
+    [0.5, 0.0]
     """
-    weight, solution = (divided(w, power_of_two(weight)) for w in (weight, solution))
-    rest = weight - solution
-    lost, total = ((rest @ gram) * rest).double().sum(), ((weight @ gram) * weight).double().sum()
-    return float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0
+    unit = power_of_two(weight)
+    weight = divided(weight, unit)
+    rests = (weight, *(weight - divided(solution, unit) for solution in solutions))
+    total, *lost = ((rest @ gram).mul_(rest).sum(2).double().sum() for rest in rests)
+    return [float((one.clamp(min=0) / total).sqrt()) if total > 0 else 0.0 for one in lost]
 
 
 def least_squares(
@@ -106,9 +108,8 @@ def admm(weight: Tensor, gram: Gram, scopes: MatrixScopes, steps: int = ADMM_STE
     mask, kept = _admm_steps(weight * scale, hessian, first * scale, scopes, steps)
     del hessian
     solution = least_squares(weight, gram, mask, FEW_STEPS, kept.div_(scale))
-    if relative_error(weight, gram, solution) <= relative_error(weight, gram, first):
-        return mask, solution
-    return first_mask, first
+    errors = relative_errors(weight, gram, solution, first)
+    return (mask, solution) if errors[0] <= errors[1] else (first_mask, first)
 
 
 def _admm_steps(weight: Tensor, hessian: Gram, kept: Tensor, scopes: MatrixScopes, steps: int) -> tuple[Tensor, Tensor]:
@@ -226,33 +227,34 @@ def column_chunks(labels: Tensor) -> list[tuple[int, int]]:
 
 
 def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor, Tensor]:
-    """Prune by SparseGPT (arXiv 2301.00774), a loop over columns that is the baseline of comparisons."""
+    """Prune by SparseGPT (arXiv 2301.00774), column by column: the baseline of comparisons."""
     keep, m = _sparsegpt_budget(scopes)
     inverse = damped_inverse(gram, 0.0, scopes.name)
-    solution, mask, columns = weight.clone(), torch.ones_like(weight, dtype=torch.bool), weight.shape[2]
+    solution, mask = weight.mT.contiguous(), torch.ones_like(weight.mT, dtype=torch.bool)  # a column is contiguous
     factors = torch.linalg.cholesky(inverse, upper=True)
     # Without N:M, every expert keeps the same share, and so do every WIDTH columns of an expert, except for rounding.
     for group, (w, kept, upper) in enumerate(zip(solution, mask, factors, strict=True)):
+        columns, diagonal = len(w), upper.diagonal()[:, None]
         own = keep if m is not None else keep * (group + 1) // len(weight) - keep * group // len(weight)
         for start in range(0, columns, WIDTH):
             stop = min(start + WIDTH, columns)
-            block, factor = w[:, start:stop].clone(), upper[start:stop, start:stop]
-            errors = torch.zeros_like(block)
+            errors = torch.empty_like(w[start:stop])
             if m is None:
                 share = round(own * stop / columns) - round(own * start / columns)
-                saliency = (block / factor.diagonal()).square()
-                kept[:, start:stop] = keep_mask(saliency.reshape(1, -1), share).view_as(block)
-            for at in range(stop - start):
-                if m is not None and at % m == 0:
-                    saliency = (block[:, at : at + m] / factor.diagonal()[at : at + m]).square()
-                    kept[:, start + at : start + at + m] = keep_mask(saliency, own)
-                pruned = block[:, at] * kept[:, start + at]
-                errors[:, at] = (block[:, at] - pruned) / factor[at, at]
-                block[:, at:] -= errors[:, at : at + 1] @ factor[at : at + 1, at:]
-                block[:, at] = pruned
-            w[:, start:stop] = block
-            w[:, stop:] -= errors @ upper[start:stop, stop:]
-    return mask, solution
+                saliency = (w[start:stop] / diagonal[start:stop]).square().T
+                kept[start:stop] = keep_mask(saliency.reshape(1, -1), share).view_as(saliency).T
+            for at in range(start, stop, m or TOGETHER):
+                end = min(at + (m or TOGETHER), stop)
+                if m is not None:
+                    kept[at:end] = keep_mask((w[at:end] / diagonal[at:end]).square().T, own).T
+                scaled = ~kept[at:end] / diagonal[at:end]
+                for k in range(at, end):
+                    error = torch.mul(w[k], scaled[k - at], out=errors[k - start])
+                    w[k:end].addr_(upper[k, k:end], error, alpha=-1)
+                w[end:stop].addmm_(upper[at:end, end:stop].T, errors[at - start : end - start], alpha=-1)
+            w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+    mask = mask.mT.contiguous()
+    return mask, solution.mT * mask
 
 
 def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .. import masking
 from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target
-from ..calibration.gram import damped_gram, divided, power_of_two
+from ..calibration.gram import damped_gram, divided, is_finite, power_of_two
 from ..distributed import copy_values, has_process_group, is_sharded, rank
 from ..errors import SparsityError
 from ..models.names import connected
 from ..scores import needs_of
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, choose_masks, groups_by_name, labels_of
-from .solvers import SOLVERS, MatrixScopes, least_squares, relative_error
+from .solvers import SOLVERS, MatrixScopes, least_squares, relative_errors
 
 METHODS = (None, "least_squares", *SOLVERS)
 DAMP = 0.01  # share of mean(diag G) that is added to G before it is inverted or fitted
@@ -297,7 +297,7 @@ class Scoring:
 
 
 def _refuse_infinite(weight: Tensor, name: str, caller: str) -> None:
-    if not bool(torch.isfinite(weight).all()):
+    if not is_finite(weight):
         raise SparsityError(f"{caller}: {name} has weights that are not finite")
 
 
@@ -421,11 +421,10 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: S
 
     def labels() -> tuple[Tensor, Tensor]:
         blocks = labels_of(spec)  # -1 for elements that a view leaves out
-        ids = torch.arange(spec.numblk(), device="cpu")
-        scope_of_block, positions = torch.zeros_like(ids), torch.unravel_index(ids, spec.grid_shape)
-        for at, count, size in zip(positions, spec.grid_shape, scope.members()[0].shape, strict=True):
-            scope_of_block = scope_of_block * -(-count // size) + at // size
-        scopes = torch.where(blocks >= 0, scope_of_block[blocks.clamp(min=0)], -1)
+        scope_of_block = torch.arange(math.prod(scope.grid_shape), device="cpu").view(scope.grid_shape)
+        for dim, (count, size) in enumerate(zip(spec.grid_shape, scope.members()[0].shape, strict=True)):
+            scope_of_block = scope_of_block.repeat_interleave(size, dim).narrow(dim, 0, count)
+        scopes = torch.where(blocks >= 0, scope_of_block.flatten()[blocks.clamp(min=0)], -1)
         return statistics.matrix(scopes.to(device)), statistics.matrix(blocks.to(device))
 
     keep = torch.as_tensor(pruning.budget(groups), dtype=torch.int64, device=device)
@@ -447,15 +446,15 @@ def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor
     gram = layer.gram
     if gram is not None and layer.statistics is not None:
         dense, gram = layer.statistics.matrix(layer.weight), gram.to(layer.weight.dtype)
-        before = relative_error(dense, gram, layer.statistics.matrix(layer.weight * mask))
-        after = relative_error(dense, gram, layer.statistics.matrix(weight))
+        masked, solution = (layer.statistics.matrix(w) for w in (layer.weight * mask, weight))
+        before, after = relative_errors(dense, gram, masked, solution)
         tokens, inputs, of_experts = layer.statistics.tokens, dense.shape[2], layer.statistics.tokens_of_groups
         few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
         if of_experts is not None:
             few = f"tokens of an expert: {int(of_experts.min())} at least, {int(of_experts.median())} in the median"
         note = "; ".join(filter(None, (few, layer.unused_score)))
     compensated = torch.where(mask, weight, 0).to(dtype)
-    if not bool(torch.isfinite(compensated).all()):
+    if not is_finite(compensated):
         raise SparsityError(f"{layer.target.name}: the compensated weights are not finite")
     density, name = float(mask.float().mean()), layer.target.name
     row = LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)
