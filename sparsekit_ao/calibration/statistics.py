@@ -148,7 +148,8 @@ class Statistics:
 
     def _sum_rows(self) -> None:
         kept, self.rows = self.rows, []
-        for rows in kept:
+        if kept:
+            rows = torch.cat(kept, 1)
             self.add({"input_gram": rows.mT @ rows})
 
     def missing(self, needs: Sequence[str]) -> list[str]:

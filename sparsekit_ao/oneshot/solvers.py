@@ -247,11 +247,13 @@ def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor,
                 end = min(at + (m or TOGETHER), stop)
                 if m is not None:
                     kept[at:end] = keep_mask((w[at:end] / diagonal[at:end]).square().T, own).T
-                scaled = ~kept[at:end] / diagonal[at:end]
-                for k in range(at, end):
-                    error = torch.mul(w[k], scaled[k - at], out=errors[k - start])
-                    w[k:end].addr_(upper[k, k:end], error, alpha=-1)
-                w[end:stop].addmm_(upper[at:end, end:stop].T, errors[at - start : end - start], alpha=-1)
+                dropped = ~kept[at:end] / diagonal[at:end]
+                own_errors, factor = errors[at - start : end - start], upper[at:end, at:stop]
+                torch.mul(w[at], dropped[0], out=own_errors[0])
+                for k in range(1, end - at):  # by what the columns before leave of it
+                    torch.addmv(w[at + k], own_errors[:k].T, factor[:k, k], alpha=-1, out=own_errors[k])
+                    own_errors[k].mul_(dropped[k])
+                w[at:stop].addmm_(factor.T, own_errors, alpha=-1)
             w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
     mask = mask.mT.contiguous()
     return mask, solution.mT * mask
