@@ -230,7 +230,8 @@ def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor,
     """Prune by SparseGPT (arXiv 2301.00774), column by column: the baseline of comparisons."""
     keep, m = _sparsegpt_budget(scopes)
     inverse = damped_inverse(gram, 0.0, scopes.name)
-    solution, mask = weight.mT.contiguous(), torch.ones_like(weight.mT, dtype=torch.bool)  # a column is contiguous
+    solution = weight.mT.clone(memory_format=torch.contiguous_format)  # whose columns are rows
+    mask = torch.ones_like(solution, dtype=torch.bool)
     factors = torch.linalg.cholesky(inverse, upper=True)
     # Without N:M, every expert keeps the same share, and so do every WIDTH columns of an expert, except for rounding.
     for group, (w, kept, upper) in enumerate(zip(solution, mask, factors, strict=True)):
