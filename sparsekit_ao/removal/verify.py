@@ -8,9 +8,9 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from ..models.running import arguments, opaque_in, seeded, tensors_in, unfused_a
 
 Outputs = list[tuple[str, Tensor]]  # (place in the output, tensor)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Values = Mapping[str, Tensor] | None  # {parameter: its values}
 
 LARGE = 1 << 16  # tensors of at least this many elements are not stored, but computed when they are read
 _PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
@@ -78,10 +77,10 @@ class Reference:
         # The last outputs that were compared in float64, and the result, which is that of the same outputs again.
         self._compared: tuple[Outputs, float | None] = [], None
         try:
-            output, self.flops, self.uncounted = _run(model, self._inputs, self.dtype, fused=fused)
+            run = _run(model, self._inputs, self.dtype, fused=fused)
         except Exception as e:
             raise SparsityError(f"the model does not run on example_inputs: {e}") from e
-        self._outputs, self.opaque = list(tensors_in("output", output)), opaque_in("output", output)
+        self._outputs, self.opaque, self.flops, self.uncounted = run
         if not self._outputs:
             raise SparsityError("the model returned no tensor, so there is nothing to compare")
         for place, tensor in self._outputs:
@@ -103,14 +102,13 @@ class Reference:
         the dtype of the comparison, and its FLOPs are not counted.
         """
         values = None if single_use else self.unrounded
-        output, flops, _ = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
-        outputs = list(tensors_in("output", output))
-        difference = output_difference(self._outputs, outputs, self._changes)
-        if not self.tolerance < difference < float("inf"):
-            return Comparison(difference=difference, in_float64=None, flops=flops)
-        if output_difference(self._compared[0], outputs) > 0:
-            self._compared = outputs, self._in_float64(small, outputs)
-        return Comparison(difference=difference, in_float64=self._compared[1], flops=flops)
+        run = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
+        difference, in_float64 = output_difference(self._outputs, run.outputs, self._changes), None
+        if self.tolerance < difference < float("inf"):
+            if output_difference(self._compared[0], run.outputs) > 0:
+                self._compared = run.outputs, self._in_float64(small, run.outputs)
+            in_float64 = self._compared[1]
+        return Comparison(difference=difference, in_float64=in_float64, flops=run.flops)
 
     def not_trainable(self, small: nn.Module) -> str:
         """Return why a smaller model does not run in training mode, or "" if it does or the masked one does not."""
@@ -126,8 +124,8 @@ class Reference:
 
     def check_repeats(self) -> None:
         """Raise an error if the masked model gives other outputs when it runs once more."""
-        again = list(tensors_in("output", _run(self.model, self._inputs, self.dtype, fused=self._fused)[0]))
-        if not (error := output_difference(self._outputs, again)) <= self.tolerance:
+        again = _run(self.model, self._inputs, self.dtype, fused=self._fused)
+        if not (error := output_difference(self._outputs, again.outputs)) <= self.tolerance:
             raise SparsityError(
                 f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})"
                 ", by a clock or random numbers that no seed of torch, numpy or random determines. Give a seed to the "
@@ -164,15 +162,14 @@ class Reference:
         """Return a reference with random values where inputs repeat along a dimension; None if none do, or it fails."""
 
         def other(tensor: Tensor) -> Tensor:
-            if tensor.dtype == torch.bool or not any(
-                n > 1 and tensor.equal(tensor.narrow(d, 0, 1).expand_as(tensor)) for d, n in enumerate(tensor.shape)
-            ):
+            slices = ((n, tensor.narrow(d, 0, 1)) for d, n in enumerate(tensor.shape))
+            repeats = any(n > 1 and tensor.equal(first.expand_as(tensor)) for n, first in slices)
+            if tensor.dtype == torch.bool or not repeats:
                 return tensor
             changed.append(tensor)
             if tensor.is_floating_point() or tensor.is_complex():
                 return _other_values(tensor)
-            generator = torch.Generator().manual_seed(0)
-            most = max(int(tensor.max()), 1)
+            generator, most = torch.Generator().manual_seed(0), max(int(tensor.max()), 1)
             return torch.randint(0, most + 1, tensor.shape, generator=generator, device="cpu").to(tensor)
 
         changed: list[Tensor] = []
@@ -189,9 +186,9 @@ class Reference:
     def _with(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
         """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
+            how: dict[str, Any] = {"normed": self.normed, "fused": fused, "dense": self._dense}
             with warnings.catch_warnings(action="ignore"):
-                dense = self._dense
-                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused, dense=dense)
+                reference = Reference(self.model, inputs, self.tolerance, **how)
         except SparsityError:
             return None
         reference.unrounded = self.unrounded
@@ -223,12 +220,12 @@ class Reference:
         longer: Sequence[tuple[Tensor, int]],
         changed: Tensor | None,
         entry: int | None = None,
-        single_use: nn.Module | None = None,
+        copied: nn.Module | None = None,
     ) -> Outputs | None:
         """Return outputs for inputs with two more entries in each (tensor, dimension); None if the model does not run.
 
-        New entries repeat the tensor's values, or have other ones in `changed`; `entry` picks one of the three. With
-        `single_use`, that copy runs in place of the model, and autograd records its parameters.
+        New entries repeat the tensor's values, or have other ones in `changed`; `entry` picks one of the three. If a
+        `copied` model is given, it runs itself, and autograd records its parameters.
         """
 
         def extended(tensor: Tensor) -> Tensor:
@@ -240,43 +237,39 @@ class Reference:
             return tensor
 
         try:
-            inputs, how = _pytree.tree_map_only(Tensor, extended, self._inputs), single_use is not None
+            inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
+            how: dict[str, Any] = {} if copied is None else {"single_use": True, "gradients": True}
             with warnings.catch_warnings(action="ignore"):
-                output = _run(
-                    self.model if single_use is None else single_use, inputs, self.dtype, single_use=how, gradients=how
-                )[0]
+                return _run(self.model if copied is None else copied, inputs, self.dtype, **how).outputs
         except Exception:  # the model fixes the size of the dimension, or does not take a new value
             return None
-        return list(tensors_in("output", output))
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """Return the difference of float64 copies; None if they do not run or rounding does not explain `outputs`."""
         try:
             if self._exact is None:
-                run = _run(self.model, self._inputs, torch.float64, fused=self._fused)[0]
-                exact = list(tensors_in("output", run))
+                exact = _run(self.model, self._inputs, torch.float64, fused=self._fused).outputs
                 self._exact = exact, self._changed_by_zeros(exact, torch.float64)
-            run = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused)[0]
+            exact, changes = self._exact
+            small_exact = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused).outputs
         except Exception:  # the device or the model has no float64, so that float32 decides
             return None
-        (exact, changes), small_exact = self._exact, list(tensors_in("output", run))
         triples = zip(self._outputs, outputs, exact, strict=True)
-        if not all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in triples):
-            return None
-        return output_difference(exact, small_exact, changes)
+        is_rounding = all(_is_rounding(a, b, wide) for (_, a), (_, b), (_, wide) in triples)
+        return output_difference(exact, small_exact, changes) if is_rounding else None
 
     def _changed_by_zeros(self, outputs: Outputs, dtype: torch.dtype | None) -> Sequence[float]:
         """Return by how much each output of the masked model differs at most from that of the dense one."""
         if self._dense is None:
             return ()
-        dense = list(tensors_in("output", _run(self._dense, self._inputs, dtype, fused=self._fused)[0]))
+        dense = _run(self._dense, self._inputs, dtype, fused=self._fused).outputs
         pairs = zip(outputs, dense, strict=False)  # outputs of other shapes are of another kind, and do not count
         return [_largest(a, b)[0] if a.shape == b.shape and a.is_floating_point() else 0.0 for (_, a), (_, b) in pairs]
 
 
 def count_flops(model: nn.Module, inputs: Any) -> int:
     """Count the FLOPs of one forward in eval mode, as `Reference` counts them."""
-    return _run(model, arguments(inputs), run_dtype(model))[1]
+    return _run(model, arguments(inputs), run_dtype(model)).flops
 
 
 def _other_values(tensor: Tensor) -> Tensor:
@@ -312,21 +305,29 @@ def run_dtype(model: nn.Module) -> torch.dtype | None:
     return torch.float32 if is_16_bit else None
 
 
+class _Run(NamedTuple):
+    """What a model returned, and what is known of that."""
+
+    outputs: Outputs
+    opaque: list[str]  # objects in the output that are not inspected
+    flops: int  # 0 with `single_use`, or if attention is fused
+    uncounted: tuple[str, ...]  # operators that may multiply but have no formula
+
+
 @torch.no_grad()
 def _run(
     model: nn.Module,
     inputs: Arguments,
     dtype: torch.dtype | None,
-    values: _Values = None,
+    values: Mapping[str, Tensor] | None = None,
     single_use: bool = False,
     fused: bool = False,
     training: bool = False,
     gradients: bool = False,
-) -> tuple[Any, int, tuple[str, ...]]:
+) -> _Run:
     """Run a copy of a model, or with `single_use` the model itself, which may change its mode, parameters and buffers.
 
-    Return the output, its FLOPs (0 with `single_use` or if attention is fused), and operators that may multiply but
-    have no formula. With a `dtype`, `values` replace those of parameters.
+    With a `dtype`, `values` replace those of parameters.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
 
@@ -340,10 +341,9 @@ def _run(
                 uncounted[str(func_packet)] = None
             return super()._count_flops(func_packet, out, *arguments)
 
-    # `deepcopy` copies only leaf tensors.
-    inputs = _pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs)
     model = model if single_use else light_copy(model, dtype)
-    inputs = copy.deepcopy(inputs)
+    # `deepcopy` copies only leaf tensors.
+    inputs = copy.deepcopy(_pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs))
     model.train().eval().train(training)  # each call may drop what a module remembers of its weights
     for p in model.parameters():  # the counter cannot hook views of parameters that were made without gradients
         p.requires_grad_(gradients and p.is_floating_point())
@@ -359,7 +359,8 @@ def _run(
     unfused, counting = nothing if fused else unfused_attention(), nothing if single_use or fused else count
     with seeded(tensors), unfused, counting, torch.set_grad_enabled(gradients):
         output = model(*args, **kwargs)
-    return output, count.get_total_flops(), tuple(uncounted)
+    outputs = list(tensors_in("output", output))
+    return _Run(outputs, opaque_in("output", output), count.get_total_flops(), tuple(uncounted))
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -522,30 +523,25 @@ def _relative(wanted: Tensor, output: Tensor, change: float) -> float:
 def _largest(wanted: Tensor, output: Tensor) -> tuple[float, float]:
     """Return the largest difference of two tensors (inf if it is not finite), and the largest value that differs."""
     worst = largest = 0.0
-    for a, b in zip(*(tensor.reshape(-1).split(_PART) for tensor in (wanted, output)), strict=True):
-        a, b = _real(a), _real(b)
-        if a.numel():
-            error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
-            worst, largest = max(worst, float(error.max())), max(largest, float(_differing(a, b).max()))
+    for a, b in _parts(wanted, output):
+        error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
+        differing = torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
+        worst, largest = max(worst, float(error.max())), max(largest, float(differing.max()))
     return worst, largest
-
-
-def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Return the absolute values of `a` where it differs from `b`, and 0 elsewhere."""
-    return torch.where(a.isfinite() & (a != b), a.abs(), 0.0)
 
 
 def _is_rounding(wanted: Tensor, output: Tensor, exact: Tensor) -> bool:
     """Return whether two outputs differ by at most `_ROUNDINGS` times the rounding error of the first one."""
     worst, largest = _largest(wanted, output)
-    rounding = 0.0
     # Values larger than all that differ do not count, since rounding errors grow with values.
-    for part, exact_part in zip(*(tensor.reshape(-1).split(_PART) for tensor in (wanted, exact)), strict=True):
-        a, wide = _real(part), _real(exact_part)
-        rounding = max(
-            rounding, float(torch.where(a.abs() <= largest, (a - wide).abs(), 0.0).max()) if a.numel() else 0.0
-        )
-    return worst <= _ROUNDINGS * rounding
+    errors = (torch.where(a.abs() <= largest, (a - wide).abs(), 0.0).max() for a, wide in _parts(wanted, exact))
+    return worst <= _ROUNDINGS * max(map(float, errors), default=0.0)
+
+
+def _parts(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same part of both tensors in float64, part by part, which takes little memory."""
+    pairs = zip(*(tensor.reshape(-1).split(_PART) for tensor in (a, b)), strict=True)
+    return ((_real(x), _real(y)) for x, y in pairs if x.numel())
 
 
 def _real(tensor: Tensor) -> Tensor:
