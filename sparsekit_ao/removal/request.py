@@ -1,6 +1,7 @@
 """`Request`: the arguments of `shrink`, checked, and the models and data that follow from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,50 +23,47 @@ from .sizes import has_config
 from .verify import Reference
 
 
+@dataclass(kw_only=True, eq=False)
 class Request:
     """The arguments of a call of `shrink`, checked, and what follows from them.
 
     Attributes:
         whole: The model of the user.
-        model: The same with plain weights in place of normalized or computed ones, which are in `normed`.
+        model: The same with plain weights in place of normalized or computed ones.
         data: The batches, or the example inputs.
         cost_of: A function of plans and the units that they keep, or None if each layer has a budget of its own.
+        reference_of: A function of a model that returns it as a reference with the example inputs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example_inputs: Any,
-        ratio: float | Mapping[str, float],
-        score: Score | str | None,
-        exclude: Sequence[Exclusion],
-        batches: Iterable[Any] | None,
-        token_mask: TokenMask,
-        compensate: str | None,
-        recover: bool,
-        budget: str | Cost,
-        couplings: Sequence[Coupling] | None,
-        forward: Forward | None,
-        max_sparsity: float | Mapping[str, float] | None,
-        multiple_of: int | Mapping[str, int] | None,
-        keep_config: bool | None,
-    ) -> None:
-        check_comparable("shrink: ", checked_model(model, "shrink"))
-        refuse_uncopyable(model, "shrink")
-        self.inputs, self.data = _checked_data(model, example_inputs, batches, forward, token_mask)
-        needs = needs_of(None if score == NORM else parse_score(score, "shrink: "))
-        _check_compensation(batches is not None, token_mask, compensate, recover, bool({*needs} & {*GRADIENTS}))
-        cost = None if budget == "layer" else cost_function(budget, self.inputs)
-        _check_ratio(model, ratio, cost is not None, max_sparsity, couplings, keep_config)
-        self.whole, self.model = model, plain_copy(model)
-        self.normed = undo_weight_norms(self.model)
+    model: nn.Module
+    example_inputs: Any
+    ratio: float | Mapping[str, float]
+    score: Score | str | None
+    exclude: Sequence[Exclusion]
+    batches: Iterable[Any] | None
+    token_mask: TokenMask
+    compensate: str | None
+    recover: bool
+    budget: str | Cost
+    couplings: Sequence[Coupling] | None
+    forward: Forward | None
+    max_sparsity: float | Mapping[str, float] | None
+    multiple_of: int | Mapping[str, int] | None
+    keep_config: bool | None
+
+    def __post_init__(self) -> None:
+        check_comparable("shrink: ", checked_model(self.model, "shrink"))
+        refuse_uncopyable(self.model, "shrink")
+        self.data = self._checked_data()
+        needs = needs_of(None if self.score == NORM else parse_score(self.score, "shrink: "))
+        self._check_compensation(bool({*needs} & {*GRADIENTS}))
+        cost = None if self.budget == "layer" else cost_function(self.budget, self.example_inputs)
+        self._check_ratio(cost is not None)
+        self.whole, self.model = self.model, plain_copy(self.model)
+        self.reference_of = partial(Reference, inputs=self.example_inputs, normed=undo_weight_norms(self.model))
         self.cost_of = None if cost is None else partial(cost, self.model)
-        self.ratio, self.multiple_of = ratio, multiple_of
-        self.max_sparsity = LIMIT if max_sparsity is None else max_sparsity
-        self.couplings, self.exclude = couplings, names_in_place_of_modules(model, exclude)
-        self.keep_config, self.recover = keep_config, recover
-        # A function of a model that returns it as a reference with the example inputs.
-        self.reference_of = partial(Reference, inputs=self.inputs, normed=self.normed)
+        self.max_sparsity = LIMIT if self.max_sparsity is None else self.max_sparsity
+        self.exclude = names_in_place_of_modules(self.whole, self.exclude)
 
     @property
     def names(self) -> set[str] | None:
@@ -89,71 +87,56 @@ class Request:
         any_kind = not isinstance(self.ratio, Mapping) or "*" in self.ratio
         return self.couplings is None and has_config(self.model) and any_kind
 
+    def _checked_data(self) -> CalibrationData:
+        """Return the data that scores and compensation read, whose first batch may become the example inputs."""
+        if self.batches is None:
+            mask = token_mask_of(self.example_inputs, None, "shrink")
+            batches = [self.example_inputs]
+            data = CalibrationData(model=self.model, batches=batches, forward=self.forward, token_masks=[mask])
+        else:
+            data = CalibrationData.checked(self.model, self.batches, self.forward, self.token_mask, "shrink")
+        self.example_inputs = data.batches[0] if self.example_inputs is None else self.example_inputs
+        if self.example_inputs is None:
+            raise SparsityError("shrink: give example_inputs (one batch of inputs), or batches, whose first is taken")
+        check_example(self.model, self.example_inputs, "shrink")
+        return data
 
-def _checked_data(
-    model: nn.Module,
-    example_inputs: Any,
-    batches: Iterable[Any] | None,
-    forward: Forward | None,
-    token_mask: TokenMask,
-) -> tuple[Any, CalibrationData]:
-    """Return the example inputs, or the first batch in their place, and the data that scores and compensation read."""
-    if batches is None:
-        mask = token_mask_of(example_inputs, None, "shrink")
-        data = CalibrationData(model=model, batches=[example_inputs], forward=forward, token_masks=[mask])
-    else:
-        data = CalibrationData.checked(model, batches, forward, token_mask, "shrink")
-    example_inputs = data.batches[0] if example_inputs is None else example_inputs
-    if example_inputs is None:
-        raise SparsityError("shrink: give example_inputs (one batch of inputs), or batches, whose first is taken")
-    check_example(model, example_inputs, "shrink")
-    return example_inputs, data
+    def _check_compensation(self, has_gradients: bool) -> None:
+        """Raise an error if `compensate` or `recover` is unknown or lacks data."""
+        if self.compensate not in (None, "least_squares"):
+            raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {self.compensate!r}")
+        if not isinstance(self.recover, bool):
+            raise SparsityError(
+                f"shrink: recover must be True or False, got {self.recover!r}; it is always `model` that is matched"
+            )
+        if self.batches is None and (self.recover or self.token_mask is not None):
+            raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
+        if self.recover and has_gradients:
+            raise SparsityError(
+                "shrink: the score needs a forward that returns the loss, but recover needs one that returns "
+                "outputs; call shrink with exclude=['width'], and then recover(small, model, batches)"
+            )
 
-
-def _check_compensation(
-    has_batches: bool, token_mask: TokenMask, compensate: object, recover: object, has_gradients: bool
-) -> None:
-    """Raise an error if `compensate` or `recover` is unknown or lacks data."""
-    if compensate not in (None, "least_squares"):
-        raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {compensate!r}")
-    if not isinstance(recover, bool):
-        raise SparsityError(
-            f"shrink: recover must be True or False, got {recover!r}; it is always `model` that is matched"
-        )
-    if not has_batches and (recover or token_mask is not None):
-        raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
-    if recover and has_gradients:
-        raise SparsityError(
-            "shrink: the score needs a forward that returns the loss, but recover needs one that returns "
-            "outputs; call shrink with exclude=['width'], and then recover(small, model, batches)"
-        )
-
-
-def _check_ratio(
-    model: nn.Module,
-    ratio: float | Mapping[str, float],
-    is_shared: bool,
-    max_sparsity: object,
-    couplings: Sequence[Coupling] | None,
-    keep_config: bool | None,
-) -> None:
-    """Raise an error if a ratio is wrong, or an argument that may not be given with it."""
-    by_name = ratio if isinstance(ratio, Mapping) and couplings is None else {}
-    for kind in by_name.keys() & {"layers", "experts"}:
-        how = f"removal.shrink_{kind}(model, [example_inputs], {by_name[kind]})"
-        raise SparsityError(f"shrink: ratio names {kind!r}, but removing whole {kind} changes outputs; use {how}")
-    if max_sparsity is not None and not is_shared:
-        raise SparsityError(
-            f"shrink: max_sparsity={max_sparsity!r} needs one budget for all layers, but here the ratio applies "
-            "to each layer by itself; give budget=, or lower the ratio"
-        )
-    if isinstance(ratio, Mapping) and (is_shared or not ratio):
-        raise SparsityError(
-            f"shrink: a dict of ratios, {ratio!r}, sets a ratio for each name. It needs at least one name, and it "
-            "cannot be combined with a budget= of the whole model; call shrink "
-            "twice, the second time with exclude=[these names]"
-        )
-    if keep_config and not has_config(model):
-        raise SparsityError(f"shrink: keep_config=True needs a model of transformers, got {type(model).__name__}")
-    for level in ratio.values() if isinstance(ratio, Mapping) else [ratio]:
-        checked_level(level, "shrink: ratio: ")
+    def _check_ratio(self, is_shared: bool) -> None:
+        """Raise an error if a ratio is wrong, or an argument that may not be given with it."""
+        ratio = self.ratio
+        by_name = ratio if isinstance(ratio, Mapping) and self.couplings is None else {}
+        for kind in by_name.keys() & {"layers", "experts"}:
+            how = f"removal.shrink_{kind}(model, [example_inputs], {by_name[kind]})"
+            raise SparsityError(f"shrink: ratio names {kind!r}, but removing whole {kind} changes outputs; use {how}")
+        if self.max_sparsity is not None and not is_shared:
+            raise SparsityError(
+                f"shrink: max_sparsity={self.max_sparsity!r} needs one budget for all layers, but here the ratio "
+                "applies to each layer by itself; give budget=, or lower the ratio"
+            )
+        if isinstance(ratio, Mapping) and (is_shared or not ratio):
+            raise SparsityError(
+                f"shrink: a dict of ratios, {ratio!r}, sets a ratio for each name. It needs at least one name, and it "
+                "cannot be combined with a budget= of the whole model; call shrink "
+                "twice, the second time with exclude=[these names]"
+            )
+        if self.keep_config and not has_config(self.model):
+            kind = type(self.model).__name__
+            raise SparsityError(f"shrink: keep_config=True needs a model of transformers, got {kind}")
+        for level in ratio.values() if isinstance(ratio, Mapping) else [ratio]:
+            checked_level(level, "shrink: ratio: ")

@@ -124,7 +124,7 @@ def shrink(
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
         request.model,
-        request.inputs,
+        request.example_inputs,
         couplings,
         ratio=request.level,
         exclude=request.exclude,
