@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -65,12 +65,12 @@ class BoundCoupling:
     """
 
     name: str
-    captured: tuple[str, ...]
-    members: tuple[Member, ...]
+    captured: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
     unit: str
-    scope: tuple[str, ...]
+    scope: tuple[str, ...] = ()
     sizes: Mapping[str, int]
-    attrs: Mapping[str, str]
+    attrs: Mapping[str, str] = field(default_factory=dict)
     lists: tuple[str, ...] = ()
     listed: tuple[tuple[str, ...], ...] = ()
     kind: str = ""

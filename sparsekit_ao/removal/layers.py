@@ -140,22 +140,18 @@ def shrink_layers(
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
     check_batches(batches, None, forward, "shrink_layers")
-    level = checked_level(ratio, "shrink_layers: ")
+    level, batches = checked_level(ratio, "shrink_layers: "), list(batches)
     lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and blocks in (None, name)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
     path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    batches = list(batches)
     influences = _influences(model, path, batches, forward)
     units = len(influences)
-    kept = sparsity_to_nnz(level, units, "")
-    if kept == 0:
+    if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
     keep = keep_mask(influences[None], kept)[0]
     _check_layer_types(model, path, keep.nonzero().flatten().tolist())
-    coupling = BoundCoupling(
-        name="layers", captured=(), members=(), unit="u", scope=(), sizes={"u": units}, attrs={}, lists=(path,)
-    )
+    coupling = BoundCoupling(name="layers", unit="u", sizes={"u": units}, lists=(path,))
     return _without(model, [Removal(bound=coupling, keep=keep)], batches, forward)
 
 
@@ -206,7 +202,7 @@ def _without(
     calls: list[Any] = []
     record = lambda _, args, kwargs: calls.append((args, kwargs))  # noqa: E731
     with model.register_forward_pre_hook(record, with_kwargs=True), torch.no_grad(), eval_mode(model):
-        (forward or call)(model, next(iter(batches)))
+        (forward or call)(model, batches[0])
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
     small, report = verified(dense, removals, with_config=True)

@@ -29,27 +29,22 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
         "version": VERSION,
         "groups": [
             {
-                "name": removal.bound.name,
-                "unit": removal.bound.unit,
-                "scope": list(removal.bound.scope),
-                "sizes": dict(removal.bound.sizes),
+                "name": bound.name,
+                "unit": bound.unit,
+                "scope": list(bound.scope),
+                "sizes": dict(bound.sizes),
                 "members": [
-                    {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)}
-                    for m in removal.bound.members
+                    {"name": m.fqn, "axes": m.pattern.axes, "sizes": dict(m.pattern.sizes)} for m in bound.members
                 ],
                 "kept": removal.keep.nonzero()[:, -1].reshape(-1, removal.kept).tolist(),
-                "lists": list(removal.bound.lists),
+                "lists": list(bound.lists),
             }
-            for removal in removals
+            for bound, removal in ((removal.bound, removal) for removal in removals)
         ],
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
-        "config": {  # the fields of the dense model that `drop_modules` changes
-            field: entries
-            for removal in removals
-            for path in removal.bound.lists
-            for field, entries in layer_fields(model, path).items()
-        },
+        # the fields of the dense model that `drop_modules` changes
+        "config": {k: v for r in removals for path in r.bound.lists for k, v in layer_fields(model, path).items()},
     }
 
 
@@ -140,32 +135,17 @@ def _check_changes(changes: Sequence[Change]) -> None:
 
 def _removal(data: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Removal:
     unit, scope, where = data["unit"], tuple(data["scope"]), f"cut_to: coupling {data['name']!r}: "
-    members = tuple(
-        Member(
-            fqn=m["name"],
-            pattern=AxisPattern(axes=m["axes"], unit=(*scope, unit), scope=scope, sizes=m["sizes"], where=where),
-            is_parameter=False,
-        )
-        for m in data["members"]
-    )
-    coupling = BoundCoupling(
-        name=data["name"],
-        captured=(),
-        members=members,
-        unit=unit,
-        scope=scope,
-        sizes=data["sizes"],
-        attrs={},
-        lists=tuple(data.get("lists", ())),
-    )
+    keys: dict[str, Any] = {"unit": (*scope, unit), "scope": scope, "where": where}
+    patterns = [AxisPattern(axes=m["axes"], sizes=m["sizes"], **keys) for m in data["members"]]
+    pairs = zip(data["members"], patterns, strict=True)
+    members = tuple(Member(fqn=m["name"], pattern=pattern, is_parameter=False) for m, pattern in pairs)
+    keys = {"members": members, "unit": unit, "scope": scope, "lists": tuple(data.get("lists", ()))}
+    coupling = BoundCoupling(name=data["name"], sizes=data["sizes"], **keys)
     sizes = [size for axes in (data["sizes"], *(m["sizes"] for m in data["members"])) for size in axes.values()]
     lengths = [member.pattern.lengths(tuple(shapes[member.fqn])) for member in members]
     axes = {axis: data["sizes"][axis] for axis in (*scope, unit)}
-    if (
-        not (members or coupling.lists)
-        or not all(type(n) is int for n in sizes)
-        or any(axes.items() - by.items() for by in lengths)
-    ):
+    fits = all(type(n) is int for n in sizes) and not any(axes.items() - by.items() for by in lengths)
+    if not fits or not (members or coupling.lists):
         raise SparsityError(f"{where}the sizes of its axes are not those of its tensors")
     kept = torch.tensor(data["kept"], device="cpu")
     if not kept.numel() or bool((kept.diff() <= 0).any()):
