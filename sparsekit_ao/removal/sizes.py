@@ -395,7 +395,7 @@ def fit_config(
     apply_changes(small, head_dims)
     problem = ""
     for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous, so the order matters
-        changes, wrong = _applied(small, [*candidates[start:], *candidates[:start]])
+        changes, wrong = apply_fitting(small, [*candidates[start:], *candidates[:start]])
         misfit = wrong[0] if wrong else _other_outputs(small, reference, single_use)
         if not misfit:
             apply_changes(small, undone(head_dims))
@@ -408,22 +408,18 @@ def fit_config(
     return [], problem
 
 
-def _applied(small: nn.Module, candidates: Iterable[Change]) -> tuple[list[Change], list[str]]:
+def apply_fitting(small: nn.Module, candidates: Iterable[Change]) -> tuple[list[Change], list[str]]:
     """Apply each change after which fewer tensors fail to fit the config; return these changes and what still fails."""
-    wrong, changes = misfits(small), list[Change]()
+    wrong, changes = misfits(small), dict[str, Change]()
     for change in candidates:
-        if not wrong:
-            break
-        if any(change.path == other.path for other in changes):
+        if not wrong or change.path in changes:
             continue
         apply_changes(small, [change])
-        fewer = misfits(small)
-        if len(fewer) < len(wrong):
-            wrong = fewer
-            changes.append(change)
+        if len(fewer := misfits(small)) < len(wrong):
+            wrong, changes[change.path] = fewer, change
         else:
             apply_changes(small, undone([change]))
-    return changes, wrong
+    return [*changes.values()], wrong
 
 
 def _head_dims(model: nn.Module) -> list[Change]:

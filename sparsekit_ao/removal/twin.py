@@ -23,7 +23,7 @@ from ..masking.normalized import computed_tensors
 from .modules import drop_modules
 from .plan import Plan
 from .remove import Removal
-from .sizes import Change, apply_changes, config_sizes, has_config, misfits, undone
+from .sizes import Change, apply_fitting, config_sizes, has_config
 
 _ALIKE = 2  # how many blocks of each kind are kept; with two, one block reads what another one of its kind has written
 _NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")  # the parts of a dotted name that are a number or stars
@@ -203,19 +203,12 @@ def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
         blocks = [*model.get_submodule(path[:-1]).children()]
         memo |= {id(block): nn.Identity() for at, block in enumerate(blocks) if at not in some}
         keep = torch.tensor([at in some for at in range(len(blocks))], device="cpu")
-        keys: dict[str, Any] = {"captured": (), "members": (), "scope": (), "attrs": {}, "lists": (path[:-1],)}
-        bound = BoundCoupling(name="blocks", unit="u", sizes={"u": len(blocks)}, **keys)
+        bound = BoundCoupling(name="blocks", unit="u", sizes={"u": len(blocks)}, lists=(path[:-1],))
         removals.append(Removal(bound=bound, keep=keep))
         lengths.add((len(blocks), len(some)))
     short = copy.deepcopy(model, memo)
     drop_modules(short, removals)
-    # Change each integer of the config that equals a number of blocks, if the short model then fits its config better.
-    wrong = misfits(short) if has_config(short) else []
-    for path, was in [*config_sizes(short)] if wrong else ():
-        for change in [Change(path=path, was=was, now=now) for whole, now in lengths if whole == was and wrong]:
-            apply_changes(short, [change])
-            if len(fewer := misfits(short)) < len(wrong):
-                wrong = fewer
-                break
-            apply_changes(short, undone([change]))
+    if has_config(short):  # each of its integers that equals a number of blocks may follow
+        pairs = [(item, length) for item in config_sizes(short) for length in lengths]
+        apply_fitting(short, [Change(path=path, was=was, now=now) for (path, was), (n, now) in pairs if n == was])
     return short
