@@ -157,19 +157,16 @@ def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
     for member, removal in cuts:
         tensor = plain_tensors(masked, [member.fqn])[member.fqn]
         indices = _kept_indices(tuple(tensor.shape), [(member, removal)])
-        if indices is None:
-            if isinstance(tensor, Computed):
-                plain = nn.Parameter(tensor.compute(), tensor.source.requires_grad)
-                replace_tensors(masked, {id(tensor): plain})
-                tensor = plain
+        if isinstance(tensor, Computed) and indices is None:
+            plain = nn.Parameter(tensor.compute(), tensor.source.requires_grad)
+            replace_tensors(masked, {id(tensor): plain})
+            tensor = plain
+        if not isinstance(tensor, Computed):
             tensor.data.masked_fill_(~kept_elements(member, removal, tuple(tensor.shape)).to(tensor.device), 0)
+            continue
         for d, kept in (indices or {}).items():
             dropped = torch.ones(tensor.shape[d], dtype=torch.bool, device="cpu").index_fill_(0, kept, False)
-            dropped = dropped.to(tensor.device)
-            if isinstance(tensor, Computed):
-                tensor.zero[d] = tensor.zero[d] | dropped if d in tensor.zero else dropped
-            else:
-                tensor.data.index_fill_(d, dropped.nonzero()[:, 0], 0)
+            tensor.zero[d] = tensor.zero.get(d, False) | dropped.to(tensor.device)
     return masked
 
 
