@@ -145,18 +145,12 @@ def verified(
         exact = reference if reference.tolerance < 1 else Reference(small, reference.example_inputs)
         config_changes, not_in_config = fit_config(model, small, removals, exact)
         changes = [*changes, *config_changes]
+    kept_units = (
+        KeptUnits(name=b.name, kind=b.kind, kept=r.kept, of=b.grid[-1], scopes=b.units // b.grid[-1], partly=r.partly)
+        for b, r in ((r.bound, r) for r in removals)
+    )
     report = Compaction(
-        couplings=tuple(
-            KeptUnits(
-                name=removal.bound.name,
-                kind=removal.bound.kind,
-                kept=removal.kept,
-                of=removal.scope_units,
-                scopes=removal.keep.numel() // removal.scope_units,
-                partly=removal.partly,
-            )
-            for removal in removals
-        ),
+        couplings=tuple(kept_units),
         before=size_of(model, reference.flops),
         after=size_of(small, comparison.flops),
         difference=comparison.difference,
