@@ -42,6 +42,7 @@ from ..models.running import (
     seeded,
     token_mask_of,
 )
+from .identity import digest_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -218,47 +219,45 @@ def _lists(module: nn.Module, ids: set[int]) -> list[list[nn.Module]]:
 class _Links:
     """Which arguments of each block of a list are outputs of the block before, found in one forward of the model.
 
-    Each block runs twice: in the model, and here on copies of what the one before gave, as it will in the walk.
+    Each block runs once more after it, on copies of what the one before gave, as it will in the walk.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks, self.links = blocks, list[dict[int, int]]()
         self.outputs = list[tuple[list[Any], Any]]()  # of each block those after the first, and how they are nested
-        self.is_chain, self._is_running, self._called = True, False, 0
-        self._spec: Any = None  # how the arguments are nested
-        self._passed = dict[int, Any]()  # what the block that was called last gets from the one before, by argument
+        self.is_chain = True
+        # For each block called so far, {number of an argument that the first block does not get: its digest}.
+        self._read = list[dict[int, str]]()
 
     def before(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the arguments with which the model calls block k."""
-        if self._is_running or not self.is_chain:
-            return
         leaves, spec = _pytree.tree_flatten((args, kwargs))
-        self.is_chain = k == self._called and (k == 0 or spec == self._spec)
-        self._called += 1
-        if k == 0:
+        if k == 0 and not self._read:
             # The arguments of the first block, as copies to run on, and with the objects that are compared by identity.
             self._spec, self._copies = spec, copied_tensors(leaves)
             self._common = copied_tensors(leaves, objects=False)
-        elif self.is_chain:
-            outputs, links = self.run(self.blocks[k - 1]), dict[int, int]()
-            for at, leaf in enumerate(leaves):
-                if at and are_same(self._common[at], leaf):
-                    continue
-                equal = [j for j, output in enumerate(outputs) if isinstance(leaf, Tensor) and are_same(output, leaf)]
-                self.is_chain &= bool(equal)
-                links[at] = equal[0] if equal else -1
-            self.links.append(links)
-            self._passed = {at: outputs[j] for at, j in links.items()}
+        self.is_chain &= k == len(self._read) and spec == self._spec
+        if self.is_chain:
+            others = [at for at, leaf in enumerate(leaves) if not (at and are_same(self._common[at], leaf))]
+            self.is_chain = all(isinstance(leaves[at], Tensor) for at in others)
+            self._read.append({at: digest_of(leaves[at], "") for at in others} if self.is_chain else {})
 
-    def run(self, block: nn.Module) -> list[Any]:
-        """Run the block that was called last on copies, and return its outputs."""
-        leaves = [self._passed.get(at, leaf) for at, leaf in enumerate(self._copies)]
-        args, kwargs = copied_tensors(_pytree.tree_unflatten(leaves, self._spec))  # it may change them, as a cache
-        self._is_running = True
-        leaves, spec = _pytree.tree_flatten(block(*args, **kwargs))
-        self._is_running = False
-        self.outputs.append((leaves[1:], spec))
-        return leaves
+    def find(self) -> None:
+        """Run the blocks, each with outputs of the one before, and compare these with what it got in the model."""
+        self.is_chain &= len(self._read) == len(self.blocks)
+        passed = dict[int, Any]()
+        for k, block in enumerate(self.blocks if self.is_chain else ()):
+            leaves = [passed.get(at, leaf) for at, leaf in enumerate(self._copies)]
+            args, kwargs = copied_tensors(_pytree.tree_unflatten(leaves, self._spec))  # it may change them, as a cache
+            outputs, spec = _pytree.tree_flatten(block(*args, **kwargs))
+            self.outputs.append((outputs[1:], spec))
+            if k + 1 < len(self.blocks):
+                numbers = {digest_of(output, ""): j for j, output in reversed([*enumerate(outputs)])}
+                self.is_chain = all(digest in numbers for digest in self._read[k + 1].values())
+                if not self.is_chain:
+                    return
+                self.links.append({at: numbers[digest] for at, digest in self._read[k + 1].items()})
+                passed = {at: outputs[j] for at, j in self.links[-1].items()}
 
 
 def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list[_Links]:
@@ -270,10 +269,9 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
 
     with _hooks((block, hook(links, k)) for links in tried for k, block in enumerate(links.blocks)):
         data.run(0)
-    for links in tried:
-        links.is_chain &= len(links.links) == len(links.blocks) - 1
-        if links.is_chain:
-            links.run(links.blocks[-1])
+    with seeded(data.model.parameters()):
+        for links in tried:  # not in the forward of the model, which may record what blocks give
+            links.find()
     # What blocks read is compared for the first batch only. Other batches run with blocks that return their input, if
     # that calls them in order, so that a model larger than memory is read once.
     for index in range(1, len(data.batches)):

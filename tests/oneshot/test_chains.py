@@ -120,12 +120,36 @@ class LooksBack(nn.Module):
         return z
 
 
+class Records(nn.Module):
+    """Hooks record what blocks give, and the second chain reads what the last but one gave, as in LLaVA."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(Block() for _ in range(2 + k)) for k in range(2))
+        self.given = []
+        for block in self.first:
+            block.register_forward_hook(self.record)
+
+    def record(self, block, args, output):
+        self.given.append(output[0])
+
+    def forward(self, x):
+        self.given.clear()
+        for block in self.first:
+            x, _ = block(x)
+        x = self.given[-2]
+        for block in self.second:
+            x, _ = block(x)
+        return x
+
+
 OWN = {
     EncoderDecoder: ["encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1"],
     Towers: ["right.0", "right.1", "right.2", "left.0", "left.1"],
     Stages: [f"stages.{s}.blocks.{k}" for s in range(2) for k in range(2)],
     Skips: ["down.0", "down.1"],  # those of the way up read more than the one before gives
     LooksBack: ["first.0", "first.1", "second.0", "second.1"],
+    Records: ["first.0", "first.1", "second.0", "second.1", "second.2"],
 }
 KEPT = {key: ["down"] for key in OWN} | {LooksBack: ["down", "cross"]}
 SMALL = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": 2}
