@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+from torch.utils import _pytree
 
 from .. import masking
 from ..calibration import token_rows
-from ..distributed import full_tensor, has_process_group, is_sharded
+from ..distributed import full_tensor, has_process_group, is_sharded, rank
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import by_pattern, named_tensors, owner_of
@@ -405,31 +406,47 @@ class Teacher:
         start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
         draws = torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.weight_rms() * (1 if name else WHOLE)
-        optimizer, schedule = _optimizer(student, rate, self.passes * count)
+        # Steps are those of one process that has all batches: batch k of rank r is its batch k * ranks + r, and a step
+        # takes one of `ranks` parts of a batch of each rank.
+        own, ranks = rank(), torch.distributed.get_world_size() if has_process_group() else 1
+        optimizer, schedule = _optimizer(student, rate, self.passes * count * ranks)
         # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
-        compared = sorted({(2 * k + 1) * count // (2 * MEASURED) for k in range(MEASURED)})
+        middles = {(2 * k + 1) * count * ranks // (2 * MEASURED) for k in range(MEASURED)}
+        compared = sorted(k // ranks for k in middles if k % ranks == own)
         rows, orders = 0, set[bool]()
         for k in dict.fromkeys((0, *compared)):  # the first batch may tell the order of dimensions
             expected = target(k)
             rows += (k in compared) * len(token_rows(expected, masks[k], orders)) if expected.ndim else 0
-        holds_out = rows >= ENOUGH
+        device = expected.device
+        holds_out = float(_over_ranks(torch.tensor(float(rows), device=device))) >= ENOUGH
 
-        def error(k: int, held_out: bool) -> tuple[Tensor, Tensor]:  # as `_error`, of the rows of batch k
-            actual = student.output(k)
+        def error(k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
+            """As `_error`, of the rows of batch k, or of those in a part of it."""
             with torch.no_grad():
                 expected = target(k)
-            refuse_unfit(actual, expected, name or "the model")
-            actual, expected = (token_rows(x, masks[k], orders) for x in (actual, expected))
+            actual = None if part is None else student.part(k, slice(part, None, ranks), expected)
+            cut = slice(None) if actual is None else slice(part, None, ranks)  # of the sequences
+            actual = student.output(k) if actual is None else actual
+            refuse_unfit(actual, expected[cut] if expected.ndim else expected, name or "the model")
+            places = torch.arange(expected[..., 0].numel(), device=device).view(*expected.shape[:-1], 1)
+            places = token_rows(places, masks[k], orders)[:, 0]
             if k in compared and holds_out:
-                generator = keyed_generator(self.seed, k)
-                order = torch.randperm(len(actual), generator=generator, device="cpu").to(actual.device)
-                drawn = order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]
-                actual, expected = actual[drawn], expected[drawn]
-            return _error(actual, expected, metric)
+                generator = keyed_generator(self.seed, k * ranks + own)
+                order = torch.randperm(len(places), generator=generator, device="cpu").to(device)
+                places = places[order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]]
+            if part is not None and cut == slice(None):  # the batch cannot be divided, but its rows can
+                places = places[part::ranks]
+            pair, counts = (actual, expected[cut]), torch.zeros(expected.shape[:-1], dtype=torch.bool, device=device)
+            if len(places) == counts.numel():
+                return _error(*(x.reshape(-1, x.shape[-1]) for x in pair), metric)
+            counts.view(-1)[places] = True
+            return _error(*(x[counts[cut]] for x in pair), metric)
 
         def measured() -> float:  # the error of all compared batches and ranks, as `BlockRow` has it
-            errors = torch.stack([torch.stack(error(k, held_out=True)) for k in compared])
-            loss, divisor = _over_ranks(errors.double().sum(0)).tolist()
+            errors = torch.zeros(2, dtype=torch.float64, device=device)
+            for k in compared:
+                errors += torch.stack(error(k, held_out=True))
+            loss, divisor = _over_ranks(errors).tolist()
             if not math.isfinite(loss):
                 lower = f"; call recover(pruned, dense, batches, rate=r) with r below {self.rate:g}"
                 raise SparsityError(
@@ -441,15 +458,17 @@ class Teacher:
         before = best = measured()
         best_pass = 0
         # A loss is a sum over the rows of a batch. It is divided by the initial loss of one row, so that gradients are
-        # in the range of 16 bits. This divisor is summed over ranks because gradients are summed too.
-        first = error(0, held_out=False)[0] / max(target(0).shape[:-1].numel(), 1)
-        scale = float(_over_ranks(first)) or 1.0
+        # in the range of 16 bits.
+        first = error(0, held_out=False)[0]
+        first, rows = _over_ranks(torch.stack((first, first.new_tensor(target(0).shape[:-1].numel()))))
+        scale = float(first / rows.clamp(min=1)) or 1.0
         try:
             for number in range(1, self.passes + 1):
-                for k in torch.randperm(count, generator=draws, device="cpu").tolist():
+                for k in torch.randperm(count * ranks, generator=draws, device="cpu").tolist():
                     optimizer.zero_grad()
                     with torch.enable_grad():
-                        loss = error(k, held_out=False)[0] / scale
+                        part = (k + own) % ranks if ranks > 1 else None
+                        loss = error(k // ranks, False, part)[0] / scale
                     student.set_gradients(loss)
                     gradients = [w.grad for w in student.weights.values() if w.grad is not None]
                     if not all(bool(gradient.isfinite().all()) for gradient in gradients):
@@ -527,6 +546,8 @@ class _Student(nn.Module):
         super().__init__()
         # `functional_call` can only replace parameters of the module that it calls, so the trained one is a child.
         self.module, self.run = module, run
+        # Whether some sequences of a batch alone have the same outputs, and for which arguments this was checked.
+        self.is_divisible, self.checked = True, set[tuple[bool, ...]]()
         embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         parameters = [(n, p) for n, p in self.named_parameters() if p.is_floating_point() and id(p) not in embeddings]
         masks = {
@@ -551,6 +572,31 @@ class _Student(nn.Module):
         """Return the output for a batch, computed with the trained weights in the dtypes of the parameters."""
         weights = {name: weight.to(self.originals[name].dtype) for name, weight in self.weights.items()}
         return functional_call(self, weights, (k,))
+
+    def part(self, k: int, kept: slice, expected: Tensor) -> Tensor | None:
+        """Return the output for some sequences of a batch; None if it cannot be divided into sequences."""
+        if not self.is_divisible or expected.ndim < 2 or len(expected) < kept.step:
+            return None
+        cuts: list[bool] = []  # which of the arguments have a row for each sequence
+
+        def cut(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            leaves, tree = _pytree.tree_flatten((args, kwargs))
+            cuts.extend(isinstance(x, Tensor) and x.ndim > 0 and len(x) == len(expected) for x in leaves)
+            leaves = [x[kept] if is_cut else x for x, is_cut in zip(leaves, cuts[-len(leaves) :], strict=True)]
+            return _pytree.tree_unflatten(leaves, tree)
+
+        try:
+            with self.module.register_forward_pre_hook(cut, with_kwargs=True):
+                actual = self.output(k)
+            if tuple(cuts) not in self.checked:
+                with torch.no_grad():
+                    whole = self.output(k)[kept].float()
+                most = torch.finfo(actual.dtype).eps ** 0.5 * whole.norm()
+                self.is_divisible = actual.shape == whole.shape and bool((actual - whole).norm() <= most)
+                self.checked.add(tuple(cuts))
+        except Exception:  # such as one of shapes that do not fit
+            self.is_divisible = False
+        return actual if self.is_divisible else None
 
     def weight_rms(self) -> float:
         """Return the root mean square of the kept elements of weights with two or more dimensions, or 1 if it is 0."""

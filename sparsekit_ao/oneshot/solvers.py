@@ -25,7 +25,7 @@ RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
 GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor every so often; each time, a matrix is factorized anew
 # SparseGPT compensates the columns to the right after every WIDTH columns. Without N:M, these are also its scopes.
 WIDTH = 128
-TOGETHER = 8  # without N:M, SparseGPT compensates so many columns among themselves, then those up to WIDTH
+TOGETHER = 8  # without N:M, as many columns are compensated among themselves before those after them
 WIDEST_SCOPE = 256  # columns that structured OBS prunes together; wider scopes are chosen at once
 
 
