@@ -9,6 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -78,18 +79,15 @@ def _fold(
             notes.append(f"{name}.weight: a {type(dense).__name__} could not be tested, so it was not folded ({e})")
             return []
         wanted[name] = outputs[..., keep.to(weight.device)]
-        for eps_name in [eps_name for eps_name in EPS_NAMES if eps_name in vars(dense)][:1]:
+        if eps_name := next((eps_name for eps_name in EPS_NAMES if eps_name in vars(dense)), ""):
             was = getattr(dense, eps_name)
             eps = (torch.finfo(like.dtype).eps if was is None else was) * ratio
             changes.append(Change(path=f"{name}.{eps_name}".lstrip("."), was=was, now=eps))
     # A class may have any name, so folds are tested. A weight may also be stored as its difference from one.
     for shift, factor in ((0.0, math.sqrt(ratio)), (1.0, math.sqrt(ratio)), (0.0, ratio)):
         scaled = (weight.detach().double() + shift) * factor - shift
-        wrong = [
-            name
-            for name, norm in smaller.items()
-            if not _is_folded(name, norm, changes, scaled.to(like.dtype), keep, wanted[name])
-        ]
+        fits = partial(_is_folded, changes=changes, weight=scaled.to(like.dtype), keep=keep)
+        wrong = [name for name, norm in smaller.items() if not fits(name, norm, wanted[name])]
         if not wrong:
             weight.data.copy_(scaled)
             apply_changes(small, changes)
@@ -97,14 +95,13 @@ def _fold(
                 notes.append(f"{next(iter(norms))}.weight: its folded weight is rounded to {weight.dtype}")
                 unrounded[weight] = scaled
             return changes
-    notes.append(
-        f"{wrong[0]}.weight: a {type(norms[wrong[0]]).__name__} over a pruned axis has statistics of fewer values"
-    )
+    kind = type(norms[wrong[0]]).__name__
+    notes.append(f"{wrong[0]}.weight: a {kind} over a pruned axis has statistics of fewer values")
     return []
 
 
 def _is_folded(
-    name: str, norm: nn.Module, changes: Sequence[Change], weight: Tensor, keep: Tensor, wanted: Tensor
+    name: str, norm: nn.Module, wanted: Tensor, changes: Sequence[Change], weight: Tensor, keep: Tensor
 ) -> bool:
     """Whether a smaller norm with this weight and the changed eps gives what the larger one does."""
     folded = copy.deepcopy(norm).to(weight.dtype)

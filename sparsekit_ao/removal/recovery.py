@@ -45,28 +45,22 @@ def _best_weights(
     kept = dict[str, Tensor]()  # {tensor: which of its elements belong to kept units}
     for removal, member in ((r, m) for r in removals if not r.is_empty for m in r.bound.members):
         tensor = plain_tensors(model, [member.fqn])[member.fqn]
-        shape = tuple(tensor.shape)
-        if (
-            len(shape) > 1 and names[id(tensor)] == 1 and not tensor.is_complex()
-        ):  # also weights that read and write one stream
-            kept[member.fqn] = kept.get(member.fqn, True) & kept_elements(member, removal, shape)
+        if tensor.ndim > 1 and names[id(tensor)] == 1 and not tensor.is_complex():
+            elements = kept_elements(member, removal, tuple(tensor.shape))
+            kept[member.fqn] = kept.get(member.fqn, True) & elements  # a weight may read and write one stream
     ids = {id(tensor) for tensor in plain_tensors(model, list(kept)).values()}
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in ids})
-    recorder = Recorder(copied, {name: owner_of(copied, name) for name in kept})
-    masks = dict[str, Tensor]()
+    owners = {name: owner_of(copied, name) for name in kept}
+    recorder, masks = Recorder(copied, owners), dict[str, Tensor]()
     for name, elements in kept.items():
         adapter = recorder.adapter(name)
-        if adapter is None or not adapter.has_gram or not masking.is_parameter(*owner_of(copied, name)):
+        if adapter is None or not adapter.has_gram or not masking.is_parameter(*owners[name]):
             continue
         matrix = adapter.matrix(elements)
         mask = adapter.weight(matrix.any(1, keepdim=True).expand_as(matrix), elements.shape)  # rows leave later
         if not bool(mask.all()):
             masks[name] = mask.to(recorder.target(name, ()).parameter.device)
-    groups = [
-        {"tensor_fqn": name, "module": module, "tensor_name": tensor_name}
-        for name in masks
-        for module, tensor_name in [owner_of(copied, name)]
-    ]
+    groups = [dict(zip(("tensor_fqn", "module", "tensor_name"), (n, *owners[n]), strict=True)) for n in masks]
     layers = Layers(groups, (), recorder, "least_squares", None, "shrink")
     layers.given_masks = masks
     # It visits blocks in the order of the forward pass, and records all layers of one before any of them changes.

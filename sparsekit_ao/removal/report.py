@@ -144,10 +144,8 @@ class Compaction(Table[KeptUnits]):
         """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
         removed = 1 - self.after.parameters / max(self.before.parameters, 1)
         is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
-        what = (
-            f"{removed:.1%} of the parameters are removed; keep_config=False also removes what the config cannot hold"
-        )
-        little = [what] if is_little else []
+        more = "keep_config=False also removes what the config cannot hold"
+        little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
         return little + lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
@@ -162,10 +160,8 @@ class Compaction(Table[KeptUnits]):
         lines += [f"changed: {text}" for text in self.changed]
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
-        if self.unlisted:
-            names = (
-                f"{len(self.unlisted)} integers equal a removed size" if len(self.unlisted) > 1 else self.unlisted[0]
-            )
+        if count := len(self.unlisted):
+            names = f"{count} integers equal a removed size" if count > 1 else self.unlisted[0]
             lines.append(f"unchanged, and outputs are the same: {names} (report.unlisted)")
         if self.not_in_config:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
@@ -175,21 +171,18 @@ class Compaction(Table[KeptUnits]):
         lines += [f"frozen: {text}" for text in self.frozen]
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         if rows := self.compensation:
-            before, after = (
-                sum(errors) / len(rows) for errors in zip(*((r.before, r.after) for r in rows), strict=True)
-            )
-            count = f"{len(rows)} layers that read removed units"
-            lines.append(f"mean output error of the {count}: {before:.4f}, and {after:.4f} after they made up for them")
+            before, after = (sum(getattr(row, when) for row in rows) / len(rows) for when in ("before", "after"))
+            what = f"{len(rows)} layers that read removed units"
+            lines.append(f"mean output error of the {what}: {before:.4f}, and {after:.4f} after they made up for them")
         recovered = [] if self.recovery is None else [self.recovery.table(folds=True), *self.recovery.below()]
         return [*lines, *recovered]
 
 
 def size_of(model: nn.Module, flops: int) -> Size:
     """Return the size of a model whose forward takes `flops` FLOPs."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return Size(
-        parameters=sum(p.numel() for p in model.parameters()), bytes=sum(t.nbytes for t in tensors), flops=flops
-    )
+    parameters, buffers = [*model.parameters()], [*model.buffers()]
+    count, size = sum(p.numel() for p in parameters), sum(t.nbytes for t in (*parameters, *buffers))
+    return Size(parameters=count, bytes=size, flops=flops)
 
 
 def with_reasons(
