@@ -26,18 +26,7 @@ from .errors import SparsityError
 from .models.names import is_of_transformers
 from .structure import checked_level
 
-__all__ = [
-    "Pattern",
-    "blocks",
-    "columns",
-    "filters",
-    "heads",
-    "n_m",
-    "parse",
-    "rows",
-    "unstructured",
-    "v_n_m",
-]
+__all__ = ["Pattern", "blocks", "columns", "filters", "heads", "n_m", "parse", "rows", "unstructured", "v_n_m"]
 
 Keys = dict[str, Any]
 

@@ -13,17 +13,7 @@ from typing import Any
 from .errors import SparsityError, is_number
 from .torch_ao import BaseScheduler, BaseSparsifier
 
-__all__ = [
-    "Schedule",
-    "ScheduleSL",
-    "constant",
-    "cosine",
-    "cubic",
-    "difference",
-    "drop_fraction",
-    "join",
-    "linear",
-]
+__all__ = ["Schedule", "ScheduleSL", "constant", "cosine", "cubic", "difference", "drop_fraction", "join", "linear"]
 
 Schedule = Callable[[int], float]
 

@@ -22,13 +22,7 @@ from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
-from ..sparsifiers.optimizer_state import (
-    keeps_zeros,
-    original,
-    reset_state,
-    unwrap_optimizer,
-    unwrap_optimizers,
-)
+from ..sparsifiers.optimizer_state import keeps_zeros, original, reset_state, unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
 from ..sparsifiers.stages import checked_pattern, level_and_pattern, without_pattern
 from .budgets import Budgets, refuse_optimizer_as_level

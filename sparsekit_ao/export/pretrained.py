@@ -255,11 +255,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 )
         written_bytes = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
     return Conversion(
-        target="save_pretrained",
-        converted=(),
-        before=report.before.bytes,
-        after=written_bytes,
-        notes=(note,),
+        target="save_pretrained", converted=(), before=report.before.bytes, after=written_bytes, notes=(note,)
     )
 
 

@@ -367,12 +367,7 @@ def has_config(model: nn.Module) -> bool:
 
 
 def fit_config(
-    dense: nn.Module,
-    small: nn.Module,
-    removals: Sequence[Removal],
-    reference: Reference,
-    *,
-    single_use: bool = False,
+    dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, *, single_use: bool = False
 ) -> tuple[list[Change], str]:
     """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
 
