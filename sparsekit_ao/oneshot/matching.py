@@ -49,7 +49,8 @@ class BlockRow:
     Attributes:
         block: The name of the block; "" is the whole model.
         before: The relative error of the block's output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows on which
-            passes are compared (see `recover`). With `outputs="kl"`, the row of the whole model has the divergence of
+            passes are compared (see `recover`). Rows of more than the typical norm (the geometric mean) are first
+            divided by their norm, in both terms. With `outputs="kl"`, the row of the whole model has the divergence of
             the logits, in nats per row of logits.
         after: The same number for the recovered weights.
         passes: The number of passes over the batches until the weights were reached that the model now has; 0 if no
@@ -125,7 +126,8 @@ def recover(
     """Train the repeated blocks of a pruned model, in order, to give the outputs of the dense model's blocks.
 
     For a block B with input x in the dense model and x~ in the pruned one, the mean of ||B(x~) - B_dense(x)||^2 over
-    all tokens is minimized by Adam. Kept weights, biases and norm parameters change, whether they require gradients or
+    all tokens is minimized by Adam. A token whose dense output is larger than usual, as the first one of a text often
+    is, counts by its relative error. Kept weights, biases and norm parameters change, whether they require gradients or
     not. Masks stay, and so do zeros: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A
     model without repeated blocks is trained as one block.
 
@@ -134,8 +136,8 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
     blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
-    In distributed training all ranks pass the same models and the same number of batches. Each rank divides its
-    loss by the initial loss per row, summed over ranks, and gradients are then summed over ranks.
+    In distributed training all ranks pass the same models and the same number of batches. A step takes one part of a
+    batch of each rank, so that steps are those of one process that has all batches. Gradients are summed over ranks.
 
     Args:
         model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
@@ -413,12 +415,16 @@ class Teacher:
         # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
         middles = {(2 * k + 1) * count * ranks // (2 * MEASURED) for k in range(MEASURED)}
         compared = sorted(k // ranks for k in middles if k % ranks == own)
-        rows, orders = 0, set[bool]()
+        device, orders = target(0).device, set[bool]()
+        norms = torch.zeros(3, dtype=torch.float64, device=device)  # rows, those that are not 0, the sum of their logs
         for k in dict.fromkeys((0, *compared)):  # the first batch may tell the order of dimensions
             expected = target(k)
-            rows += (k in compared) * len(token_rows(expected, masks[k], orders)) if expected.ndim else 0
-        device = expected.device
-        holds_out = float(_over_ranks(torch.tensor(float(rows), device=device))) >= ENOUGH
+            squares = token_rows(expected, masks[k], orders).double().square().sum(-1) if expected.ndim else norms[:0]
+            if k in compared:
+                logs = squares[squares > 0].log()
+                norms += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
+        counted, nonzero, total = _over_ranks(norms).tolist()
+        holds_out, typical = counted >= ENOUGH, math.exp(total / max(nonzero, 1))
 
         def error(k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
             """As `_error`, of the rows of batch k, or of those in a part of it."""
@@ -437,10 +443,9 @@ class Teacher:
             if part is not None and cut == slice(None):  # the batch cannot be divided, but its rows can
                 places = places[part::ranks]
             pair, counts = (actual, expected[cut]), torch.zeros(expected.shape[:-1], dtype=torch.bool, device=device)
-            if len(places) == counts.numel():
-                return _error(*(x.reshape(-1, x.shape[-1]) for x in pair), metric)
             counts.view(-1)[places] = True
-            return _error(*(x[counts[cut]] for x in pair), metric)
+            actual, expected = (x[counts[cut]] for x in pair)
+            return _error(actual, expected, metric, typical)
 
         def measured() -> float:  # the error of all compared batches and ranks, as `BlockRow` has it
             errors = torch.zeros(2, dtype=torch.float64, device=device)
@@ -653,11 +658,17 @@ def refuse_unfit(output: Any, dense_output: Any, name: str) -> None:
         )
 
 
-def _error(actual: Tensor, expected: Tensor, metric: str) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over some rows, in nats for "kl", and the number that it is divided by in reports."""
+def _error(actual: Tensor, expected: Tensor, metric: str, typical: float) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over some rows, in nats for "kl", and the number that it is divided by in reports.
+
+    Rows whose squared norm is above the typical one count by their relative error, so that no single token rules, as
+    the first one of a text does in many language models.
+    """
     actual, expected = actual.float(), expected.float()
     if metric == "mse":
-        return (actual - expected).square().sum(), expected.square().sum()
+        squares = expected.square().sum(-1)
+        weights = typical / squares.clamp(min=typical)
+        return ((actual - expected).square().sum(-1) * weights).sum(), (squares * weights).sum()
     nats = nn.functional.kl_div(actual.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True)
     return nats, torch.tensor(float(len(actual)), device=actual.device)
 
