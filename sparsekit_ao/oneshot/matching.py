@@ -38,6 +38,7 @@ LAST = 0.2  # the learning rate at the end, after a cosine, as a fraction of the
 MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
 ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
+LARGE = 2  # rows of dense outputs with more than LARGE times the typical norm count as if they had no more
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
 
@@ -49,9 +50,9 @@ class BlockRow:
     Attributes:
         block: The name of the block; "" is the whole model.
         before: The relative error of the block's output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows on which
-            passes are compared (see `recover`). Rows of more than the typical norm (the geometric mean) are first
-            divided by their norm, in both terms. With `outputs="kl"`, the row of the whole model has the divergence of
-            the logits, in nats per row of logits.
+            passes are compared (see `recover`). Rows of B_dense(x) with more than twice the typical norm, the geometric
+            mean, are first scaled down to it, and those of B(x~) with them. With `outputs="kl"`, the row of the whole
+            model has the divergence of the logits, in nats per row of logits.
         after: The same number for the recovered weights.
         passes: The number of passes over the batches until the weights were reached that the model now has; 0 if no
             pass reduced the error.
@@ -126,10 +127,10 @@ def recover(
     """Train the repeated blocks of a pruned model, in order, to give the outputs of the dense model's blocks.
 
     For a block B with input x in the dense model and x~ in the pruned one, the mean of ||B(x~) - B_dense(x)||^2 over
-    all tokens is minimized by Adam. A token whose dense output is larger than usual, as the first one of a text often
-    is, counts by its relative error. Kept weights, biases and norm parameters change, whether they require gradients or
-    not. Masks stay, and so do zeros: in tensors of two or more dimensions, elements that are exactly 0 remain 0. A
-    model without repeated blocks is trained as one block.
+    all tokens is minimized by Adam. A token whose dense output has more than twice the typical norm, as the first one
+    of a text often has, counts by its relative error. Kept weights, biases and norm parameters change, whether they
+    require gradients or not. Masks stay, and so do zeros: in tensors of two or more dimensions, elements that are
+    exactly 0 remain 0. A model without repeated blocks is trained as one block.
 
     Both models run in eval mode. Weights in 16 bits are trained as float32 copies. Besides the models, memory holds the
     inputs of a block in both models for all batches, and five times the weights of one block in float32. Either model
@@ -661,13 +662,13 @@ def refuse_unfit(output: Any, dense_output: Any, name: str) -> None:
 def _error(actual: Tensor, expected: Tensor, metric: str, typical: float) -> tuple[Tensor, Tensor]:
     """Return the loss summed over some rows, in nats for "kl", and the number that it is divided by in reports.
 
-    Rows whose squared norm is above the typical one count by their relative error, so that no single token rules, as
-    the first one of a text does in many language models.
+    Of rows with far more than the typical squared norm the relative error counts, so that no single token rules, as the
+    first one of a text does in many language models.
     """
     actual, expected = actual.float(), expected.float()
     if metric == "mse":
-        squares = expected.square().sum(-1)
-        weights = typical / squares.clamp(min=typical)
+        squares, most = expected.square().sum(-1), LARGE**2 * typical
+        weights = most / squares.clamp(min=most)
         return ((actual - expected).square().sum(-1) * weights).sum(), (squares * weights).sum()
     nats = nn.functional.kl_div(actual.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True)
     return nats, torch.tensor(float(len(actual)), device=actual.device)
