@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import has_process_group
 from ..errors import SparsityError, checked_model
 from ..models.names import named_tensors
 from ..models.running import Forward, call, check_batches, eval_mode
@@ -146,7 +147,8 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
 
     Args:
         model: The model, which runs in eval mode and is not changed.
-        batches: Calibration data, as for `one_shot`; padding tokens count too.
+        batches: Calibration data, as for `one_shot`; padding tokens count too. In distributed training each rank has
+            batches of its own, and the scores are those of all of them.
         forward: A function `(model, batch) -> output` that is called instead of the model.
 
     Returns:
@@ -180,6 +182,10 @@ def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook = functools.partial(_add_scores, totals)
             hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
         yield scores
+    if has_process_group():
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, sums)
+        sums = {path: sum(own[path] for own in ranks) for path in sums}
     if not any(bool(counts.any()) for _, counts in sums.values()):
         raise SparsityError(
             "expert_scores: no token reached an expert; there are no batches, or experts are not called"

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ def shrink_experts(
     *,
     multiple_of: int = 1,
     forward: Forward | None = None,
+    scores: Mapping[str, Tensor] | None = None,
 ) -> tuple[nn.Module, Compaction]:
     """Remove a fraction of the experts of every layer: those with the lowest `expert_scores` (REAP, arXiv 2510.13999).
 
@@ -56,12 +57,14 @@ def shrink_experts(
         ratio: The fraction of the experts that is removed. It is rounded so that a multiple of `multiple_of` is kept.
         multiple_of: Each group, or each layer if there are no groups, keeps a multiple of this number of experts, or
             all of them.
+        scores: What `expert_scores` has returned for this model, so that several ratios need one pass over the data;
+            only the first of `batches` is then used. None (default) computes them.
 
     Returns:
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: As for `expert_scores`; or a token needs more experts than are kept; or weights are sharded.
+        SparsityError: As for `expert_scores`; or `scores` are not of this model's experts; or a token needs more experts than are kept; or weights are sharded.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
@@ -78,12 +81,17 @@ def shrink_experts(
         attrs = {path: axes for path, axes in coupling.attrs.items() if not path.startswith("config.")}
         bounds = replace(coupling, attrs=attrs).bind(model)
     owners = [model.get_submodule(member.fqn.rpartition(".")[0]) for bound in bounds for member in bound.members]
-    scores, removals = _expert_scores(model, owners, batches, forward), []
+    scores, removals = _expert_scores(model, owners, batches, forward) if scores is None else scores, []
     for bound in bounds:
         units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
-        path = next(name for name in names if name in scores)
+        found = next((scores[name] for name in names if name in scores), None) if isinstance(scores, Mapping) else None
+        if not isinstance(found, Tensor) or found.numel() != bound.units:
+            raise SparsityError(
+                f"shrink_experts: scores must be what expert_scores returns for this model, with a tensor of "
+                f"{bound.units} for {names[0]!r}, got {tuple(found.shape) if isinstance(found, Tensor) else found}"
+            )
         kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
-        keep = keep_mask(scores[path].reshape(-1, units), kept).reshape(bound.grid)
+        keep = keep_mask(found.reshape(-1, units), kept).reshape(bound.grid)
         removals.append(Removal(bound=bound, keep=keep))
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
     if (kept := min(int(removal.keep.sum()) for removal in removals)) < least:

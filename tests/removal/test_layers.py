@@ -11,7 +11,7 @@ from discovered import fill
 from torch import nn
 
 from sparsekit_ao import SparsityError, recover
-from sparsekit_ao.coupling import expert_couplings
+from sparsekit_ao.coupling import expert_couplings, expert_scores
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import shrink, shrink_experts, shrink_layers
 
@@ -190,3 +190,17 @@ def test_blocks_that_are_called_several_times_are_refused(groups):
     model = tiny("AlbertModel", embedding_size=16, num_hidden_groups=groups).float()
     with pytest.raises(SparsityError, match=f"albert_layer_groups.0 is called {4 // groups} times .* share weights"):
         shrink_layers(model, [torch.randint(3, 50, (4, 9))], 0.5)
+
+
+def test_scores_of_experts_serve_several_ratios():
+    model, inputs = hf_models.make("Mixtral")
+    batches = [inputs, {"input_ids": inputs["input_ids"].flip(1)}]
+    scores = expert_scores(model, batches)
+    for ratio in (0.25, 0.5):
+        expected, small = (shrink_experts(model, batches, ratio, **keys)[0] for keys in ({}, {"scores": scores}))
+        assert torch.equal(small(**inputs).logits, expected(**inputs).logits)
+    name, first = "model.layers.0.mlp.experts", scores["model.layers.0.mlp.experts"]
+    for wrong, found in ((scores | {name: first[1:]}, r"\(3,\)"), ({}, "None"), (list(scores), "None")):
+        text = f"scores must be what expert_scores returns for this model, with a tensor of 4 for '{name}', got {found}"
+        with pytest.raises(SparsityError, match=text):
+            shrink_experts(model, batches, 0.5, scores=wrong)
