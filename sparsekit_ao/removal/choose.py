@@ -32,13 +32,7 @@ _Place = tuple[str, int, tuple[int, int] | None]
 
 
 def multiple_for(model: nn.Module, plan: Plan) -> int:
-    """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it.
-
-    >>> mlp = Coupling({"0.weight": "u i", "1.weight": "o u"})
-    >>> model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
-    >>> multiple_for(model, Plan.of(mlp, model)), multiple_for(model.half(), Plan.of(mlp, model))
-    (1, 8)
-    """
+    """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it."""
     multiple, unit = 1, plan.coupling.unit
     for member in (member for bound in plan.bound for member in bound.members):
         tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
@@ -55,12 +49,7 @@ def multiple_for(model: nn.Module, plan: Plan) -> int:
 
 
 def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
-    """Return the names of the tensors whose outputs are units of a layer, and of the modules around them.
-
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    >>> sorted(names_of_outputs(model, Coupling({"0.weight": "u i", "1.weight": "o u"}).bind(model)[0]))
-    ['0', '0.weight']
-    """
+    """Return the names of the tensors whose outputs are units of a layer, and of the modules around them."""
     names = set[str]()
     for member in bound.members:
         adapter = adapter_of(*owner_of(model, member.fqn), {})
