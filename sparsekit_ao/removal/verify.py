@@ -143,12 +143,12 @@ class Reference:
         for dimension in (*dict.fromkeys(d for _, d in single), None):
             longer = [(t, d) for t, d in single if dimension in (d, None)]
             for tensor, d in longer if dimension is not None or not runs else ():
-                other = self._extended(longer, tensor)
+                other = self._outputs_for(longer, tensor)
                 runs |= other is not None
                 if other is None or not _last_differs(self._outputs, self._outputs, other, 1e-4):
                     continue
                 # Compare with inputs of the same shape, which round in the same way, to exclude that rounding differs.
-                same = self._extended(longer, None)
+                same = self._outputs_for(longer, None)
                 if (same is None or _last_differs(self._outputs, same, other, 1e-6)) and self._hides(longer, tensor):
                     args, kwargs = self._inputs
                     places = {id(t): place for place, t in tensors_in("example_inputs", kwargs or args)}
@@ -162,9 +162,8 @@ class Reference:
         """Return a reference with random values where inputs repeat along a dimension; None if none do, or it fails."""
 
         def other(tensor: Tensor) -> Tensor:
-            slices = ((n, tensor.narrow(d, 0, 1)) for d, n in enumerate(tensor.shape))
-            repeats = any(n > 1 and tensor.equal(first.expand_as(tensor)) for n, first in slices)
-            if tensor.dtype == torch.bool or not repeats:
+            repeated = (tensor.narrow(d, 0, 1).expand_as(tensor) for d, n in enumerate(tensor.shape) if n > 1)
+            if tensor.dtype == torch.bool or not any(map(tensor.equal, repeated)):
                 return tensor
             changed.append(tensor)
             if tensor.is_floating_point() or tensor.is_complex():
@@ -200,9 +199,11 @@ class Reference:
         try:
             for entry in (0, 1, 2, None):
                 model = plain_weights(light_copy(self.model if self._dense is None else self._dense, self.dtype))
-                with torch.enable_grad():
-                    outputs = [t for _, t in self._extended(longer, changed, entry, model) or () if t.requires_grad]
-                    sums = [(_real(t) * _real(_other_values(t.detach()))).sum() for t in outputs]
+                inputs = self._extended(longer, changed, entry)
+                with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
+                    outputs = _run(model, inputs, self.dtype, single_use=True, gradients=True).outputs
+                    read = (t for _, t in outputs if t.requires_grad)
+                    sums = [(_real(t) * _real(_other_values(t.detach()))).sum() for t in read]
                     if not sums:
                         return True
                     weights = [p for p in model.parameters() if p.requires_grad and p.numel()]
@@ -215,17 +216,20 @@ class Reference:
         shown = [(one[all_ > 1e-5], all_[all_ > 1e-5]) for one, all_ in zip(alone, shares, strict=True)]
         return any(int((one < 1e-3 * all_).sum()) > _HIDDEN * len(all_) for one, all_ in shown)
 
-    def _extended(
-        self,
-        longer: Sequence[tuple[Tensor, int]],
-        changed: Tensor | None,
-        entry: int | None = None,
-        copied: nn.Module | None = None,
-    ) -> Outputs | None:
-        """Return outputs for inputs with two more entries in each (tensor, dimension); None if the model does not run.
+    def _outputs_for(self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None) -> Outputs | None:
+        """Return the outputs for inputs as of `_extended`, or None if the model does not run with them."""
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return _run(self.model, self._extended(longer, changed), self.dtype).outputs
+        except Exception:  # the model fixes the size of the dimension, or does not take a new value
+            return None
 
-        New entries repeat the tensor's values, or have other ones in `changed`; `entry` picks one of the three. If a
-        `copied` model is given, it runs itself, and autograd records its parameters.
+    def _extended(
+        self, longer: Sequence[tuple[Tensor, int]], changed: Tensor | None, entry: int | None = None
+    ) -> Arguments:
+        """Return inputs with two more entries in each (tensor, dimension), or with one of these three, `entry`.
+
+        New entries repeat the tensor's values, or have other ones in `changed`.
         """
 
         def extended(tensor: Tensor) -> Tensor:
@@ -236,13 +240,7 @@ class Reference:
                 tensor = tensor if entry is None else tensor.narrow(d, entry, 1)
             return tensor
 
-        try:
-            inputs = _pytree.tree_map_only(Tensor, extended, self._inputs)
-            how: dict[str, Any] = {} if copied is None else {"single_use": True, "gradients": True}
-            with warnings.catch_warnings(action="ignore"):
-                return _run(self.model if copied is None else copied, inputs, self.dtype, **how).outputs
-        except Exception:  # the model fixes the size of the dimension, or does not take a new value
-            return None
+        return _pytree.tree_map_only(Tensor, extended, self._inputs)
 
     def _in_float64(self, small: nn.Module, outputs: Outputs) -> float | None:
         """Return the difference of float64 copies; None if they do not run or rounding does not explain `outputs`."""
