@@ -51,10 +51,9 @@ def fold_norms(
             if name == "weight" and weight.numel() == weight.shape[-1] and id(weight) in norms:
                 keep = kept_elements(member, removal, tuple(weight.shape)).flatten()
                 kept[weight] = kept[weight] & keep if weight in kept else keep
-    unrounded: _Exact = {}
-    changes = [
-        change for weight, keep in kept.items() for change in _fold(norms[id(weight)], small, keep, notes, unrounded)
-    ]
+    unrounded, changes = _Exact(), list[Change]()
+    for weight, keep in kept.items():
+        changes += _fold(norms[id(weight)], small, keep, notes, unrounded)
     if changes and hasattr(small, "config"):
         changes += _change_config(model, small, changes, notes)
     return changes, notes, unrounded

@@ -128,13 +128,8 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     elements = sum(tensor.numel() for tensor in tensors.values())
     items = progress_bar(list(cuts.items()), "compact", "tensors", elements=elements)
     smaller = {key: _smaller(tensors[key], tensor_cuts) for key, tensor_cuts in items}
-    places = [
-        (module, name, id(tensor))
-        for module in model.modules()
-        for registered in (module._parameters, module._buffers)
-        for name, tensor in registered.items()
-        if id(tensor) in smaller
-    ]
+    registered = ((m, {**m._parameters, **m._buffers}.items()) for m in model.modules())
+    places = [(m, name, id(t)) for m, named in registered for name, t in named if id(t) in smaller]
     sizes = [sizes_of(m, n, smaller[key], [(mb.pattern, r.kept) for mb, r in cuts[key]]) for m, n, key in places]
     replace_offloaded(model, {key: partial(_smaller, cuts=tensor_cuts) for key, tensor_cuts in cuts.items()})
     replace_tensors(model, smaller)
@@ -348,10 +343,9 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
                 "is_causal needs attn_mask; torch.nn.Transformer.generate_square_subsequent_mask makes it"
             )
         is_batched = query.dim() == 3
-        q, k, v = (
-            x.unsqueeze(0) if not is_batched else x if self.batch_first else x.transpose(0, 1)
-            for x in (query, key, value)
-        )
+        q, k, v = (x if is_batched else x.unsqueeze(0) for x in (query, key, value))
+        if is_batched and not self.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         packed, bias = self.in_proj_weight, self.in_proj_bias
         in_weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         in_biases = (None,) * 3 if bias is None else bias.chunk(3)

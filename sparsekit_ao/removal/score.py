@@ -141,17 +141,17 @@ def without_lowest(plan: Plan, kept: int) -> Plan:
 
 def cost_function(budget: str | Cost, inputs: Any) -> Callable[[nn.Module, Sequence[Plan], Sequence[int]], float]:
     """Return a function of (model, plans, kept units of a scope of each) that says what the smaller model costs."""
-    costs: dict[Any, Cost] = {
-        "flops": lambda model: count_flops(model, inputs),
-        "parameters": lambda model: sum(p.numel() for p in model.parameters()),
-    }
+    if callable(budget):
+        return partial(_cost_with, lambda model: budget(plain_weights(model)))
     if budget == "units":
         return _units_with
-    if not callable(budget) and not (isinstance(budget, str) and budget in costs):
-        raise SparsityError(
-            f"shrink: budget must be 'layer', 'units', 'flops', 'parameters' or a function of a model, got {budget!r}"
-        )
-    return partial(_cost_with, (lambda model: budget(plain_weights(model))) if callable(budget) else costs[budget])
+    if budget == "flops":
+        return partial(_cost_with, partial(count_flops, inputs=inputs))
+    if budget == "parameters":
+        return partial(_cost_with, lambda model: sum(p.numel() for p in model.parameters()))
+    raise SparsityError(
+        f"shrink: budget must be 'layer', 'units', 'flops', 'parameters' or a function of a model, got {budget!r}"
+    )
 
 
 def _units_with(_: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> float:
