@@ -34,12 +34,10 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
     >>> aligned([("name", "n"), ("a", "10")], right=[1])
     ['name   n', 'a     10']
     """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        [cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(cells, widths, strict=True))]
-        for cells in lines
-    ]
-    return ["  ".join(cells) for cells in texts]
+    columns = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    pads = [str.rjust if k in right else str.ljust for k in range(len(columns))]
+    return ["  ".join(pad(cell, n) for pad, cell, n in zip(pads, cells, widths, strict=True)) for cells in lines]
 
 
 class Table(Sequence[Row], Generic[Row]):

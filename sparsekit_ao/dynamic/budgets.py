@@ -58,10 +58,8 @@ class Budgets:
     @property
     def shared(self) -> list[int]:
         """The pruning groups that share the overall budget: no entry specifies theirs, and they have blocks."""
-        fixed = [
-            not c.scope.numblk() or any(self.groups[name]["fixed"] for name in c.specs) for c in self.pruning_groups
-        ]
-        return [k for k, is_fixed in enumerate(fixed) if not is_fixed]
+        fixed = [any(self.groups[name]["fixed"] for name in c.specs) for c in self.pruning_groups]
+        return [k for k, c in enumerate(self.pruning_groups) if c.scope.numblk() and not fixed[k]]
 
     def of_scopes(self, k: int) -> Tensor:
         """Return the blocks that each scope of a pruning group is to keep, by its groups; int64 [scopes] on the CPU."""
@@ -83,12 +81,11 @@ class Budgets:
         """
         shared, pruning_groups = set(self.shared), self.pruning_groups
         shapes = {name: tuple(spec.view.param.shape) for c in pruning_groups for name, spec in c.specs.items()}
-        fixed = [
-            (c, 1 - c.scope.level_of(c.budget(self.groups))) for k, c in enumerate(pruning_groups) if k not in shared
-        ]
-        fixed_densities = {name: density for c, density in fixed for name in c.specs}
+        fixed = dict[str, float]()
+        for c in (c for k, c in enumerate(pruning_groups) if k not in shared):
+            fixed |= dict.fromkeys(c.specs, 1 - c.scope.level_of(c.budget(self.groups)))
         assert self.densities is not None
-        densities = self.densities(shapes, 1 - level, fixed_densities)
+        densities = self.densities(shapes, 1 - level, fixed)
         for name in shapes:  # the distribution may be a user's function
             density = densities.get(name) if isinstance(densities, Mapping) else None
             if not is_number(density) or not -1e-9 <= float(density) <= 1 + 1e-9:

@@ -129,11 +129,8 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
     for spec, w in weights.items():
         device = "cpu" if w.is_meta else w.device
         dense[spec] = torch.empty_strided(w.shape, w.stride(), dtype=torch.bool, device=device).fill_(True)
-    slots = Slots(
-        pruning=pruning,
-        placed={"weights": dense, "masks": dense if saved is None else {s: t != 0 for s, t in saved.items()}},
-        seed=seed,
-    )
+    given = dense if saved is None else {s: t != 0 for s, t in saved.items()}
+    slots = Slots(pruning=pruning, placed={"weights": dense, "masks": given}, seed=seed)
     if saved is None:
         rows = keep_mask(slots.random("init"), budgets.of_scopes(k), candidates=slots.real)
     else:
@@ -150,10 +147,8 @@ def group_masks(budgets: Budgets, k: int, init: Init, seed: int) -> dict[str, Te
             rows = keep_mask(slots.random("shuffle"), rows.sum(1), candidates=slots.real)
         slots = Slots(pruning=pruning, placed={"weights": dense, "masks": dense})  # kept outside of a view
     masks = slots.masks_of(rows)
-    return {
-        g["tensor_fqn"]: masks[s] if weights[s].is_meta else placed_like(masks[s], weights[s])
-        for s, g in groups.items()
-    }
+    placed = {s: masks[s] if w.is_meta else placed_like(masks[s], w) for s, w in weights.items()}
+    return {g["tensor_fqn"]: placed[s] for s, g in groups.items()}
 
 
 def initialize_masks(

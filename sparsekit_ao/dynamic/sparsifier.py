@@ -195,9 +195,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         return {"the whole": round(dropped / max(sum(sizes.values()), 1), 3)}  # redistribution changes single levels
 
     def _budgets(self, groups: Sequence[TensorGroup]) -> Budgets:
-        return Budgets(
-            pruning_groups=self.pruning_groups(groups), groups=groups_by_name(groups), densities=self.init.densities
-        )
+        named, pruning_groups = groups_by_name(groups), self.pruning_groups(groups)
+        return Budgets(pruning_groups=pruning_groups, groups=named, densities=self.init.densities)
 
     def _new_mask(self, group: TensorGroup) -> DynamicMask:
         weight, initial_mask = original(group).detach(), self._initial_masks.get(group["tensor_fqn"])

@@ -162,12 +162,9 @@ def exists(model: nn.Module, fqn: str) -> bool:
 
 def computed_names(model: nn.Module) -> list[str]:
     """Names of plain attributes that hooks compute from parameters before a forward, as old spectral_norm does."""
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name, value in (vars(module).items() if module._forward_pre_hooks else ())
-        if isinstance(value, Tensor)
-    ]
+    hooked = ((prefix, module) for prefix, module in model.named_modules() if module._forward_pre_hooks)
+    attributes = ((f"{prefix}.{name}", value) for prefix, module in hooked for name, value in vars(module).items())
+    return [name.lstrip(".") for name, value in attributes if isinstance(value, Tensor)]
 
 
 def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
@@ -176,9 +173,8 @@ def hint_of(model: nn.Module, fqn: str, names: Collection[str]) -> str:
     if f"{fqn}.weight" in names:
         return f" It is a module; did you mean '{fqn}.weight'?"
     owner = dict(model.named_modules(remove_duplicate=False)).get(module)
-    hooks = (
-        owner._forward_pre_hooks.values() if owner is not None and isinstance(vars(owner).get(tensor), Tensor) else ()
-    )
+    is_plain = owner is not None and isinstance(vars(owner).get(tensor), Tensor)
+    hooks = [*owner._forward_pre_hooks.values()] if owner is not None and is_plain else []
     if any(isinstance(hook, SpectralNorm) for hook in hooks):
         return (
             f" torch.nn.utils.spectral_norm computes it. Call torch.nn.utils.remove_spectral_norm(model.get_submodule"
@@ -217,12 +213,9 @@ def matcher(rule: str, where: str) -> Callable[[str], bool]:
 
 def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """{tensor_fqn: why} of those names that belong to adapters, which peft's layers list in `adapter_layer_names`."""
-    inside = {
-        f"{prefix}.{attribute}" if prefix else attribute
-        for prefix, module in model.named_modules()
-        for attribute in getattr(module, "adapter_layer_names", ())
-    }
-    return {n: "part of an adapter" for n in names if any(n.startswith(f"{prefix}.") for prefix in inside)}
+    listed = ((prefix, getattr(module, "adapter_layer_names", ())) for prefix, module in model.named_modules())
+    inside = tuple(f"{prefix}.{attribute}.".lstrip(".") for prefix, attributes in listed for attribute in attributes)
+    return {name: "part of an adapter" for name in names if name.startswith(inside)}
 
 
 def is_of_transformers(module: nn.Module, name: str) -> bool:

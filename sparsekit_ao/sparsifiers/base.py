@@ -479,11 +479,8 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
         if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
             return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
-        whole = [
-            group["tensor_fqn"]
-            for group, mask in zip(groups, masks, strict=True)
-            if not mask.is_meta and mask.numel() and group.get("sparsity_level", 0) > 0 and bool(mask.all())
-        ]
+        pairs = ((g, m) for g, m in zip(groups, masks, strict=True) if not m.is_meta and m.numel())
+        whole = [g["tensor_fqn"] for g, mask in pairs if g.get("sparsity_level", 0) > 0 and bool(mask.all())]
         if whole:
             return (
                 f"{len(whole)} of {len(masks)} masks keep everything, so {', '.join(whole[:5])} stay dense: their "

@@ -80,12 +80,9 @@ def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> li
     >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
     [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
     """
-    classes = tuple(classes)
-    return [
-        {"tensor_fqn": f"{name}.{tensor}" if name else tensor}
-        for name, m in model.named_modules()
-        for tensor in (["weight"] if isinstance(m, classes) else () if classes else _matrices_of(m))
-    ]
+    classes, modules = tuple(classes), model.named_modules()
+    of_modules = ((n, ["weight"] if isinstance(m, classes) else [] if classes else _matrices_of(m)) for n, m in modules)
+    return [{"tensor_fqn": f"{name}.{t}".removeprefix(".")} for name, tensors in of_modules for t in tensors]
 
 
 def _matrices_of(module: nn.Module) -> list[str]:
@@ -256,9 +253,8 @@ def _checked_entry(model: nn.Module, entry: object, keys: Collection[str], where
         if name is None:
             raise SparsityError(f"{where}'module', a {type(module).__name__}, is not a module of the model")
         patterns = [f"{name}.{entry.get('tensor_name', 'weight')}".removeprefix(".")]
-    is_named = (
-        isinstance(patterns, (list, tuple)) and bool(patterns) and all(isinstance(r, str) and r for r in patterns)
-    )
+    listed = patterns if isinstance(patterns, (list, tuple)) else ()
+    is_named = bool(listed) and all(isinstance(text, str) and text for text in listed)
     if not is_named and (fqn is not None or not classes):
         raise SparsityError(
             f"{where}'tensor_fqn' (a name, a glob, 're:...' or a list of them) or 'module' (a module class) is "

@@ -150,14 +150,9 @@ class PruningGroup:
 
     def request(self, masks: Mapping[str, Tensor], keep: Budget, values: dict[Tensor, Tensor], norm: Norm) -> Request:
         """Return the request to keep, in `masks` ({name: mask}), the blocks whose `values` have the largest norms."""
-        return Request(
-            scope=self.scope,
-            masks={spec: masks[name] for name, spec in self.specs.items()},
-            keep=keep,
-            values=values,
-            norm=norm,
-            within_mask=self.stage > 0,
-        )
+        of_specs = {spec: masks[name] for name, spec in self.specs.items()}
+        within = self.stage > 0
+        return Request(scope=self.scope, masks=of_specs, keep=keep, values=values, norm=norm, within_mask=within)
 
     def pattern(self, name: str) -> str:
         """Return the shapes of a tensor's view (unless it is the tensor itself), blocks and scopes as text."""
@@ -236,10 +231,10 @@ def make_pruning_groups(
     pruning_groups: list[PruningGroup] = []
     fixed = {name for name, structures in stages.items() if all(structure.budget for structure in structures)}
     for stage in range(max(map(len, stages.values()), default=0)):
-        structures_now = {name: structures[stage] for name, structures in stages.items() if stage < len(structures)}
         staged = [
-            _StagedTensor(structure, _block_spec(name, structure, tensors[name]))
-            for name, structure in structures_now.items()
+            _StagedTensor(structures[stage], _block_spec(name, structures[stage], tensors[name]))
+            for name, structures in stages.items()
+            if stage < len(structures)
         ]
         # {name of a scope coupling: the blocks that share its budget}. The key of blocks without a scope coupling is a
         # tuple, so that it differs from every name that a user may give.
@@ -410,9 +405,8 @@ def _keep_least(pruning: PruningGroup, request: Request) -> None:
 
     while True:
         first_specs = {k: s.blocks()[0] for k, s in free.items()}  # the first tensor counts for all coupled ones
-        short = [
-            k for k, spec in first_specs.items() if kept_in(spec, full_tensor(request.masks[spec])) < pruning.least[k]
-        ]
+        counts = {k: kept_in(spec, full_tensor(request.masks[spec])) for k, spec in first_specs.items()}
+        short = [k for k, count in counts.items() if count < pruning.least[k]]
         if not short:
             return
         # Each of these tensors gets its least number of blocks. The others share the rest of the budget, and so keep

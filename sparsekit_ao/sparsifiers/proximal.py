@@ -179,10 +179,8 @@ class ProximalSparsifier(BudgetSparsifier):
         target = checked_target(sparsifier)
         is_fixed = isinstance(target, ScopeSparsifier)
         masks = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
-        entries = {
-            name: {k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()}
-            for name, g in groups_by_name(self.groups).items()
-        }
+        named = groups_by_name(self.groups)
+        entries = {n: {k: g[k] for k in GROUP_KEYS if g.get(k) is not None and g[k] != ()} for n, g in named.items()}
         for pruning in self.pruning_groups() if is_fixed else ():
             if "stages" not in entries[next(iter(pruning.specs))]:
                 count = kept_counts(pruning, masks)
