@@ -107,10 +107,8 @@ class LayerAdapter:
             inputs = self.input_dims
         if not self.is_known and list(inputs) == sorted(inputs):
             self.input_dims, self.is_known = inputs, True
-            others = (*place.fixed, *(() if batch is None else (batch[0],)))
-            self.group_dims = (
-                tuple(sorted(d for d in others if shape[d] > 1 and d not in inputs)) if len(shape) > 2 else ()
-            )
+            others = (*place.fixed, *(() if batch is None else (batch[0],))) if len(shape) > 2 else ()
+            self.group_dims = tuple(sorted(d for d in others if shape[d] > 1 and d not in inputs))
         if inputs != self.input_dims or len(self.group_dims) > 1:
             return None
         read, some = None, dims[0]
@@ -354,9 +352,8 @@ def adapter_of(module: nn.Module, tensor_name: str, callers: Mapping[int, nn.Mod
         return None
     if ndim > 3:
         return _Convolution(caller)
-    return LayerAdapter(
-        caller, (1 if ndim == 2 or is_transposed(module) else 2,), (0,) if ndim == 3 else (), is_known=False
-    )
+    inputs = 1 if ndim == 2 or is_transposed(module) else 2
+    return LayerAdapter(caller, (inputs,), (0,) if ndim == 3 else (), is_known=False)
 
 
 def is_transposed(module: nn.Module) -> bool:

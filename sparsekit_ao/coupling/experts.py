@@ -123,11 +123,9 @@ def _whole_experts(
                 members[_starred(fqn)] = "i " * (tensor.ndim - 1) + rows
     holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in (path, parent, *routers)}
     holders["config."] = vars(getattr(model, "config", None) or nn.Module())
-    attrs = {
-        f"{name}{key}": axes for name, ints in holders.items() for key in _EXPERT_COUNTS if ints.get(key) == experts
-    }
+    counting = [f"{name}{key}" for name, ints in holders.items() for key in _EXPERT_COUNTS if ints.get(key) == experts]
     keys |= {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
-    return {"experts": Coupling(members, attrs=attrs, name="experts", **keys)}
+    return {"experts": Coupling(members, attrs=dict.fromkeys(counting, axes), name="experts", **keys)}
 
 
 def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -196,9 +194,7 @@ def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def _add_scores(totals: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The hook before experts run: add gate values times norms, and numbers of tokens, to [2, experts]."""
     arguments = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3]
-    if (
-        len(arguments) == 1
-    ):  # Llama 4: all tokens for each expert, times their gates, which are 0 for all but the chosen
+    if len(arguments) == 1:  # Llama 4: all tokens for each expert, times their gates, 0 for all but the chosen ones
         outputs, tokens = (t.unflatten(0, (totals.shape[1], -1)) for t in (experts.forward(*arguments), *arguments))
         totals += torch.stack([outputs.double().norm(dim=-1).sum(1), tokens.any(-1).sum(1)]).to(totals)
         return

@@ -253,10 +253,8 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                     f"save_pretrained: the saved model was loaded with other values of {key}, so {folder} is left as "
                     "it was"
                 )
-        written_bytes = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
-    return Conversion(
-        target="save_pretrained", converted=(), before=report.before.bytes, after=written_bytes, notes=(note,)
-    )
+        after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
+    return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=(note,))
 
 
 def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> None:
@@ -289,10 +287,9 @@ def _write_per_layer_config(model: Any, path: Path) -> str:
         # All layers share hidden_size, and RoPE rotates a cut head unlike a head that was constructed with this size.
         differing = []
     # `per_layer_config` is a key of transformers 5, whose configs accept it, as tests with `AutoConfig` show.
+    by_layer = {str(at): layer for at, layer in enumerate(differing)}
     try:
-        type(model.config).from_dict(
-            data | {"per_layer_config": {str(at): layer for at, layer in enumerate(differing)}}
-        )
+        type(model.config).from_dict(data | {"per_layer_config": by_layer})
     except Exception:  # some configs refuse sizes by layer: Llama's divides by its one number of heads
         differing = []
     digits = len(str(len(sizes) - 1))

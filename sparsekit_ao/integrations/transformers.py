@@ -36,12 +36,10 @@ def save_plain_weights(
     """Save plain weights, and dense weights and masks in a file of their own; a trained model's method."""
     state = self.state_dict() if state_dict is None else state_dict
     plain = _plain(state)
-    addresses: dict[int, str] = {}  # tied tensors are copied, since a file cannot hold one under two names
-    masked = {
-        name: tensor if addresses.setdefault(tensor.data_ptr(), name) == name else tensor.clone()
-        for name, tensor in state.items()
-        if name not in plain
-    }
+    masked = {name: tensor for name, tensor in state.items() if name not in plain}
+    first_names = {t.data_ptr(): name for name, t in reversed(masked.items())}
+    # Tied tensors are copied, since a file cannot hold one under two names.
+    masked = {name: t if first_names[t.data_ptr()] == name else t.clone() for name, t in masked.items()}
     type(self).save_pretrained(self, save_directory, *args, state_dict=plain, **options)
     if masked and options.get("is_main_process", True):
         save_file(masked, str(Path(save_directory, STATE)))
@@ -164,11 +162,9 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         """Return the state for `trainer_state.json`: everything but the masks, which the model has."""
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
-        attributes = {
-            "sparsifier": self.sparsifier._without_masks(),
-            "schedulers": [s.state_dict() for s in self.schedulers],
-        }
-        return {"args": {}, "attributes": {**attributes, "is_plain": isinstance(self._model, PreTrainedModel)}}
+        schedulers, is_plain = [s.state_dict() for s in self.schedulers], isinstance(self._model, PreTrainedModel)
+        attributes = {"sparsifier": self.sparsifier._without_masks(), "schedulers": schedulers, "is_plain": is_plain}
+        return {"args": {}, "attributes": attributes}
 
     def _load(self, trainer_state: Any, folders: list[Path]) -> None:
         """Restore the state of a checkpoint whose model is loaded; masks that it lacks must be in one of `folders`."""
