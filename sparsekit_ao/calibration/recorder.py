@@ -317,10 +317,7 @@ class Recorder:
         return {name: statistics.saved() for name, statistics in self.collected.items()}
 
     def loaded(self, saved: object) -> dict[str, Statistics]:
-        """Check what `saved` returned, and return it as statistics on the devices of the tensors.
-
-        Tensors that this recorder does not have are left out.
-        """
+        """Check what `saved` returned, and return statistics of the recorder's own tensors, on their devices."""
         return loaded_statistics(saved, {name: self.target(name, ()) for name in self.tensors if saved})
 
 

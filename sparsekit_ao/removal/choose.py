@@ -130,10 +130,7 @@ def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
 
 
 def inside_blocks(request: Request, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
-    """Leave out layers of plans whose units pass between repeated blocks, or leave the last one.
-
-    The blocks are those of the list that has most of the `layers`, in which the model is recovered.
-    """
+    """Leave out layers of plans whose units pass between the blocks with most of the `layers`, or leave the last."""
     # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
     # modules of several places, the outputs of the blocks between them have its units.
     model, finished, places = request.model, 0, defaultdict[nn.Module, set[int]](set)

@@ -122,18 +122,19 @@ def verified(
     small, changes, notes, unrounded = without_units(model, removals)
     reference.unrounded = unrounded | redo_weight_norms(small, reference.normed)
     comparison = compared(reference, small)
-    others = reference.with_other_inputs() if reference.tolerance < 1 and not isinstance(comparison, str) else None
-    if others is not None and isinstance(text := compared(others, small), str):
-        comparison = f"{text} with other values of inputs that are equal along a dimension (pass typical inputs)"
-    if isinstance(comparison, str):
+    problem = comparison.problem
+    others = reference.with_other_inputs() if reference.tolerance < 1 and not problem else None
+    if others is not None and (problem := compared(others, small).problem):
+        problem += " with other values of inputs that are equal along a dimension (pass typical inputs)"
+    if problem:
         reference.check_repeats()
         if with_config:  # `shrink` tries the couplings by themselves
-            raise SparsityError(f"the smaller model {comparison}")
+            raise SparsityError(f"the smaller model {problem}")
         lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
         lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]
         raise SparsityError(
-            f"the compacted model {comparison}. Look for a missing member, a wrong axis, an attribute that holds a "
+            f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a "
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
         )
     notes += _fused_notes(reference, small)
@@ -177,14 +178,13 @@ def _fused_notes(reference: Reference, small: nn.Module) -> list[str]:
     """Return a note if outputs differ when torch fuses attention: an encoder then gives zeros at padded positions."""
     with warnings.catch_warnings(action="ignore"):  # about nested tensors in the encoder
         fused = reference.with_fused_attention() if reference.tolerance < 1 else None
-        text = "" if fused is None else compared(fused, small)
-    if not (isinstance(text, str) and text):
-        return []
-    return [
+        problem = "" if fused is None else compared(fused, small).problem
+    note = (
         "in eval mode without gradients torch fuses an nn.TransformerEncoder, which then gives zeros at padded "
-        f"positions. With fewer heads it is not fused, so the smaller model {text}. Let nothing read padded "
+        f"positions. With fewer heads it is not fused, so the smaller model {problem}. Let nothing read padded "
         "positions, or keep the heads (exclude them, or prune other kinds)"
-    ]
+    )
+    return [note] if problem else []
 
 
 def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
@@ -192,8 +192,8 @@ def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
     lines = []
     for removal in (removal for removal in removals if not removal.is_empty):
         single = without_units(reference.model, [removal], single_use=True)[0]
-        alone = compared(reference, single, single_use=True)
-        lines += [f"coupling {removal.bound.name!r} by itself {alone}"] if isinstance(alone, str) else []
+        problem = compared(reference, single, single_use=True).problem
+        lines += [f"coupling {removal.bound.name!r} by itself {problem}"] if problem else []
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
 
@@ -232,15 +232,15 @@ def without_units(
     return small, changes + folded, notes, unrounded
 
 
-def compared(reference: Reference, small: nn.Module, *, single_use: bool = False) -> Comparison | str:
-    """Compare a smaller model, or describe what is wrong with it; see `Reference.compare`."""
+def compared(reference: Reference, small: nn.Module, *, single_use: bool = False) -> Comparison:
+    """Compare a smaller model, and describe what is wrong with it; see `Reference.compare`."""
     try:
         comparison = reference.compare(small, single_use=single_use)
     except Exception as e:
         line = code_line(reversed(list(traceback.walk_tb(e.__traceback__))))
-        return f"does not run: {e}" + (f" (at {line})" if line else "")
+        return Comparison(problem=f"does not run: {e}" + (f" (at {line})" if line else ""))
     if comparison.decisive <= reference.tolerance:
         return comparison
-    if comparison.decisive == float("inf"):
-        return "gives other outputs: other shapes, integers, inf or nan"
-    return f"gives other outputs: a relative difference of {comparison.difference:.1e}"
+    relative = f"a relative difference of {comparison.difference:.1e}"
+    what = "other shapes, integers, inf or nan" if comparison.decisive == float("inf") else relative
+    return replace(comparison, problem=f"gives other outputs: {what}")

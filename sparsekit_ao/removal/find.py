@@ -232,11 +232,7 @@ def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:
 def _refitted(
     model: nn.Module, couplings: Sequence[Coupling], searches: Sequence[Callable[[], Discovery]]
 ) -> tuple[list[Coupling], list[Plan]]:
-    """Replace couplings whose sizes do not fit the model by those that are found for the same tensors.
-
-    The searches are called in turn while couplings wait to be replaced. Return the couplings that fit, and plans that
-    leave out those for which no replacement was found.
-    """
+    """Replace couplings whose sizes do not fit by those found for the same tensors, or leave them out as plans."""
     fitting, stale = list[Coupling](), dict[Coupling, SparsityError]()
     for coupling in couplings:
         try:

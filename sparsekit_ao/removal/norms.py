@@ -28,10 +28,7 @@ _Exact = dict[nn.Parameter, Tensor]  # folded weights before they are rounded
 def fold_norms(
     model: nn.Module, small: nn.Module, removals: Sequence[Removal]
 ) -> tuple[list[Change], list[str], _Exact]:
-    """Fold the smaller model's RMSNorms over a pruned axis, in place.
-
-    Returns the changes of eps, notes on what is not exact, and folded weights before they were rounded to 16 bits.
-    """
+    """Fold RMSNorms over a pruned axis, in place; return changes of eps, notes, and weights before 16-bit rounding."""
     notes = [
         f"{name}: a GroupNorm whose groups lose channels has statistics of fewer values"
         for (name, dense), smaller in zip(model.named_modules(), small.modules(), strict=True)

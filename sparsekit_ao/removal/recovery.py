@@ -69,10 +69,7 @@ def _best_weights(
 
 
 def recovered(request: Request, small: nn.Module, report: Compaction, layers: Iterable[str]) -> Compaction:
-    """Train the blocks of a smaller model in place if this was asked for; return the report with errors of outputs.
-
-    The blocks are those of the list that has most of these layers.
-    """
+    """Train the blocks that have most of these layers in place, if asked for; return the report with output errors."""
     data = replace(request.data, model=small)
     if request.recover:
         checkpoint_of(data, None, "recover")  # checks that ranks have the same model

@@ -64,12 +64,10 @@ class Trials:
             small = without_units(self._masked, removals_of(plans), single_use=True)[0]
         except SparsityError as e:
             return str(e)
-        comparison = compared(self.reference, small, single_use=True)
-        if isinstance(comparison, str):
-            if not self._problems:  # the first trial
-                self.reference.check_repeats()
-            return comparison
-        return self.reference.not_trainable(small) if self.in_training else ""
+        problem = compared(self.reference, small, single_use=True).problem
+        if problem and not self._problems:  # the first trial
+            self.reference.check_repeats()
+        return problem or (self.reference.not_trainable(small) if self.in_training else "")
 
     def removed(self, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
         """Return the smaller model, whose config follows if it can hold the result, and its report."""
@@ -217,10 +215,7 @@ def divided(
 def removed_together(
     request: Request, plans: Sequence[Plan], keeps_config: bool
 ) -> tuple[list[Plan], nn.Module, Compaction]:
-    """Remove the units of the lowest scores, and leave plans out until the others can be carried out together.
-
-    Return the plans, the smaller model, and its report.
-    """
+    """Remove the units of the lowest scores, and leave plans out until the others can be carried out together."""
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.

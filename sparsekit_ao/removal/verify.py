@@ -39,9 +39,10 @@ class Comparison:
     smaller, to the largest change that the zeros of the masked model make; inf if shapes, integers, nan or inf differ.
     """
 
-    difference: float
-    in_float64: float | None  # of float64 copies; None if none ran, or if rounding does not explain `difference`
-    flops: int  # of one forward of the smaller model
+    difference: float = math.inf
+    in_float64: float | None = None  # of float64 copies, if one ran and rounding explains `difference`
+    flops: int = 0  # of one forward of the smaller model
+    problem: str = ""  # what is wrong with the smaller model
 
     @property
     def decisive(self) -> float:
@@ -512,8 +513,6 @@ def _relative(wanted: Tensor, output: Tensor, change: float) -> float:
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return 0.0 if torch.equal(wanted, output) else float("inf")
     worst, largest = _largest(wanted, output)
-    if not worst < float("inf"):
-        return float("inf")
     scale = min(largest, change) if change else largest
     return worst / scale if scale else worst
 
