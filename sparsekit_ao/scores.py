@@ -29,23 +29,8 @@ from .calibration import NEEDS, Statistics, damped_inverse
 from .errors import SparsityError
 from .models.running import keyed_generator
 
-__all__ = [
-    "NAMES",
-    "Score",
-    "fisher",
-    "lamp",
-    "magnitude",
-    "movement",
-    "obd",
-    "obs",
-    "obs_block",
-    "random",
-    "ria",
-    "saliency_of",
-    "scale",
-    "taylor",
-    "wanda",
-]
+__all__ = ["NAMES", "Score", "fisher", "lamp", "magnitude", "movement", "obd", "obs", "obs_block", "random", "ria"]
+__all__ += ["saliency_of", "scale", "taylor", "wanda"]
 
 Score = Callable[..., Tensor]  # (weight, statistics or name) -> saliency; also (weight, statistics, blocks)
 Blocks = Callable[[], Tensor]  # gives the block of each element of a weight

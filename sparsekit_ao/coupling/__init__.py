@@ -5,13 +5,5 @@ from .coupling import Coupling, joint_entries
 from .discovery import Discovery, discover
 from .experts import expert_couplings, expert_scores
 
-__all__ = [
-    "BoundCoupling",
-    "Coupling",
-    "Discovery",
-    "Member",
-    "discover",
-    "expert_couplings",
-    "expert_scores",
-    "joint_entries",
-]
+__all__ = ["BoundCoupling", "Coupling", "Discovery", "Member", "discover", "expert_couplings", "expert_scores"]
+__all__ += ["joint_entries"]

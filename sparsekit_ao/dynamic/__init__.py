@@ -8,21 +8,5 @@ from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
 from .update import UpdateStatistics
 
-__all__ = [
-    "GMP",
-    "SET",
-    "SNFS",
-    "SRSTE",
-    "STE",
-    "Criterion",
-    "DynamicMask",
-    "DynamicSparsifier",
-    "RigL",
-    "Slots",
-    "Static",
-    "StraightThrough",
-    "TopKAST",
-    "UpdateStatistics",
-    "criteria",
-    "inits",
-]
+__all__ = ["GMP", "SET", "SNFS", "SRSTE", "STE", "Criterion", "DynamicMask", "DynamicSparsifier", "RigL", "Slots"]
+__all__ += ["Static", "StraightThrough", "TopKAST", "UpdateStatistics", "criteria", "inits"]

@@ -7,17 +7,5 @@ from .quantization import quantize
 from .two_four import to_2_4
 from .weights import Conversion, ExportRow, LayerReport, check, report
 
-__all__ = [
-    "Conversion",
-    "ExportRow",
-    "LayerReport",
-    "check",
-    "dense_state_dict",
-    "load_masks",
-    "load_pretrained",
-    "merge_lora",
-    "quantize",
-    "report",
-    "save_pretrained",
-    "to_2_4",
-]
+__all__ = ["Conversion", "ExportRow", "LayerReport", "check", "dense_state_dict", "load_masks", "load_pretrained"]
+__all__ += ["merge_lora", "quantize", "report", "save_pretrained", "to_2_4"]

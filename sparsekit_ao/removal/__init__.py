@@ -7,14 +7,5 @@ from .manifest import cut_to
 from .report import Compaction, KeptUnits, Size
 from .shrinking import shrink
 
-__all__ = [
-    "Compaction",
-    "KeptUnits",
-    "Size",
-    "compact",
-    "cut_to",
-    "removable",
-    "shrink",
-    "shrink_experts",
-    "shrink_layers",
-]
+__all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "removable", "shrink", "shrink_experts"]
+__all__ += ["shrink_layers"]

@@ -7,14 +7,5 @@ from .proximal import ProximalSparsifier
 from .report import Report, Row
 from .scope import BudgetSparsifier, ScopeSparsifier
 
-__all__ = [
-    "BudgetSparsifier",
-    "Calibrated",
-    "MaskSparsifier",
-    "NearlyDiagonalSparsifier",
-    "ProximalSparsifier",
-    "Report",
-    "Row",
-    "ScopeSparsifier",
-    "WeightNormSparsifier",
-]
+__all__ = ["BudgetSparsifier", "Calibrated", "MaskSparsifier", "NearlyDiagonalSparsifier", "ProximalSparsifier"]
+__all__ += ["Report", "Row", "ScopeSparsifier", "WeightNormSparsifier"]
