@@ -80,7 +80,7 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
         axes[f"{name_of_down}.weight"], first = "o u", f"{path}.{listed[2]}"
         members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
         units = Coupling(members, name="expert_units")
-        whole = _whole_experts(model, tensors, path, len(experts), lists=(name,)) if is_list(experts) else {}  # type: ignore[arg-type]
+        whole = _whole_experts(model, tensors, path, len(experts), {}, lists=(name,)) if is_list(experts) else {}  # type: ignore
     else:
         others = [f"{fqn} {tuple(t.shape)}" for fqn, t in tensors.items() if t.ndim == 3 and re.search("moe|mlp", fqn)]
         raise SparsityError(
@@ -94,12 +94,7 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
 
 
 def _whole_experts(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    path: str,
-    experts: int,
-    packed: Mapping[str, int] | None = None,
-    **keys: Any,
+    model: nn.Module, tensors: Mapping[str, Tensor], path: str, experts: int, packed: Mapping[str, int], **keys: Any
 ) -> dict[str, Coupling]:
     """Return `"experts"`; {} without a router, a module beside them whose `weight` has a row for each of them."""
     parent = path.rpartition(".")[0]
@@ -112,7 +107,7 @@ def _whole_experts(
     ints = [getattr(model.get_submodule(router), key, 1) for router in routers for key in ("num_group", "n_group")]
     groups = max(n for n in ints if isinstance(n, int))
     rows, axes = ("(s u)", "s u") if groups > 1 else ("u", "u")
-    members = {name: " ".join([rows, *"ab"[: dims - 1]]) for name, dims in (packed or {}).items()}
+    members = {name: " ".join([rows, *"ab"[: dims - 1]]) for name, dims in packed.items()}
     for fqn in (fqn for fqn, t in tensors.items() if fqn.rpartition(".")[0] == parent and t.shape == (experts,)):
         members[_starred(fqn)] = rows  # a bias of the scores, beside the router
     for fqn, tensor in tensors.items():

@@ -346,12 +346,7 @@ def _prune(
 
 
 def _prune_together(
-    slots: Sequence[Slots],
-    limits: Sequence[Tensor],
-    criterion: Criterion,
-    fraction: float,
-    most: int | None,
-    regrows: bool,
+    slots: list[Slots], limits: list[Tensor], criterion: Criterion, fraction: float, most: int | None, regrows: bool
 ) -> list[tuple[Tensors, Tensor]]:
     """Let pruning groups compete: together they lose floor(fraction * active) slots, and keep at most `most` blocks."""
     scores, active = [_scores(criterion, s) for s in slots], [s.active for s in slots]

@@ -452,11 +452,8 @@ def misfits(model: nn.Module) -> list[str]:
     except Exception as e:  # the config refuses the numbers, or the model cannot be constructed without values
         return [f"{type(model).__name__}(config) raises {e}"] * (len(shapes) + 1)
     constructed = {name: tuple(tensor.shape) for name, tensor in fresh.items()}
-    return [
-        f"{name} is {shapes.get(name)}, but the config makes it {constructed.get(name)}"
-        for name in sorted(shapes.keys() | constructed.keys())
-        if shapes.get(name) != constructed.get(name)
-    ]
+    wrong = sorted(n for n in shapes.keys() | constructed.keys() if shapes.get(n) != constructed.get(n))
+    return [f"{n} is {shapes.get(n)}, but the config makes it {constructed.get(n)}" for n in wrong]
 
 
 def _other_outputs(small: nn.Module, reference: Reference, single_use: bool) -> str:

@@ -398,10 +398,8 @@ class Computed(Tensor):
     ) -> "Computed":
         """Return a tensor, plain or computed, as a computed one with fewer indices or another dtype."""
         whole = tensor if isinstance(tensor, cls) else cls._made(tensor, tensor.dtype, {}, {})
-        all_kept = dict(whole.kept)
-        for d, indices in (kept or {}).items():
-            all_kept[d] = all_kept[d][indices] if d in all_kept else indices
-        return cls._made(whole.source, dtype or tensor.dtype, all_kept, dict(whole.zero))
+        fewer = {d: whole.kept[d][at] if d in whole.kept else at for d, at in (kept or {}).items()}
+        return cls._made(whole.source, dtype or tensor.dtype, whole.kept | fewer, dict(whole.zero))
 
     @classmethod
     def _made(cls, source: Tensor, dtype: torch.dtype, kept: dict[int, Tensor], zero: dict[int, Tensor]) -> "Computed":

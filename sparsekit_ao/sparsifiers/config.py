@@ -216,7 +216,8 @@ def _owners(
         where = f"config[{at}]: "
         patterns, classes = _checked_entry(model, entry, keys, where)
         labels.append(f"config[{at}] ({', '.join(map(repr, patterns)) or _named(classes)})")
-        for fqn, is_exact in _matches(model, entry, patterns, classes, names, where).items():
+        tensor = entry.get("tensor_name", "weight")
+        for fqn, is_exact in _matches(model, patterns, classes, tensor, names, where).items():
             owner = owners.get(fqn)
             if owner is not None and owner[1] and is_exact:
                 raise SparsityError(f"{where}{fqn!r} is already named by {labels[owner[0]]}; name each tensor once")
@@ -276,12 +277,7 @@ def hint_of_key(key: str, keys: Collection[str]) -> str:
 
 
 def _matches(
-    model: nn.Module,
-    entry: Mapping[str, Any],
-    patterns: Sequence[str],
-    classes: Classes,
-    names: Collection[str],
-    where: str,
+    model: nn.Module, patterns: Sequence[str], classes: Classes, tensor: str, names: Collection[str], where: str
 ) -> dict[str, bool]:
     """Return {tensor_fqn: whether it is named exactly} for the tensors that an entry names."""
     matched: dict[str, bool] = {}
@@ -299,7 +295,6 @@ def _matches(
         matched = {**dict.fromkeys(matching, False), **matched}
     if not classes:
         return matched
-    tensor = entry.get("tensor_name", "weight")
     of_classes = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
     outside = [n for n, is_exact in matched.items() if is_exact and n not in of_classes]
     if outside:
