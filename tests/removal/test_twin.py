@@ -125,6 +125,15 @@ def shrunk(model, inputs, monkeypatch, *, whole, **keys):
         return *shrink(model, inputs, **{"ratio": EVERYTHING, **keys}), made
 
 
+def compared(model, inputs, monkeypatch, **keys):
+    """The smaller model, which is the one by trials of the whole, both reports, and the blocks of the twins."""
+    small, report, made = shrunk(model.eval(), inputs, monkeypatch, whole=False, **keys)
+    other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **keys)
+    check_equal(states(small), states(other))
+    assert not hasattr(small, "config") or small.config.to_dict() == other.config.to_dict()
+    return small, report, wanted, made
+
+
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
@@ -138,11 +147,8 @@ def shrunk(model, inputs, monkeypatch, *, whole, **keys):
 def test_the_smaller_model_and_the_report_are_those_of_trials_of_the_whole(make, kept, monkeypatch):
     model, inputs = make()
     before, config = states(model.eval()), model.config.to_dict()
-    small, report, made = shrunk(model, inputs, monkeypatch, whole=False)
-    other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True)
+    _, report, wanted, made = compared(model, inputs, monkeypatch)
     assert made == [kept, kept] and report.after.parameters < report.before.parameters
-    check_equal(states(small), states(other))
-    assert small.config.to_dict() == other.config.to_dict()
     for field in ("couplings", "changed", "left_out", "frozen", "values", "notes", "not_in_config", "manifest", "fits"):
         assert getattr(report, field) == getattr(wanted, field), field
     check_equal(states(model), before)
@@ -166,9 +172,7 @@ ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.
 )
 def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
     model, inputs = llama(4)
-    small, report, _ = shrunk(model.eval(), inputs, monkeypatch, whole=False, **how)
-    other, wanted, _ = shrunk(model, inputs, monkeypatch, whole=True, **how)
-    check_equal(states(small), states(other))
+    _, report, wanted, _ = compared(model, inputs, monkeypatch, **how)
     assert report.manifest == wanted.manifest and report.left_out == wanted.left_out
     assert report.after.parameters < report.before.parameters
 
@@ -221,12 +225,8 @@ class ByPosition(Stack):
     "how", ["one is an output", "the first are outputs", "one block reads another", "layers beside the blocks"]
 )
 def test_blocks_that_differ_by_their_position_lose_what_the_whole_model_shows(how, monkeypatch):
-    model, x = ByPosition(how).eval(), torch.randn(4, 16)
-    small, report, _ = shrunk(model, x, monkeypatch, whole=False)
-    other, wanted, _ = shrunk(model, x, monkeypatch, whole=True)
-    assert report.after.parameters < report.before.parameters
-    check_equal(states(small), states(other))
-    assert report.left_out == wanted.left_out
+    _, report, wanted, _ = compared(ByPosition(how), torch.randn(4, 16), monkeypatch)
+    assert report.left_out == wanted.left_out and report.after.parameters < report.before.parameters
 
 
 def test_a_model_that_is_a_sequence_itself():
@@ -253,11 +253,9 @@ def test_attributes_are_found_for_all_blocks():
 
 
 def test_where_the_short_model_does_not_run_the_whole_is_tried(monkeypatch):
-    model, x = FixedLength([Attention(4) for _ in range(5)]).eval(), torch.randn(2, 6, 16)
-    small, report, made = shrunk(model, x, monkeypatch, whole=False)
+    model, x = FixedLength([Attention(4) for _ in range(5)]), torch.randn(2, 6, 16)
+    small, report, wanted, made = compared(model, x, monkeypatch)
     assert made == [{"blocks.": [0, 1]}] and small.blocks[4].heads == 2
-    other, wanted, _ = shrunk(model, x, monkeypatch, whole=True)
-    check_equal(states(small), states(other))
     assert report.left_out == wanted.left_out and report.changed == wanted.changed
 
 
@@ -265,10 +263,8 @@ def test_where_blocks_differ_in_secret_the_whole_is_tried(monkeypatch):
     model, x = Stack([Hidden(4) for _ in range(5)]).eval(), torch.randn(2, 6, 16)
     model.blocks[4].sizes["is_hidden"] = True
     assert not any(coupling.attrs for coupling in removable(model, x).couplings)
-    small, report, made = shrunk(model, x, monkeypatch, whole=False)
-    other, wanted, _ = shrunk(model, x, monkeypatch, whole=True)
+    _, report, wanted, made = compared(model, x, monkeypatch)
     assert made == [{"blocks.": [0, 1]}] and report.difference <= 1e-5
-    check_equal(states(small), states(other))
     assert [t.partition(":")[0] for t in report.left_out] == [t.partition(":")[0] for t in wanted.left_out]
 
 
