@@ -38,6 +38,8 @@ LAST = 0.2  # the learning rate at the end, after a cosine, as a fraction of the
 MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
 ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
+STEPS = 32  # a pass has at least so many steps, for which batches are divided, and few small ones are taken together
+ROWS = 1024  # with more data than so many rows for each of these steps, a pass has a step for so many rows
 LARGE = 2  # rows of dense outputs with more than LARGE times the typical norm count as if they had no more
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
@@ -137,8 +139,10 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
     blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
-    In distributed training all ranks pass the same models and the same number of batches. A step takes one part of a
-    batch of each rank, so that steps are those of one process that has all batches. Gradients are summed over ranks.
+    How many steps a pass has depends on the number of tokens, not on how they were batched: 32, or one for each 1,024
+    tokens if that is more. Large batches are divided into parts, and small ones are taken together. In distributed
+    training all ranks pass the same models and the same number of batches. A step takes a part of a batch of each rank,
+    so that steps are those of one process that has all batches, and gradients are summed over ranks.
 
     Args:
         model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
@@ -409,30 +413,35 @@ class Teacher:
         start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
         draws = torch.Generator().manual_seed(self.seed + at)
         rate = self.rate * student.weight_rms() * (1 if name else WHOLE)
-        # Steps are those of one process that has all batches: batch k of rank r is its batch k * ranks + r, and a step
-        # takes one of `ranks` parts of a batch of each rank.
+        # Steps are those of one process that has all batches: batch k of rank r is its batch k * ranks + r.
         own, ranks = rank(), torch.distributed.get_world_size() if has_process_group() else 1
-        optimizer, schedule = _optimizer(student, rate, self.passes * count * ranks)
         # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
         middles = {(2 * k + 1) * count * ranks // (2 * MEASURED) for k in range(MEASURED)}
         compared = sorted(k // ranks for k in middles if k % ranks == own)
         device, orders = target(0).device, set[bool]()
-        norms = torch.zeros(3, dtype=torch.float64, device=device)  # rows, those that are not 0, the sum of their logs
+        norms = torch.zeros(4, dtype=torch.float64, device=device)  # rows, those that are not 0, the sum of their logs
         for k in dict.fromkeys((0, *compared)):  # the first batch may tell the order of dimensions
             expected = target(k)
             squares = token_rows(expected, masks[k], orders).double().square().sum(-1) if expected.ndim else norms[:0]
             if k in compared:
                 logs = squares[squares > 0].log()
-                norms += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
-        counted, nonzero, total = _over_ranks(norms).tolist()
+                norms[:3] += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
+        norms[3] = len(expected) if expected.ndim in (2, 3) else 1  # the sequences of a batch
+        counted, nonzero, total, sequences = _over_ranks(norms).tolist()
         holds_out, typical = counted >= ENOUGH, math.exp(total / max(nonzero, 1))
+        # How many steps a pass has depends on the number of rows, not on how they were batched. Sequences of batches
+        # that are larger than a step are divided into parts, of which each step takes one of each rank.
+        steps = max(STEPS, int(counted / len(middles) * count * ranks) // ROWS)
+        parts = max(1, min(round(steps / (count * ranks)), int(sequences / ranks) // ranks)) * ranks
+        together = max(1, round(count * parts / steps))
+        optimizer, schedule = _optimizer(student, rate, self.passes * math.ceil(count * parts / together))
 
         def error(k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
             """As `_error`, of the rows of batch k, or of those in a part of it."""
             with torch.no_grad():
                 expected = target(k)
-            actual = None if part is None else student.part(k, slice(part, None, ranks), expected)
-            cut = slice(None) if actual is None else slice(part, None, ranks)  # of the sequences
+            actual = None if part is None else student.part(k, slice(part, None, parts), expected)
+            cut = slice(None) if actual is None else slice(part, None, parts)  # of the sequences
             actual = student.output(k) if actual is None else actual
             refuse_unfit(actual, expected[cut] if expected.ndim else expected, name or "the model")
             places = torch.arange(expected[..., 0].numel(), device=device).view(*expected.shape[:-1], 1)
@@ -442,7 +451,7 @@ class Teacher:
                 order = torch.randperm(len(places), generator=generator, device="cpu").to(device)
                 places = places[order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]]
             if part is not None and cut == slice(None):  # the batch cannot be divided, but its rows can
-                places = places[part::ranks]
+                places = places[part::parts]
             pair, counts = (actual, expected[cut]), torch.zeros(expected.shape[:-1], dtype=torch.bool, device=device)
             counts.view(-1)[places] = True
             actual, expected = (x[counts[cut]] for x in pair)
@@ -470,12 +479,13 @@ class Teacher:
         scale = float(first / rows.clamp(min=1)) or 1.0
         try:
             for number in range(1, self.passes + 1):
-                for k in torch.randperm(count * ranks, generator=draws, device="cpu").tolist():
+                for several in torch.randperm(count * parts, generator=draws, device="cpu").split(together):
                     optimizer.zero_grad()
-                    with torch.enable_grad():
-                        part = (k + own) % ranks if ranks > 1 else None
-                        loss = error(k // ranks, False, part)[0] / scale
-                    student.set_gradients(loss)
+                    for k in several.tolist():
+                        with torch.enable_grad():
+                            part = (k + own) % parts if parts > 1 else None
+                            loss = error(k // parts, False, part)[0] / scale
+                        student.add_gradients(loss)
                     gradients = [w.grad for w in student.weights.values() if w.grad is not None]
                     if not all(bool(gradient.isfinite().all()) for gradient in gradients):
                         optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
@@ -610,15 +620,16 @@ class _Student(nn.Module):
         squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
         return math.sqrt(squares / max(count, 1)) or 1.0
 
-    def set_gradients(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
+    def add_gradients(self, loss: Tensor) -> None:
+        """Add the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
         if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
         gradients = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
         for name, weight in self.weights.items():
             gradient = gradients.pop(0)  # popped, so that its memory is freed in this iteration
             gradient = torch.zeros_like(weight) if gradient is None else gradient  # every rank must reduce it
-            weight.grad = _over_ranks(gradient * self.kept[name] if name in self.kept else gradient)
+            gradient = _over_ranks(gradient * self.kept[name] if name in self.kept else gradient)
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""

@@ -17,7 +17,7 @@ from stock import same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
-from sparsekit_ao.oneshot.matching import Teacher
+from sparsekit_ao.oneshot.matching import STEPS, Teacher
 from sparsekit_ao.removal import shrink_layers
 
 
@@ -85,7 +85,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path, caplog):
     sparsifier, dense, batches = pruned(blocks=3)
     start = copy.deepcopy(sparsifier.model)
     expected = recover(sparsifier.model, dense, batches)
-    for at in (40, 70, 100):
+    for at in (150, 160, 100):
         model = copy.deepcopy(start)
         with interrupted(model.blocks, at):
             recover(model, dense, batches, checkpoint=tmp_path)
@@ -339,7 +339,7 @@ def test_padding_does_not_count_where_tokens_come_before_batches():
         with pytest.raises(SparsityError, match="let the first batch have another number of sequences than of tokens"):
             recover(copy.deepcopy(dense), dense, batches[1:], forward, **options)
     for first, row in zip(reports[0].recovery, reports[1].recovery, strict=True):
-        assert row.after == pytest.approx(first.after, rel=0.01)
+        assert row.after == pytest.approx(first.after, rel=0.03)
 
 
 def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
@@ -519,7 +519,7 @@ def test_the_list_that_was_pruned_is_trained_and_blocks_that_share_a_weight_are_
 def test_an_interruption_in_a_later_pass_leaves_the_weights_of_the_best_one():
     sparsifier, dense, batches = pruned(blocks=2)
     model, once = sparsifier.model, copy.deepcopy(sparsifier.model)
-    with interrupted([model.blocks[0]], 3 * len(batches) + 2, is_training=True):  # in the last pass
+    with interrupted([model.blocks[0]], 3 * STEPS + 2, is_training=True):  # in the last pass
         recover(model, dense, batches, passes=4)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), once.parameters(), strict=True))
     before, after = (recover(m, dense, batches, passes=1).rows[0].before for m in (once, model))
@@ -537,3 +537,15 @@ def test_gradients_beyond_the_range_of_float16_are_skipped(scale):
     pruned, report = prune(dense, 0.5, batches=[torch.randn(32, 16).half()], recover=True)
     assert len(report.recovery) == 3 and all(row.after <= row.before for row in report.recovery)
     assert all(bool(p.isfinite().all()) for p in pruned.parameters())
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_how_data_are_batched_hardly_matters(blocks):
+    sparsifier, dense, batches = pruned(blocks=blocks)
+    rows, errors = torch.cat(batches), []
+    for size in (8, 32, 128, len(rows)):
+        model = copy.deepcopy(sparsifier.model)
+        report = recover(model, dense, rows.split(size))
+        assert all(row.after < row.before for row in report)
+        errors.append(distance(dense, model, batches))
+    assert max(errors) < 1.1 * min(errors), errors
