@@ -440,22 +440,24 @@ class Teacher:
             """As `_error`, of the rows of batch k, or of those in a part of it."""
             with torch.no_grad():
                 expected = target(k)
-            actual = None if part is None else student.part(k, slice(part, None, parts), expected)
-            cut = slice(None) if actual is None else slice(part, None, parts)  # of the sequences
+            kept = slice(part, None, parts)
+            actual = None if part is None else student.part(k, kept, expected)
+            is_divided = actual is not None
             actual = student.output(k) if actual is None else actual
-            refuse_unfit(actual, expected[cut] if expected.ndim else expected, name or "the model")
+            refuse_unfit(actual, expected[kept] if is_divided else expected, name or "the model")
             places = torch.arange(expected[..., 0].numel(), device=device).view(*expected.shape[:-1], 1)
-            places = token_rows(places, masks[k], orders)[:, 0]
+            places = token_rows(places, masks[k], orders)[:, 0]  # of the rows that count
             if k in compared and holds_out:
                 generator = keyed_generator(self.seed, k * ranks + own)
                 order = torch.randperm(len(places), generator=generator, device="cpu").to(device)
                 places = places[order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]]
-            if part is not None and cut == slice(None):  # the batch cannot be divided, but its rows can
-                places = places[part::parts]
-            pair, counts = (actual, expected[cut]), torch.zeros(expected.shape[:-1], dtype=torch.bool, device=device)
+            if part is not None and not is_divided:
+                places = places[kept]
+            counts = torch.zeros(expected.shape[:-1], dtype=torch.bool, device=device)
             counts.view(-1)[places] = True
-            actual, expected = (x[counts[cut]] for x in pair)
-            return _error(actual, expected, metric, typical)
+            if is_divided:
+                expected, counts = expected[kept], counts[kept]
+            return _error(actual[counts], expected[counts], metric, typical)
 
         def measured() -> float:  # the error of all compared batches and ranks, as `BlockRow` has it
             errors = torch.zeros(2, dtype=torch.float64, device=device)

@@ -64,8 +64,8 @@ def shrink_experts(
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: As for `expert_scores`; `scores` are not of this model's experts; a token needs more experts than
-            are kept; or weights are sharded.
+        SparsityError: As for `expert_scores`; or `scores` are not of this model's experts; or a token needs more
+            experts than are kept; or weights are sharded.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """

@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import unittest.mock
+import warnings
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
+from sparsekit_ao.coupling import expert_scores
 from sparsekit_ao.oneshot import solving
+from sparsekit_ao.removal import shrink_experts
 
 
 def prepared(model, **options):
@@ -117,6 +120,68 @@ def one_walk_over_ranks():
         prune(Model(width=16 + rank), pattern="2:4", batches=own)
 
 
+class Mixing(nn.Module):
+    """A block that mixes the tokens of a sequence, or with `kind="shuffled"` those of all sequences."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.down, self.mix, self.kind = nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 24), kind
+
+    def forward(self, x, scale):
+        mean = x.mean(1, keepdim=True) if self.kind == "sequences" else x.flip(0)
+        return x + scale * self.down(F.gelu(self.up(x) + self.up(mean))) + self.mix(mean)
+
+
+def as_one_process(kind, folder):
+    """Recovery takes the same steps on any number of ranks, whether or not the block can run on a part of a batch."""
+    rank, world = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    dense = Model(width=24, blocks=0)
+    dense.first, dense.blocks = nn.Linear(24, 24), nn.ModuleList(Mixing(kind) for _ in range(2))
+    counts = [8, 5, 1, 9, 3, 12, 7, 4] if kind == "sequences" else [8] * 8  # too few for a part, or not even, too
+    batches = [torch.randn(count, 48, 24) for count in counts]
+    own, steps, trained, step, forward = batches[rank::world], [], [], torch.optim.Adam.step, Mixing.forward
+
+    def seen(block, x, scale):
+        if torch.is_grad_enabled():
+            trained.append(len(x))
+        return forward(block, x, scale)
+
+    with (
+        unittest.mock.patch.object(torch.optim.Adam, "step", lambda self: steps.append(0) or step(self)),
+        unittest.mock.patch.object(Mixing, "forward", seen),
+    ):
+        _, report = prune(dense, pattern="2:4", batches=own, recover=True, progress=False)
+    assert len(steps) == 2 * 4 * len(batches)  # blocks, passes, batches
+    if kind == "sequences":
+        assert sum(trained) == 2 * 4 * sum(len(x) if len(x) >= world else world * len(x) for x in own)
+    path, found = pathlib.Path(folder, f"{kind}_{world}.pt"), [(row.before, row.after) for row in report.recovery]
+    if world > 1:
+        torch.save(found, path) if rank == 0 else None
+    else:  # this one runs last
+        for other in (2, 4):
+            torch.testing.assert_close(torch.load(path.with_stem(f"{kind}_{other}")), found, rtol=0.02, atol=0)
+
+
+def cases_of_steps():
+    for kind in ("sequences", "shuffled"):
+        yield f"recovery: {kind}", functools.partial(as_one_process, kind, os.environ["SPARSEKIT_TEST_FOLDER"])
+
+
+def experts():
+    """Scores of experts are those of the batches of all ranks."""
+    with warnings.catch_warnings(action="ignore"):  # those of the import of transformers
+        import hf_models
+
+        model, inputs = hf_models.make("Mixtral")
+    batches = [{"input_ids": ids} for ids in (inputs["input_ids"], inputs["input_ids"].flip(1)[:1])]
+    whole = expert_scores(model, batches)  # every rank sums all, which changes no mean
+    own = batches[distributed.get_rank() :: 2]
+    torch.testing.assert_close(expert_scores(model, own), whole)
+    small, expected = shrink_experts(model, own, 0.5)[0], shrink_experts(model, batches, 0.5, scores=whole)[0]
+    assert all(map(torch.equal, small.parameters(), expected.parameters()))
+
+
 class Blocks(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -211,4 +276,6 @@ def cases():
             folder = os.environ["SPARSEKIT_TEST_FOLDER"]
             yield f"{block} without batches, {is_run}", functools.partial(without_batches, block, is_run, folder)
     folder = f"{os.environ['SPARSEKIT_TEST_FOLDER']}/another_call"
+    yield from cases_of_steps()
+    yield "experts", experts
     yield "another call on a rank", functools.partial(another_call_on_a_rank, folder)

@@ -41,15 +41,17 @@ def cases_of_four():
     yield from sharded_dynamic.cases_of_four()
     if EXHAUSTIVE:
         yield "one walk", sharded_calibration.one_walk_over_ranks
+    yield from sharded_calibration.cases_of_steps()
 
 
 def cases_of_one():
-    """One process loads what two ranks saved."""
+    """One process loads what two ranks saved, and recovers as ranks did."""
     folder = os.environ["SPARSEKIT_TEST_FOLDER"]
     warnings.simplefilter("ignore", UserWarning)  # torch warns that it loads in a single process
     yield "dynamic load", functools.partial(sharded_dynamic.load, folder)
     for how in ("save", "async_save"):
         yield f"load {how}", functools.partial(sharded_training.load, folder, how)
+    yield from sharded_calibration.cases_of_steps()
 
 
 WORLDS = {2: cases_of_two, **({3: cases_of_three} if EXHAUSTIVE else {}), 4: cases_of_four, 1: cases_of_one}
