@@ -21,6 +21,7 @@ from torch.utils import _pytree
 
 from .. import masking
 from ..calibration import token_rows
+from ..calibration.gram import is_finite
 from ..distributed import full_tensor, has_process_group, is_sharded, rank
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
@@ -222,7 +223,7 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
                 )
             if p.is_meta or is_sharded(p):  # values that cannot be read here
                 continue
-            if not bool(torch.isfinite(p).all()):
+            if not is_finite(p):
                 raise SparsityError(f"recover: {whose}{name} has values that are not finite")
             if one is dense:
                 dense_addresses.add(p.data_ptr())
@@ -489,7 +490,7 @@ class Teacher:
                             loss = error(k // parts, False, part)[0] / scale
                         student.add_gradients(loss)
                     gradients = [w.grad for w in student.weights.values() if w.grad is not None]
-                    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                    if not all(map(is_finite, gradients)):
                         optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
                     optimizer.step()
                     schedule.step()
