@@ -74,11 +74,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Return a sentence with the one of `names` that an unknown name may stand for, or "".
-
-    >>> did_you_mean("sparsity", ["model", "sparsity_level"])
-    " Did you mean 'sparsity_level'?"
-    """
+    """Return a sentence with the one of `names` that an unknown name may stand for, or ""."""
     meant = next((known for known, others in _MEANT.items() if name in others and known in names), None)
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
@@ -99,11 +95,7 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked_model(model: object, where: str) -> nn.Module:
-    """Return the model, or raise an error unless it is a module that can be modified.
-
-    >>> checked_model(nn.ReLU(), "report")
-    ReLU()
-    """
+    """Return the model, or raise an error unless it is a module that can be modified."""
     if isinstance(model, torch.jit.ScriptModule):
         raise SparsityError(f"{where}: model is scripted or traced; give the one that was passed to torch.jit")
     if isinstance(model, nn.Module):

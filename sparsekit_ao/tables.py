@@ -17,11 +17,7 @@ _NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
 
 
 def lines_of_error(error: float) -> list[str]:
-    """Return what a report says of the error of a model's outputs to those of the dense model; nothing if it is NaN.
-
-    >>> lines_of_error(0.9)[1]
-    'they have little in common: remove less, give batches (more of them), or recover'
-    """
+    """Return what a report says of the error of a model's outputs to those of the dense model; nothing if it is NaN."""
     if math.isnan(error):
         return []
     far = ["they have little in common: remove less, give batches (more of them), or recover"] if error > FAR else []

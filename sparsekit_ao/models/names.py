@@ -94,11 +94,7 @@ def _sharing(tensors: list[tuple[int, str, Tensor]], length: int) -> dict[int, s
 
 
 def weights_by_name(model: nn.Module) -> dict[str, int]:
-    """{name: elements} of the weights that layers multiply by: of two or more dimensions, no embeddings, no biases.
-
-    >>> weights_by_name(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)))
-    {'1.weight': 8}
-    """
+    """{name: elements} of the weights that layers multiply by: of two or more dimensions, no embeddings, no biases."""
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("weight"))
     return {

@@ -238,18 +238,10 @@ def _is_fixed(holder: object, name: str) -> bool:
 
 
 def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> dict[str, str]:
-    """Find attributes that equal the number of units, or its product with other sizes of the coupling, nearest first.
+    """Find attributes that equal the number of units or its product with other sizes, nearest first, {path: axes}.
 
-    Return {path: axes}, as in `Coupling(attrs=)`. With `inside`, they are of modules around the layers, equal the
-    number of units or its product with one other size, and equal no size that keeps its units.
-
-    >>> class Block(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.up, self.down, self.width, self.shape = nn.Linear(4, 6), nn.Linear(6, 4), 6, (2, 6)
-    >>> model = nn.Sequential(Block())
-    >>> candidate_attrs(model, Plan.of(Coupling({"*.up.weight": "u i", "*.down.weight": "o u"}), model))
-    {'*.width': 'u', '*.shape[1]': 'u'}
+    With `inside`, they are of modules around the layers, equal the number of units or its product with one other size,
+    and equal no size that keeps its units.
     """
     bindings, attrs = plan.bound, dict[str, str]()
     products = _products(bindings[0])

@@ -207,11 +207,7 @@ def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A copy of only dicts, lists, tuples, numbers, strings and None; entries that hold functions are left out.
-
-    >>> plain({"norm": abs, "stages": [{"nnz": 2, "view": len}]})
-    {'stages': [{'nnz': 2}]}
-    """
+    """A copy of only dicts, lists, tuples, numbers, strings and None; entries that hold functions are left out."""
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items() if not callable(v)}
     if isinstance(value, (list, tuple)):

@@ -75,11 +75,7 @@ class ResolvedConfig:
 
 
 def make_config(model: nn.Module, classes: Iterable[type[nn.Module]] = ()) -> list[TensorGroup]:
-    """Return an entry for each matrix that config=None takes, or for the weight of each module of `classes`, in order.
-
-    >>> make_config(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1)))
-    [{'tensor_fqn': '0.weight'}, {'tensor_fqn': '2.weight'}]
-    """
+    """Return an entry for each matrix that config=None takes, or for the weight of each module of `classes`."""
     classes, modules = tuple(classes), model.named_modules()
     of_modules = ((n, ["weight"] if isinstance(m, classes) else [] if classes else _matrices_of(m)) for n, m in modules)
     return [{"tensor_fqn": f"{name}.{t}".removeprefix(".")} for name, tensors in of_modules for t in tensors]

@@ -143,15 +143,7 @@ def second_moments(optimizers: Sequence[Optimizer], parameter: Tensor, name: str
 
 
 def reset_state(optimizers: Sequence[Optimizer], parameter: Tensor, changed: Tensor) -> None:
-    """Zero every state tensor of the parameter's shape where `changed` (bool) is True, in place; any optimizer.
-
-    >>> w = torch.nn.Parameter(torch.ones(2))
-    >>> optimizer = torch.optim.Adam([w])
-    >>> w.sum().backward(); optimizer.step()
-    >>> reset_state([optimizer], w, torch.tensor([True, False]))
-    >>> [round(float(m), 2) for m in optimizer.state[w]["exp_avg"]]
-    [0.0, 0.1]
-    """
+    """Zero every state tensor of the parameter's shape where `changed` (bool) is True, in place; any optimizer."""
     for tensor in _state_of(optimizers, parameter):
         here = local(tensor)
         values = dequantized(here).masked_fill_(local(placed_like(changed, tensor)).to(tensor.device), 0)
@@ -171,12 +163,7 @@ def _state_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> list[Tensor
 
 
 def keeps_zeros(optimizer: Optimizer) -> bool:
-    """Return whether a weight that is zero, with zero gradient and state, is sure to be zero after a step.
-
-    >>> w = torch.nn.Parameter(torch.ones(2, 2))
-    >>> keeps_zeros(torch.optim.AdamW([w])), keeps_zeros(torch.optim.LBFGS([w]))
-    (True, False)
-    """
+    """Return whether a weight that is zero, with zero gradient and state, is sure to be zero after a step."""
     return type(optimizer) in _ELEMENTWISE
 
 
