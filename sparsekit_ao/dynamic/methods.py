@@ -11,8 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..errors import SparsityError, is_number
-from ..patterns import Pattern
 from ..schedules import check_positive, cosine, cubic
+from ..sparsifiers.stages import Level
 from .budgets import refuse_optimizer_as_level
 from .sparsifier import DynamicSparsifier
 from .straight_through import StraightThrough
@@ -20,9 +20,7 @@ from .straight_through import StraightThrough
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def Static(
-    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, **arguments: Any
-) -> DynamicSparsifier:
+def Static(sparsity_level: Level = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
     """Train with random masks that never change, as a baseline.
 
     `sparsity_level` is the fraction dropped over all tensors, 0.9 by default.
@@ -33,9 +31,7 @@ def Static(
     return DynamicSparsifier(sparsity_level, optimizer, **{"update_every": None, **arguments})
 
 
-def SET(
-    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, **arguments: Any
-) -> DynamicSparsifier:
+def SET(sparsity_level: Level = None, optimizer: Optimizers = None, **arguments: Any) -> DynamicSparsifier:
     """Prune the smallest weights and grow random ones: sparse evolutionary training (SET, arXiv 1707.04780).
 
     `sparsity_level` is the fraction dropped over all tensors, 0.9 by default.
@@ -47,7 +43,7 @@ def SET(
 
 
 def RigL(
-    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
+    sparsity_level: Level = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
     """Prune the smallest weights and grow those with the largest gradients (RigL, arXiv 1911.11134).
 
@@ -63,7 +59,7 @@ def RigL(
 
 
 def SNFS(
-    sparsity_level: float | Pattern | str | None = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
+    sparsity_level: Level = None, optimizer: Optimizers = None, *, until: int, **arguments: Any
 ) -> DynamicSparsifier:
     """Grow and redistribute by momentum: Sparse Networks from Scratch (SNFS, arXiv 1907.04840).
 
@@ -113,7 +109,7 @@ def GMP(
     return DynamicSparsifier(None, optimizer, **{**chosen, **arguments})
 
 
-def STE(sparsity_level: float | Pattern | str | None = None, **arguments: Any) -> StraightThrough:
+def STE(sparsity_level: Level = None, **arguments: Any) -> StraightThrough:
     """Use only kept weights in the forward pass but train all: straight-through estimation (STE, arXiv 1308.3432).
 
     `sparsity_level` is the fraction of blocks dropped in each scope, 0.5 by default.
@@ -124,9 +120,7 @@ def STE(sparsity_level: float | Pattern | str | None = None, **arguments: Any) -
     return StraightThrough(sparsity_level, **arguments)
 
 
-def SRSTE(
-    sparsity_level: float | Pattern | str | None = None, *, decay: float = 2e-4, **arguments: Any
-) -> StraightThrough:
+def SRSTE(sparsity_level: Level = None, *, decay: float = 2e-4, **arguments: Any) -> StraightThrough:
     """Train as `STE` does, with a decay of dropped weights, for N:M sparsity (SR-STE, arXiv 2102.04010).
 
     `sparsity_level` is the fraction dropped in each scope, 0.5 by default. Call `attach` with the optimizer, in whose

@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 from ..distributed import LocalParts, copy_values, has_process_group, is_sharded, placed_like
 from ..errors import SparsityError
 from ..masking import find_mask, select
-from ..patterns import Pattern
 from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
 from ..sparsifiers.optimizer_state import keeps_zeros, original, reset_state, unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
-from ..sparsifiers.stages import checked_pattern, level_and_pattern, without_pattern
+from ..sparsifiers.stages import Level, checked_pattern, level_and_pattern, without_pattern
 from .budgets import Budgets, refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
 from .gradients import GradientCapture
@@ -92,7 +91,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def __init__(
         self,
-        sparsity_level: float | Pattern | str | None = None,
+        sparsity_level: Level = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         nnz: int | None = None,

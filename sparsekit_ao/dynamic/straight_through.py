@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from ..distributed import has_process_group, is_sharded
 from ..errors import SparsityError, is_number
-from ..patterns import Pattern
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, groups_by_name
 from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
+from ..sparsifiers.stages import Level
 from ..structure import Budget
 from .budgets import refuse_optimizer_as_level
 from .dynamic_mask import DynamicMask, mask_of
@@ -54,12 +54,7 @@ class StraightThrough(Calibrated, BudgetSparsifier):
     mask_class = DynamicMask
 
     def __init__(
-        self,
-        sparsity_level: float | Pattern | str | None = None,
-        *,
-        backward_level: float = 0.0,
-        decay: float = 0.0,
-        **structure: Any,
+        self, sparsity_level: Level = None, *, backward_level: float = 0.0, decay: float = 0.0, **structure: Any
     ) -> None:
         refuse_optimizer_as_level(sparsity_level)
         for name, value, most in (("backward_level", backward_level, 1.0), ("decay", decay, float("inf"))):

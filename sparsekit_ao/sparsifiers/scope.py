@@ -35,6 +35,7 @@ from .stages import (
     AXES,
     GROUP_KEYS,
     SHAPES,
+    Level,
     checked_pattern,
     joined,
     level_and_pattern,
@@ -80,9 +81,7 @@ class BudgetSparsifier(MaskSparsifier):
     #: the cache of `pruning_groups`: what the pruning groups depend on, and the pruning groups
     _grouped: tuple[Any, tuple[PruningGroup, ...]] | None = None
 
-    def __init__(
-        self, sparsity_level: float | Pattern | str | None = None, *, nnz: int | None = None, **structure: Any
-    ) -> None:
+    def __init__(self, sparsity_level: Level = None, *, nnz: int | None = None, **structure: Any) -> None:
         accepted = (*self.structure_defaults, *self.optional_keys)
         for key in structure:
             if key not in accepted:
@@ -428,7 +427,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
 
     def __init__(
         self,
-        sparsity_level: float | Pattern | str | None = None,
+        sparsity_level: Level = None,
         *,
         nnz: int | None = None,
         pattern: Pattern | str | None = None,

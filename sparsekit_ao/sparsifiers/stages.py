@@ -19,6 +19,7 @@ from ..structure import AxisPattern
 from ..structure.tiles import Shape
 from .config import ConfigContext, TensorGroup, hint_of_key
 
+Level = float | Pattern | str | None  # a level, or the pattern in its place
 ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 
@@ -163,15 +164,11 @@ def without_pattern(entry: Mapping[str, Any], place: ConfigContext, accepted: Co
 def refuse_two_notations(keys: Iterable[str], where: str) -> None:
     """Raise if keys specify blocks and scopes in two ways; stages may stand beside all but a pattern."""
     keys = set(keys)
-    used: dict[tuple[str, ...], str] = {}
-    for notation in (("pattern",), AXES, SHAPES, ("stages",) if "pattern" in keys else ()):
-        for key in notation:
-            if key in keys:
-                used.setdefault(notation, key)
+    notations = (("pattern",), AXES, SHAPES, ("stages",) if "pattern" in keys else ())
+    used = [key for notation in notations if (key := next((k for k in notation if k in keys), None)) is not None]
     if len(used) > 1:
-        first, second, *_ = used.values()
         raise SparsityError(
-            f"{where}{first!r} and {second!r} are mutually exclusive: each specifies what a block and a scope are"
+            f"{where}{used[0]!r} and {used[1]!r} are mutually exclusive: each specifies what a block and a scope are"
         )
 
 
