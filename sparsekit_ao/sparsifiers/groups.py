@@ -150,9 +150,8 @@ class PruningGroup:
 
     def request(self, masks: Mapping[str, Tensor], keep: Budget, values: dict[Tensor, Tensor], norm: Norm) -> Request:
         """Return the request to keep, in `masks` ({name: mask}), the blocks whose `values` have the largest norms."""
-        of_specs = {spec: masks[name] for name, spec in self.specs.items()}
-        within = self.stage > 0
-        return Request(scope=self.scope, masks=of_specs, keep=keep, values=values, norm=norm, within_mask=within)
+        of_spec = {spec: masks[name] for name, spec in self.specs.items()}
+        return Request(scope=self.scope, masks=of_spec, keep=keep, values=values, norm=norm, within_mask=self.stage > 0)
 
     def pattern(self, name: str) -> str:
         """Return the shapes of a tensor's view (unless it is the tensor itself), blocks and scopes as text."""
