@@ -141,6 +141,7 @@ def test_numbers_of_numpy_are_numbers():
         ({"prune": lambda s: s.active}, "must return float scores of shape (1, 192), got torch.bool (1, 192)"),
         ({"redistribute": lambda s: torch.ones(2)}, "must return one number for redistribution, got tensor([1., 1.])"),
         ({"redistribute": lambda s: None}, "must return one number for redistribution, got None"),
+        ({"update_fraction": lambda t: 1.5}, "the update fraction must be in [0, 1), so that no layer is emptied"),
         ({"update_fraction": lambda t: "x"}, "update_fraction: a schedule must return a number, got 'x' at"),
     ],
 )

@@ -515,16 +515,6 @@ def test_calls_out_of_place():
     assert sparsifier.iteration == 0
 
 
-def test_a_fraction_out_of_range_is_refused_before_anything_changes():
-    model, optimizer, sparsifier = prepared(update_every=1, update_fraction=lambda t: 1.5)
-    backward(model, optimizer, 1)
-    optimizer.step()
-    before = masks(sparsifier)
-    with pytest.raises(SparsityError, match=r"the update fraction must be in \[0, 1\), so that no layer is emptied"):
-        sparsifier.step()
-    assert equal(before, masks(sparsifier))
-
-
 def test_a_rule_that_does_not_declare_what_it_needs():
     def careless(slots):
         return slots.scores(slots.gradients)

@@ -417,7 +417,6 @@ def test_a_token_of_large_outputs_does_not_rule():
     assert (wanted - after).norm() < 0.74 * (wanted - before).norm()  # with squared errors it is 0.83 times
 
 
-
 def mistakes():
     dense, x = Model(), correlated()
     model = copy.deepcopy(dense)
