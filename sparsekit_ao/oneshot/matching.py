@@ -434,6 +434,8 @@ class Teacher:
         # that are larger than a step are divided into parts, of which each step takes one of each rank.
         steps = max(STEPS, int(counted / len(middles) * count * ranks) // ROWS)
         parts = max(1, min(round(steps / (count * ranks)), int(sequences / ranks) // ranks)) * ranks
+        if ranks == 1 and parts > 1 and student.part(0, slice(0, None, parts), target(0)) is None:
+            parts = 1  # a batch that cannot be divided would run once for each of its parts
         together = max(1, round(count * parts / steps))
         optimizer, schedule = _optimizer(student, rate, self.passes * math.ceil(count * parts / together))
 
