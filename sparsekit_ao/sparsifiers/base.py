@@ -277,7 +277,8 @@ class MaskSparsifier(Trainable, Checkpointed):
         if self._resumes:
             if exclude:
                 raise SparsityError("exclude has no effect on the pickled config; give a new config with it")
-            return self.config or (), self._exclude, self._pickled()
+            pickled = {"state": self._state, "groups": self.groups, "enable_mask_update": self.enable_mask_update}
+            return self.config or (), self._exclude, {**pickled, **self._extra_state()}
         self.make_config_from_model(model)
         self.config = [*(self.config or ()), *more]
         if not self.config:

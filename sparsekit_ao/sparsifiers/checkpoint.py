@@ -83,11 +83,6 @@ class Checkpointed(BaseSparsifier):
             **self._extra_state(),
         }
 
-    def _pickled(self) -> dict[str, Any]:
-        """The state dict that an unpickled sparsifier loads once it is attached."""
-        state = {"state": self._state, "groups": self.groups, "enable_mask_update": self.enable_mask_update}
-        return {**state, **self._extra_state()}
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load the masks (in place) and groups of a state dict into this prepared sparsifier.
 
@@ -243,7 +238,7 @@ def check_saved(
             continue
         if mask.is_meta and not getattr(live[fqn]["module"], live[fqn]["tensor_name"]).is_meta:
             raise SparsityError(f"load_state_dict: {fqn}: the saved mask is on the meta device and has no values")
-        if mask.shape != (shape := _shape_of(live[fqn])):
+        if mask.shape != (shape := masking.shape_of(live[fqn]["module"], live[fqn]["tensor_name"])):
             raise SparsityError(f"load_state_dict: {fqn}: the saved mask is {tuple(mask.shape)}, the weight {shape}")
     return masks, saved
 
@@ -277,10 +272,6 @@ def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> 
     if not isinstance(saved, list) or any(n not in names for n in saved):
         raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {saved!r}")
     return list(saved)
-
-
-def _shape_of(group: TensorGroup) -> tuple[int, ...]:
-    return masking.shape_of(group["module"], group["tensor_name"])
 
 
 def _merged_group(
