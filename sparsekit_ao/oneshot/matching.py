@@ -391,7 +391,8 @@ class Teacher:
         dense = self.streams[self._walk.chain_of[at]]
         student = _Student(block, lambda module, k: stream.output(module, k))
         # The dense stream has advanced already, so its next inputs are the outputs of the dense block.
-        return self._train(student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, self._walk.names[at])
+        name = self._walk.names[at]
+        return _Training(self, student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, name).run()
 
     @torch.no_grad()
     def finish(self, rows: Sequence[BlockRow]) -> RecoveryReport:
@@ -405,109 +406,132 @@ class Teacher:
                 return _output_tensor(self._walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
 
             with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
-                rows.append(self._train(whole, target, self.outputs or "mse", len(self._walk.blocks), ""))
+                last = len(self._walk.blocks)
+                rows.append(_Training(self, whole, target, self.outputs or "mse", last, "").run())
         outside = () if any(not row.block for row in rows) else self._walk.outside  # "" is the whole model
         return RecoveryReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
 
-    def _train(self, student: "_Student", target: Callable[[int], Tensor], metric: str, at: int, name: str) -> BlockRow:
-        """Train a block, or the whole model (named ""), to give `target(k)` for batch k, and keep the best weights."""
-        start, count, masks = time.perf_counter(), len(self.data.batches), self.data.token_masks
-        draws = torch.Generator().manual_seed(self.seed + at)
-        rate = self.rate * student.weight_rms() * (1 if name else WHOLE)
-        # Steps are those of one process that has all batches: batch k of rank r is its batch k * ranks + r.
-        own, ranks = rank(), torch.distributed.get_world_size() if has_process_group() else 1
+
+class _Training:
+    """The training of a block, or the whole model (named ""), to give `target(k)` for batch k.
+
+    Steps are those of one process that has all batches: batch k of rank r is its batch k * ranks + r. How many a pass
+    has depends on the number of rows, not on how they were batched. Sequences of batches that are larger than a step
+    are divided into parts, of which each step takes one of each rank, and several small batches are taken together.
+    """
+
+    def __init__(
+        self, teacher: Teacher, student: "_Student", target: Callable[[int], Tensor], metric: str, at: int, name: str
+    ) -> None:
+        self.student, self.target, self.metric, self.name = student, target, metric, name
+        self.seed, self.passes, self.masks = teacher.seed, teacher.passes, teacher.data.token_masks
+        self.batches, self.draws = len(self.masks), torch.Generator().manual_seed(teacher.seed + at)
+        self.own, self.ranks = rank(), torch.distributed.get_world_size() if has_process_group() else 1
+        whole = self.batches * self.ranks
         # The middles of MEASURED equal parts of the batches; some of their rows are held out if they have enough.
-        middles = {(2 * k + 1) * count * ranks // (2 * MEASURED) for k in range(MEASURED)}
-        compared = sorted(k // ranks for k in middles if k % ranks == own)
-        device, orders = target(0).device, set[bool]()
-        norms = torch.zeros(4, dtype=torch.float64, device=device)  # rows, those that are not 0, the sum of their logs
-        for k in dict.fromkeys((0, *compared)):  # the first batch may tell the order of dimensions
-            expected = target(k)
-            squares = token_rows(expected, masks[k], orders).double().square().sum(-1) if expected.ndim else norms[:0]
-            if k in compared:
+        middles = {(2 * k + 1) * whole // (2 * MEASURED) for k in range(MEASURED)}
+        self.compared = sorted(k // self.ranks for k in middles if k % self.ranks == self.own)
+        self.device, self.orders = target(0).device, set[bool]()
+        counted, sequences, self.typical = self._counted()
+        self.holds_out, steps = counted >= ENOUGH, max(STEPS, int(counted / len(middles) * whole) // ROWS)
+        self.parts = max(1, min(round(steps / whole), sequences // self.ranks)) * self.ranks
+        if self.ranks == 1 < self.parts and student.part(0, slice(0, None, self.parts), target(0)) is None:
+            self.parts = 1  # a batch that cannot be divided would run once for each of its parts
+        self.together = max(1, round(self.batches * self.parts / steps))
+        self.rate = teacher.rate * student.weight_rms() * (1 if name else WHOLE)
+        pieces = math.ceil(self.batches * self.parts / self.together)
+        self.optimizer, self.schedule = _optimizer(student, self.rate, self.passes * pieces)
+
+    def _counted(self) -> tuple[float, int, float]:
+        """Return how many rows are compared, how many sequences a batch has, and the typical squared norm of a row."""
+        norms = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for k in dict.fromkeys((0, *self.compared)):  # the first batch may tell the order of dimensions
+            expected = self.target(k)
+            rows = token_rows(expected, self.masks[k], self.orders) if expected.ndim else norms[:0, None]
+            squares = rows.double().square().sum(-1)
+            if k in self.compared:
                 logs = squares[squares > 0].log()
                 norms[:3] += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
-        norms[3] = len(expected) if expected.ndim in (2, 3) else 1  # the sequences of a batch
+        norms[3] = len(expected) if expected.ndim in (2, 3) else 1
         counted, nonzero, total, sequences = _over_ranks(norms).tolist()
-        holds_out, typical = counted >= ENOUGH, math.exp(total / max(nonzero, 1))
-        # How many steps a pass has depends on the number of rows, not on how they were batched. Sequences of batches
-        # that are larger than a step are divided into parts, of which each step takes one of each rank.
-        steps = max(STEPS, int(counted / len(middles) * count * ranks) // ROWS)
-        parts = max(1, min(round(steps / (count * ranks)), int(sequences / ranks) // ranks)) * ranks
-        if ranks == 1 and parts > 1 and student.part(0, slice(0, None, parts), target(0)) is None:
-            parts = 1  # a batch that cannot be divided would run once for each of its parts
-        together = max(1, round(count * parts / steps))
-        optimizer, schedule = _optimizer(student, rate, self.passes * math.ceil(count * parts / together))
+        return counted, int(sequences / self.ranks), math.exp(total / max(nonzero, 1))
 
-        def error(k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
-            """As `_error`, of the rows of batch k, or of those in a part of it."""
-            with torch.no_grad():
-                expected = target(k)
-            kept = slice(part, None, parts)
-            actual = None if part is None else student.part(k, kept, expected)
-            is_divided = actual is not None
-            actual = student.output(k) if actual is None else actual
-            refuse_unfit(actual, expected[kept] if is_divided else expected, name or "the model")
-            places = torch.arange(expected[..., 0].numel(), device=device).view(*expected.shape[:-1], 1)
-            places = token_rows(places, masks[k], orders)[:, 0]  # of the rows that count
-            if k in compared and holds_out:
-                generator = keyed_generator(self.seed, k * ranks + own)
-                order = torch.randperm(len(places), generator=generator, device="cpu").to(device)
-                places = places[order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]]
-            if part is not None and not is_divided:
-                places = places[kept]
-            counts = torch.zeros(expected.shape[:-1], dtype=torch.bool, device=device)
-            counts.view(-1)[places] = True
-            if is_divided:
-                expected, counts = expected[kept], counts[kept]
-            return _error(actual[counts], expected[counts], metric, typical)
+    def error(self, k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
+        """As `_error`, of the rows of batch k that are held out or not, or of those in a part of it."""
+        with torch.no_grad():
+            expected = self.target(k)
+        kept = slice(part, None, self.parts)
+        actual = None if part is None else self.student.part(k, kept, expected)
+        is_divided = actual is not None
+        actual = self.student.output(k) if actual is None else actual
+        refuse_unfit(actual, expected[kept] if is_divided else expected, self.name or "the model")
+        places = torch.arange(expected[..., 0].numel(), device=self.device).view(*expected.shape[:-1], 1)
+        places = token_rows(places, self.masks[k], self.orders)[:, 0]  # of the rows that count
+        if k in self.compared and self.holds_out:
+            generator = keyed_generator(self.seed, k * self.ranks + self.own)
+            order = torch.randperm(len(places), generator=generator, device="cpu").to(self.device)
+            places = places[order[: len(order) // HELD_OUT] if held_out else order[len(order) // HELD_OUT :]]
+        if part is not None and not is_divided:
+            places = places[kept]
+        counts = torch.zeros(expected.shape[:-1], dtype=torch.bool, device=self.device)
+        counts.view(-1)[places] = True
+        if is_divided:
+            expected, counts = expected[kept], counts[kept]
+        return _error(actual[counts], expected[counts], self.metric, self.typical)
 
-        def measured() -> float:  # the error of all compared batches and ranks, as `BlockRow` has it
-            errors = torch.zeros(2, dtype=torch.float64, device=device)
-            for k in compared:
-                errors += torch.stack(error(k, held_out=True))
-            loss, divisor = _over_ranks(errors).tolist()
-            if not math.isfinite(loss):
-                lower = f"; call recover(pruned, dense, batches, rate=r) with r below {self.rate:g}"
-                raise SparsityError(
-                    f"recover: the outputs of {name or 'the model'} are not finite"
-                    f"{lower if optimizer.state else ' before it is trained'}"
-                )
-            return (math.sqrt if metric == "mse" else float)(loss / (divisor or 1))
+    def measured(self) -> float:
+        """Return the error of all compared batches and ranks, as `BlockRow` has it."""
+        errors = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for k in self.compared:
+            errors += torch.stack(self.error(k, held_out=True))
+        loss, divisor = _over_ranks(errors).tolist()
+        if not math.isfinite(loss):
+            lower = f"; call recover(pruned, dense, batches, rate=r) with r below {self.rate:g}"
+            raise SparsityError(
+                f"recover: the outputs of {self.name or 'the model'} are not finite"
+                f"{lower if self.optimizer.state else ' before it is trained'}"
+            )
+        return (math.sqrt if self.metric == "mse" else float)(loss / (divisor or 1))
 
-        before = best = measured()
-        best_pass = 0
+    def step(self, several: Sequence[int], scale: float) -> None:
+        """Change the weights by the gradients of some parts of batches."""
+        self.optimizer.zero_grad()
+        for k in several:
+            with torch.enable_grad():
+                part = (k + self.own) % self.parts if self.parts > 1 else None
+                loss = self.error(k // self.parts, False, part)[0] / scale
+            self.student.add_gradients(loss)
+        if not all(is_finite(w.grad) for w in self.student.weights.values() if w.grad is not None):
+            self.optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
+        self.optimizer.step()
+        self.schedule.step()
+
+    def run(self) -> BlockRow:
+        """Train, and keep the best weights."""
+        start, before = time.perf_counter(), self.measured()
+        best, best_pass = before, 0
         # A loss is a sum over the rows of a batch. It is divided by the initial loss of one row, so that gradients are
         # in the range of 16 bits.
-        first = error(0, held_out=False)[0]
-        first, rows = _over_ranks(torch.stack((first, first.new_tensor(target(0).shape[:-1].numel()))))
-        scale = float(first / rows.clamp(min=1)) or 1.0
+        first = self.error(0, held_out=False)[0]
+        total, rows = _over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
+        scale = float(total / rows.clamp(min=1)) or 1.0
         try:
             for number in range(1, self.passes + 1):
-                for several in torch.randperm(count * parts, generator=draws, device="cpu").split(together):
-                    optimizer.zero_grad()
-                    for k in several.tolist():
-                        with torch.enable_grad():
-                            part = (k + own) % parts if parts > 1 else None
-                            loss = error(k // parts, False, part)[0] / scale
-                        student.add_gradients(loss)
-                    gradients = [w.grad for w in student.weights.values() if w.grad is not None]
-                    if not all(map(is_finite, gradients)):
-                        optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
-                    optimizer.step()
-                    schedule.step()
+                pieces = torch.randperm(self.batches * self.parts, generator=self.draws, device="cpu")
+                for several in pieces.split(self.together):
+                    self.step(several.tolist(), scale)
                 if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured
                     continue
-                after = measured()
+                after = self.measured()
                 if after < best:
                     best, best_pass = after, number
-                    student.save()
+                    self.student.save()
                 elif number - best_pass >= PATIENCE:
                     break
         finally:  # also after an error: write the best weights so far
-            student.write()
+            self.student.write()
         seconds = time.perf_counter() - start
-        return BlockRow(block=name, before=before, after=best, passes=best_pass, seconds=seconds)
+        return BlockRow(block=self.name, before=before, after=best, passes=best_pass, seconds=seconds)
 
 
 def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
