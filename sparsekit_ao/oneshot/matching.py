@@ -438,9 +438,9 @@ class _Training:
         if self.ranks == 1 < self.parts and student.part(0, slice(0, None, self.parts), target(0)) is None:
             self.parts = 1  # a batch that cannot be divided would run once for each of its parts
         self.together = max(1, round(self.batches * self.parts / steps))
-        self.rate = teacher.rate * student.weight_rms() * (1 if name else WHOLE)
+        self.rate, scaled = teacher.rate, teacher.rate * student.weight_rms() * (1 if name else WHOLE)
         pieces = math.ceil(self.batches * self.parts / self.together)
-        self.optimizer, self.schedule = _optimizer(student, self.rate, self.passes * pieces)
+        self.optimizer, self.schedule = _optimizer(student, scaled, self.passes * pieces)
 
     def _counted(self) -> tuple[float, int, float]:
         """Return how many rows are compared, how many sequences a batch has, and the typical squared norm of a row."""
