@@ -6,7 +6,7 @@
 
 "same zeros" is the share of the pruned elements that are zero, or not, as with one process, without recovery. "solved"
 counts how often a layer was solved, over all ranks. The cosine of embeddings to the dense model's is of texts
-that were not used. With `recover=True` ranks average gradients, so more ranks mean fewer steps. One thread a process.
+that were not used. With `recover=True` the steps are those of one process. One thread a process.
 In a second row of one process its batches come in reversed order, which changes sums by rounding alone.
 """
 

@@ -39,8 +39,11 @@ LAST = 0.2  # the learning rate at the end, after a cosine, as a fraction of the
 MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
 ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
-STEPS = 32  # a pass has at least so many steps, for which batches are divided, and few small ones are taken together
-ROWS = 1024  # with more data than so many rows for each of these steps, a pass has a step for so many rows
+STEPS = 32  # a pass has so many steps, for which batches are divided or taken together
+LEAST, ROWS = (
+    64,
+    1024,
+)  # it has fewer if a step would have fewer rows than LEAST, and more if it would have more than ROWS
 LARGE = 2  # rows of dense outputs with more than LARGE times the typical norm count as if they had no more
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
@@ -140,8 +143,8 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
     blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
-    How many steps a pass has depends on the number of tokens, not on how they were batched: 32, or one for each 1,024
-    tokens if that is more. Large batches are divided into parts, and small ones are taken together. In distributed
+    How many steps a pass has depends on the number of tokens, not on how they were batched: 32, with
+    at least 64 and at most 1,024 tokens in each. Large batches are divided into parts, and small ones are taken together. In distributed
     training all ranks pass the same models and the same number of batches. A step takes a part of a batch of each rank,
     so that steps are those of one process that has all batches, and gradients are summed over ranks.
 
@@ -433,7 +436,8 @@ class _Training:
         self.compared = sorted(k // self.ranks for k in middles if k % self.ranks == self.own)
         self.device, self.orders = target(0).device, set[bool]()
         counted, sequences, self.typical = self._counted()
-        self.holds_out, steps = counted >= ENOUGH, max(STEPS, int(counted / len(middles) * whole) // ROWS)
+        self.holds_out, rows = counted >= ENOUGH, counted / len(middles) * whole
+        steps = max(min(STEPS, rows // LEAST), rows // ROWS, 1)
         self.parts = max(1, min(round(steps / whole), sequences // self.ranks)) * self.ranks
         if self.ranks == 1 < self.parts and student.part(0, slice(0, None, self.parts), target(0)) is None:
             self.parts = 1  # a batch that cannot be divided would run once for each of its parts
