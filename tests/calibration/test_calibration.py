@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import sys
 
@@ -11,7 +12,7 @@ from networks import Net
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
-from sparsekit_ao.calibration import adapter_of
+from sparsekit_ao.calibration import Recorder, adapter_of
 from sparsekit_ao.calibration.products import Products
 
 torch.manual_seed(0)
@@ -412,3 +413,17 @@ def test_a_progress_bar_is_shown_on_a_terminal_only(is_terminal, progress, monke
     sparsifier.prepare(nn.Sequential(nn.Linear(6, 4)))
     sparsifier.calibrate(iter([torch.randn(3, 6)]), progress=progress)
     assert ("calibrate" in screen.getvalue()) is (is_terminal and progress)
+
+
+@pytest.mark.parametrize("need", ["input_square", "input_gram"])
+@pytest.mark.parametrize("values", [(math.inf, -math.inf), (math.inf, 0.0), (0.0, math.nan), (3e38, 1.0)])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_sums_keep_what_is_not_finite(need, values, rows):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    batches = [torch.ones(rows, 8) for _ in values]
+    for batch, value in zip(batches, values, strict=True):
+        batch[0, :2] = torch.tensor([value, 0.0])
+    recorder = Recorder(model, {f"{k}.weight": (model[k], "weight") for k in (0, 1)})
+    with pytest.raises(SparsityError, match="^0.weight: the inputs of this layer are not finite"):
+        recorder.run(batches, {name: [need] for name in recorder.tensors})
+    assert not recorder.collected
