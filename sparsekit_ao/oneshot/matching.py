@@ -143,8 +143,8 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
     blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
-    How many steps a pass has depends on the number of tokens, not on how they were batched: 32, with
-    at least 64 and at most 1,024 tokens in each. Large batches are divided into parts, and small ones are taken together. In distributed
+    How many steps a pass has depends on the number of tokens, not on how they were batched: 32, with at least 64 and at
+    most 1,024 tokens in each. Large batches are divided into parts, and small ones are taken together. In distributed
     training all ranks pass the same models and the same number of batches. A step takes a part of a batch of each rank,
     so that steps are those of one process that has all batches, and gradients are summed over ranks.
 

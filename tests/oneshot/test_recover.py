@@ -17,7 +17,7 @@ from stock import same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
-from sparsekit_ao.oneshot.matching import STEPS, Teacher
+from sparsekit_ao.oneshot.matching import Teacher
 from sparsekit_ao.removal import shrink_layers
 
 
@@ -85,7 +85,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_bits(tmp_path, caplog):
     sparsifier, dense, batches = pruned(blocks=3)
     start = copy.deepcopy(sparsifier.model)
     expected = recover(sparsifier.model, dense, batches)
-    for at in (280, 280, 150):
+    for at in (40, 70, 100):
         model = copy.deepcopy(start)
         with interrupted(model.blocks, at):
             recover(model, dense, batches, checkpoint=tmp_path)
@@ -518,7 +518,7 @@ def test_the_list_that_was_pruned_is_trained_and_blocks_that_share_a_weight_are_
 def test_an_interruption_in_a_later_pass_leaves_the_weights_of_the_best_one():
     sparsifier, dense, batches = pruned(blocks=2)
     model, once = sparsifier.model, copy.deepcopy(sparsifier.model)
-    with interrupted([model.blocks[0]], 3 * STEPS + 2, is_training=True):  # in the last pass
+    with interrupted([model.blocks[0]], 3 * len(batches) + 2, is_training=True):  # in the last pass
         recover(model, dense, batches, passes=4)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), once.parameters(), strict=True))
     before, after = (recover(m, dense, batches, passes=1).rows[0].before for m in (once, model))
