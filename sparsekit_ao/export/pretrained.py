@@ -22,7 +22,7 @@ from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
 from ..removal.manifest import cut_to
-from ..removal.report import Compaction
+from ..removal.removal_report import Compaction
 from ..removal.sizes import Change, apply_changes, undone
 from .lora import Masks, adapted, masked_tensors
 from .weights import Conversion, same_bits

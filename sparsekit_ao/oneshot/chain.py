@@ -236,7 +236,7 @@ class _Links:
             # The arguments of the first block, as copies to run on, and with the objects that are compared by identity.
             self._spec, self._copies = spec, copied_tensors(leaves)
             self._common = copied_tensors(leaves, objects=False)
-        self.is_chain &= k == len(self._read) and spec == self._spec
+        self.is_chain &= k == len(self._read) and spec == self._spec and bool(leaves)
         if self.is_chain:
             others = [at for at, leaf in enumerate(leaves) if not (at and are_same(self._common[at], leaf))]
             self.is_chain = all(isinstance(leaves[at], Tensor) for at in others)
@@ -244,20 +244,29 @@ class _Links:
 
     def find(self) -> None:
         """Run the blocks, each with outputs of the one before, and compare these with what it got in the model."""
-        self.is_chain &= len(self._read) == len(self.blocks)
         passed = dict[int, Any]()
-        for k, block in enumerate(self.blocks if self.is_chain else ()):
+        for k, block in enumerate(self.blocks):
             leaves = [passed.get(at, leaf) for at, leaf in enumerate(self._copies)]
             args, kwargs = copied_tensors(_pytree.tree_unflatten(leaves, self._spec))  # it may change them, as a cache
             outputs, spec = _pytree.tree_flatten(block(*args, **kwargs))
             self.outputs.append((outputs[1:], spec))
             if k + 1 < len(self.blocks):
-                numbers = {digest_of(output, ""): j for j, output in reversed([*enumerate(outputs)])}
-                self.is_chain = all(digest in numbers for digest in self._read[k + 1].values())
-                if not self.is_chain:
+                digests = [digest_of(output, "") for output in outputs]
+                self.links.append(links := self._linked(digests, k + 1))
+                if not links:
                     return
-                self.links.append({at: numbers[digest] for at, digest in self._read[k + 1].items()})
-                passed = {at: outputs[j] for at, j in self.links[-1].items()}
+                passed = {at: outputs[j] for at, j in links.items()}
+
+    def _linked(self, digests: Sequence[str], k: int) -> dict[int, int]:
+        """Return the link of each argument of block k that the first block does not get, or {} if it is none."""
+        # The first argument is the first output, the hidden states, to which blocks are trained. What else blocks pass
+        # on, such as biases of positions, must be what the first one has made, so that it needs no training.
+        links, before = {0: 0}, self._read[k - 1]
+        for at, digest in self._read[k].items():
+            if at and (digests.count(digest) != 1 or (k > 1 and before.get(at) != digest)):
+                return {}
+            links[at] = digests.index(digest) if at else 0
+        return links if digests and digests[0] == self._read[k].get(0) else {}
 
 
 def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list[_Links]:
@@ -271,12 +280,20 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
         data.run(0)
     with seeded(data.model.parameters()):
         for links in tried:  # not in the forward of the model, which may record what blocks give
-            links.find()
+            links.is_chain &= len(links._read) == len(links.blocks)
+            try:
+                if links.is_chain:
+                    links.find()
+            except Exception:  # the blocks do not run by themselves
+                links.is_chain = False
+            links.is_chain &= all(links.links)
     # What blocks read is compared for the first batch only. Other batches run with blocks that return their input, if
-    # that calls them in order, so that a model larger than memory is read once.
+    # that calls them in order, so that a model larger than memory is read once. Where blocks pass on more than that,
+    # their outputs are compared too.
     for index in range(1, len(data.batches)):
         chains = [links for links in tried if links.is_chain]
-        checks = _are_in_order(data, chains, index, replaces=True)
+        checks = [all(len(row) == 1 for links in chains for row in links.links)]
+        checks = _are_in_order(data, chains, index, replaces=True) if all(checks) else checks
         checks = checks if all(checks) else _are_in_order(data, chains, index, replaces=False)
         for links, is_in_order in zip(chains, checks, strict=True):
             links.is_chain = is_in_order
@@ -291,6 +308,7 @@ def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, r
     blocks = [(n, k, block) for n, links in enumerate(chains) for k, block in enumerate(links.blocks)]
     called: list[list[int]] = [[] for _ in chains]
     common: list[list[Any]] = [[] for _ in chains]  # the arguments of each first block
+    given: list[list[Any]] = [[] for _ in chains]  # the outputs of the block that ran last
 
     def add(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         n, k, _ = blocks[place]
@@ -299,6 +317,8 @@ def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, r
             common[n] = copied_tensors(leaves, objects=False)
         linked = chains[n].links[k - 1] if k else {0: 0}
         pairs = [(a, b) for at, (a, b) in enumerate(zip(common[n], leaves, strict=False)) if at not in linked]
+        if k and not replaces:
+            pairs += [(given[n][j] if j < len(given[n]) else None, leaves[at]) for at, j in linked.items()]
         is_equal = len(leaves) == len(common[n]) and all(are_same(a, b) for a, b in pairs)
         called[n].append(k if is_equal else -1)
 
@@ -315,7 +335,14 @@ def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, r
         with replaced([block for *_, block in blocks], unchanged), suppress(Exception):
             data.run(index)
     else:
-        with _hooks((block, hook(place)) for place, (*_, block) in enumerate(blocks)):
+        with ExitStack() as stack:
+            for n, _, block in blocks:
+
+                def after(module: nn.Module, args: Any, output: Any, n: int = n) -> None:
+                    given[n] = copied_tensors(_pytree.tree_leaves(output), objects=False)
+
+                stack.enter_context(block.register_forward_hook(after))
+            stack.enter_context(_hooks((block, hook(place)) for place, (*_, block) in enumerate(blocks)))
             data.run(index)
     return [order == [*range(len(links.blocks))] for order, links in zip(called, chains, strict=True)]
 
@@ -406,28 +433,29 @@ class Kept:
 
 
 class Stream:
-    """The inputs of a block of a chain for every batch, at first those of `calls`; `advance` moves on to the next one.
+    """The inputs of a block of a chain for every batch; `advance` moves on to the next one.
 
-    Blocks run on `device`, or with None where their inputs are.
+    What equals the inputs in the stream `like`, such as masks, is kept only once. Blocks run on `device`, or with None
+    where their inputs are.
     """
 
-    def __init__(
-        self, chain: Chain, calls: Iterable[Arguments], kept: Kept, device: Device, like: "Stream | None" = None
-    ) -> None:
-        self._links, self._kept, self._device = chain.links, kept, device
+    def __init__(self, chain: Chain, kept: Kept, device: Device, like: "Stream | None" = None) -> None:
+        self._links, self._kept, self._device, self._like = chain.links or [{0: 0}], kept, device, like
         self._advanced, self.is_finished = 0, False  # how many blocks have run, and whether the last one has
         self._specs: list[Any] = []  # how the arguments are nested
         self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
-        for index, arguments in enumerate(calls):
-            leaves, spec = _pytree.tree_flatten(arguments)
-            self._specs.append(spec)
-            others = [None, *leaves[1:]]
-            if like is not None and are_same(others, kept.get(like._others[index])):  # such as masks, kept once
-                self._others.append(like._others[index])
-            else:
-                self._others.append((id(self), "others", index))
-                kept.put(self._others[-1], others)
-            self._put(index, {0: leaves[0]})
+
+    def begin(self, arguments: Arguments) -> None:
+        """Take the arguments of the first block for the next batch."""
+        leaves, spec = _pytree.tree_flatten(arguments)
+        index, others = len(self), [None, *leaves[1:]]
+        self._specs.append(spec)
+        if self._like is not None and are_same(others, self._kept.get(self._like._others[index])):  # kept only once
+            self._others.append(self._like._others[index])
+        else:
+            self._others.append((id(self), "others", index))
+            self._kept.put(self._others[-1], others)
+        self._put(index, {0: leaves[0]})
 
     def __len__(self) -> int:
         return len(self._others)

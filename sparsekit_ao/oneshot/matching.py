@@ -350,12 +350,11 @@ class Teacher:
         self._last = [last for _, lasts in paired for last in lasts]
         self._check_blocks(walk, dense)
         first = [blocks[0] for blocks in self._dense_blocks]
-        calls = [captured(dense, first, index) for index in range(len(dense.batches))]
         self._passed = [0] * len(first)
-        self.streams = [
-            Stream(chain, (by_chain[c] for by_chain in calls), walk.kept, walk.device)
-            for c, chain in enumerate(walk.chains)
-        ]
+        self.streams = [Stream(chain, walk.kept, walk.device) for chain in walk.chains]
+        for index in range(len(dense.batches)):
+            for chain, arguments in captured(dense, first, index).items():
+                self.streams[chain].begin(arguments)
 
     def _check_blocks(self, walk: Walk, dense: CalibrationData) -> None:
         """Raise an error unless the blocks of a smaller model have outputs of the dense blocks' shapes."""

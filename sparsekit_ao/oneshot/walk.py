@@ -38,6 +38,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, rank
@@ -151,16 +152,14 @@ class Walk:
         """Begin the stream of a chain; what is equal in the stream `like`, all with `is_same`, is kept only once."""
         first = self.chains[chain].blocks[0]
         skips = self._may_skip_blocks([first])
-
-        def calls() -> Iterator[Any]:
-            for index in range(len(self.data.batches)):
-                if like is not None and is_same:
-                    yield like.arguments(index)
-                else:
-                    with self._skipping_blocks(index) if skips else nullcontext():
-                        yield captured(self.data, [first], index)[0]
-
-        self.streams.append(Stream(self.chains[chain], calls(), self.kept, self.device, like))
+        stream = Stream(self.chains[chain], self.kept, self.device, like)
+        for index in range(len(self.data.batches)):
+            if like is not None and is_same:
+                stream.begin(like.arguments(index))
+            else:
+                with self._skipping_blocks(index) if skips else nullcontext():
+                    stream.begin(captured(self.data, [first], index)[0])
+        self.streams.append(stream)
 
     def advance(self, at: int) -> None:
         """Move the stream of a chain on through the block of this number."""
@@ -239,8 +238,10 @@ class Walk:
             block, chain = self.blocks[step.block], self.chain_of[step.block]
             if chain == len(self.streams):
                 like = None if matching is None else matching.streams[chain]
-                # Nothing has changed before the first step, and both streams begin with the same inputs.
-                self.begin_stream(chain, like, matching is not None and matching.dense is None and number == 0)
+                # Nothing has changed before the first step of a model without masks, and so both streams begin alike.
+                is_masked = any(map(parametrize.is_parametrized, self.data.model.modules()))
+                is_same = matching is not None and matching.dense is None and number == 0 and not is_masked
+                self.begin_stream(chain, like, is_same)
             stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
             if matching is not None:
                 matching.advance(step.block, block)

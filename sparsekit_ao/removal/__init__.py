@@ -4,7 +4,7 @@ from .compaction import compact
 from .find import removable
 from .layers import shrink_experts, shrink_layers
 from .manifest import cut_to
-from .report import Compaction, KeptUnits, Size
+from .removal_report import Compaction, KeptUnits, Size
 from .shrinking import shrink
 
 __all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "removable", "shrink", "shrink_experts"]

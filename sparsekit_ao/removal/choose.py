@@ -19,11 +19,11 @@ from ..models.names import connected, named_tensors, owner_of
 from ..models.running import eval_mode
 from ..oneshot.matching import refuse_unfit
 from ..oneshot.walk import Walk
+from .arguments import Request
 from .compaction import check_names
 from .plan import LIMIT, Plan, active, with_own_names, without_layers
 from .remove import plain_tensors
-from .request import Request
-from .search import Trials, with_random_units
+from .trials import Trials, with_random_units
 from .twin import make_twin
 
 # A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,

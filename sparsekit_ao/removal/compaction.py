@@ -18,8 +18,8 @@ from ..masking.normalized import plain_copy, redo_weight_norms
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
+from .removal_report import Compaction, KeptUnits, size_of
 from .remove import Removal, find_removal, plain_tensors, remove_units
-from .report import Compaction, KeptUnits, size_of
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 

@@ -23,7 +23,7 @@ from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
 from .plan import Plan, active, with_own_names, without_layers
 from .remove import check_multiple
-from .search import Failures, Trials, count_kept, divided, with_random_units
+from .trials import Failures, Trials, count_kept, divided, with_random_units
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 

@@ -26,8 +26,8 @@ from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compaction import verified
 from .modules import config_of
+from .removal_report import Compaction
 from .remove import Removal, check_multiple, rounded
-from .report import Compaction
 from .sizes import fitting_engines, has_config
 from .verify import Reference
 

@@ -106,10 +106,10 @@ class Plan:
 
 
 def with_own_names(plans: Sequence[Plan]) -> list[Plan]:
-    """Give plans different names: equal ones get the kind, or the axes of the first member, or a number."""
+    """Give plans that are not left out different names: equal ones get the kind, or the first axes, or a number."""
     renamed = list(plans)
-    for name, count in Counter(plan.name for plan in plans).items():
-        alike = [at for at, plan in enumerate(plans) if plan.name == name]
+    for name, count in Counter(plan.name for plan in active(plans)).items():
+        alike = [at for at, plan in enumerate(plans) if plan.name == name and not plan.left_out]
         choices = (
             [f"({plans[at].kind})" for at in alike],
             [next(iter(plans[at].coupling.members.values())) for at in alike],

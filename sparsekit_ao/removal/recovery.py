@@ -15,11 +15,11 @@ from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import Teacher
 from ..oneshot.solving import LayerRow, Layers
 from ..oneshot.walk import Walk, checkpoint_of
+from .arguments import Request
 from .compaction import verified
 from .plan import Plan, removals_of
+from .removal_report import Compaction
 from .remove import Removal, kept_elements, masked_copy, plain_tensors
-from .report import Compaction
-from .request import Request
 
 
 def compensated(request: Request, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:

@@ -11,14 +11,14 @@ from ..models.progress import phases
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
+from .arguments import Request
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .find import find_plans
 from .plan import active
 from .recovery import compensated, recovered
-from .report import Compaction, with_reasons
-from .request import Request
+from .removal_report import Compaction, with_reasons
 from .score import Cost, scored
-from .search import removed_together
+from .trials import removed_together
 
 
 @kept_generators()

@@ -16,11 +16,11 @@ from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms
 from ..structure import sparsity_to_nnz
+from .arguments import Request
 from .compaction import compared, verified, without_units
 from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
+from .removal_report import Compaction
 from .remove import Removal, masked_copy, rounded
-from .report import Compaction
-from .request import Request
 from .score import kept_within, without_lowest
 from .sizes import candidate_attrs, fit_config, width_attrs
 from .verify import Reference
