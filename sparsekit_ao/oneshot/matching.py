@@ -166,7 +166,7 @@ def recover(
         outputs: If given, the whole model is trained once more in the end, to give the dense model's outputs (the first
             tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the divergence of logits
             (`"kl"`).
-        blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds the list.
+        blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count, as for `one_shot`.
         seed: An int that determines the order of batches.
         device, stream_memory, checkpoint, progress: As for `one_shot`.

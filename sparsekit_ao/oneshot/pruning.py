@@ -139,7 +139,7 @@ def one_shot(
             a whole tensor. These three choose the masks themselves; the report notes a score that they do not use.
             `"least_squares"` takes the sparsifier's masks and computes the best weights for them, and None leaves the
             kept weights as they are.
-        blocks: The name of the list of repeated blocks, a ModuleList or Sequential. None (default) finds it.
+        blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None (default)
             takes the `attention_mask` of batches that have one, and False counts all tokens. The mask applies to layers
             that read [batch, tokens, inputs]; convolutions and layers that read something else (such as a pooled token)

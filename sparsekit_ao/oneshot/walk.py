@@ -105,7 +105,7 @@ class Walk:
         data: CalibrationData,
         targets: Sequence[Target],  # whose inputs are recorded
         *,
-        blocks: str | None = None,  # the name of their list; None finds the one that holds most of `layers`
+        blocks: str | None = None,  # the name of their list; None finds all lists that have several of `layers`
         layers: Sequence[nn.Module] | None = None,  # None counts those of the targets
         device: Device = None,  # where blocks run; None is where their weights are
         stream_memory: float | None = None,  # bytes of the streams in memory, the rest is in files; None is no limit

@@ -67,7 +67,7 @@ class Request:
 
     @property
     def names(self) -> set[str] | None:
-        """The names for which a ratio or limit is given, or None if the call names the couplings themselves."""
+        """The names in `ratio` and `max_sparsity`, or None if the call gives the couplings themselves."""
         by_name = [numbers for numbers in (self.ratio, self.max_sparsity) if isinstance(numbers, Mapping)]
         return set[str]().union(*by_name) if self.couplings is None else None
 
