@@ -1,9 +1,9 @@
 """The chains of a model's repeated blocks: how they are found, and how the inputs of a batch move through one.
 
-Blocks of a model (a ModuleList, or a Sequential of equal modules) form a chain if each reads the first output of the one
-before, and otherwise what the first block reads, or what it has made and the others pass on. The inputs of each block
-then follow from the outputs of the one before, and the model runs once for each batch, to give the inputs of the first
-one. Layers elsewhere are recorded by running the model up to them.
+Blocks of a model (a ModuleList, or a Sequential of equal modules) form a chain if each reads the first output of the
+one before, and otherwise what the first block reads, or what it has made and the others pass on. The inputs of each
+block then follow from the outputs of the one before, and the model runs once for each batch, to give the inputs of the
+first one. Layers elsewhere are recorded by running the model up to them.
 """
 
 import copy
