@@ -437,7 +437,7 @@ class _Training:
         counted, sequences, self.typical = self._counted()
         self.holds_out, rows = counted >= ENOUGH, counted / len(middles) * whole
         steps = max(min(STEPS, rows // LEAST), rows // ROWS, 1)
-        self.parts = max(1, min(round(steps / whole), sequences // self.ranks)) * self.ranks
+        self.parts = max(1, min(round(steps / whole), sequences // len(middles) // self.ranks)) * self.ranks
         if self.ranks == 1 < self.parts and student.part(0, slice(0, None, self.parts), target(0)) is None:
             self.parts = 1  # a batch that cannot be divided would run once for each of its parts
         self.together = max(1, round(self.batches * self.parts / steps))
@@ -446,7 +446,7 @@ class _Training:
         self.optimizer, self.schedule = _optimizer(student, scaled, self.passes * pieces)
 
     def _counted(self) -> tuple[float, int, float]:
-        """Return how many rows are compared, how many sequences a batch has, and the typical squared norm of a row."""
+        """Return how many rows and how many sequences are compared, and the typical squared norm of a row."""
         norms = torch.zeros(4, dtype=torch.float64, device=self.device)
         for k in dict.fromkeys((0, *self.compared)):  # the first batch may tell the order of dimensions
             expected = self.target(k)
@@ -455,9 +455,9 @@ class _Training:
             if k in self.compared:
                 logs = squares[squares > 0].log()
                 norms[:3] += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
-        norms[3] = len(expected) if expected.ndim in (2, 3) else 1
+                norms[3] += len(expected) if expected.ndim in (2, 3) else 1
         counted, nonzero, total, sequences = _over_ranks(norms).tolist()
-        return counted, int(sequences / self.ranks), math.exp(total / max(nonzero, 1))
+        return counted, int(sequences), math.exp(total / max(nonzero, 1))
 
     def error(self, k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
         """As `_error`, of the rows of batch k that are held out or not, or of those in a part of it."""

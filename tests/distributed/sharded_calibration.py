@@ -139,7 +139,7 @@ def as_one_process(kind, folder):
     dense = Model(width=24, blocks=0)
     dense.first, dense.blocks = nn.Linear(24, 24), nn.ModuleList(Mixing(kind) for _ in range(2))
     counts = [8, 5, 1, 9, 3, 12, 7, 4] if kind == "sequences" else [8] * 8  # too few for a part, or not even, too
-    batches = [torch.randn(count, 48, 24) for count in counts]
+    batches = [torch.randn(count, 10, 24) for count in counts]  # as many steps as batches
     own, steps, trained, step, forward = batches[rank::world], [], [], torch.optim.Adam.step, Mixing.forward
 
     def seen(block, x, scale):

@@ -67,7 +67,7 @@ MUTATIONS = [
         ["test_fill_masks.py"],
     ),
     ("selection/api.py", "low < 0 or high > slots", "low < -1 or high > slots", ["test_rule.py"]),
-    ("sparsifiers/groups.py", "within = self.stage > 0", "within = self.stage > 1", ["test_fuzz.py"]),
+    ("sparsifiers/groups.py", "within_mask=self.stage > 0", "within_mask=self.stage > 1", ["test_fuzz.py"]),
     ("sparsifiers/groups.py", "    is_scheduled = True", "    is_scheduled = False", ["test_fuzz.py"]),
     ("sparsifiers/groups.py", "self.own_budgets.get(name) or", "", SPARSIFIERS),
     ("sparsifiers/groups.py", "is None or is_scheduled else", "is None else", SPARSIFIERS),
