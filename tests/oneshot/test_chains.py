@@ -223,10 +223,59 @@ def test_every_chain_is_recovered_in_one_walk_or_by_itself(model):
     assert F.mse_loss(outputs[0], outputs[2]) < 1.2 * F.mse_loss(outputs[1], outputs[2])
 
 
+class Passing(nn.Module):
+    """Blocks that pass on what no walk could train or know."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+        for block in self.blocks:
+            block.forward = functools.partial(self.run, block)
+
+    def run(self, block, *args):
+        if self.kind == "hidden states second":
+            (x,) = args
+            y = F.linear(x, block.weight)
+            return y, x + y
+        if self.kind == "two residual streams":
+            x, y = args
+            return F.linear(y, block.weight).tanh(), y + x
+        x, one, other = args  # masks that are equal in the first batch only
+        one = torch.ones_like(x[..., :1]) if one is None else one
+        other = one * float(x.abs().amax() < 50) if other is None else other
+        return x + F.linear(x, block.weight).relu() * one * (0.2 + other), one, other
+
+    def forward(self, x):
+        if self.kind == "hidden states second":
+            for block in self.blocks:
+                _, x = block(x)
+            return x
+        state = (x, x * 2) if self.kind == "two residual streams" else (x, None, None)
+        for block in self.blocks:
+            state = block(*state)
+        return state[0]
+
+
+@pytest.mark.parametrize("kind", ["hidden states second", "two residual streams", "two masks"])
+def test_blocks_that_pass_on_more_than_hidden_states_and_biases_are_no_chain(kind):
+    torch.manual_seed(0)
+    dense, data = Passing(kind), batches()
+    data[1:] = [80 * batch for batch in data[1:]]
+    _, report = prune(dense, 0.5, batches=data)
+    assert report.blocks == 0
+    same = Passing(kind)
+    same.load_state_dict(dense.state_dict())
+    recover(same, dense, data)
+    assert all(torch.equal(p, q) for p, q in zip(same.parameters(), dense.parameters(), strict=True))
+
+
 def test_a_list_by_its_name_is_the_only_chain():
     model = EncoderDecoder()
     pruned, _ = prune(model, 0.5)
     assert [row.block for row in recover(pruned, model, batches(), blocks="decoder")] == ["decoder.0", "decoder.1"]
+    model.decoder = model.decoder[:1]
+    pruned, _ = prune(model, 0.5)
+    assert [row.block for row in recover(pruned, model, batches(), blocks="decoder")] == ["decoder.0"]
 
 
 @pytest.mark.parametrize("recovers", [False, True])
