@@ -39,11 +39,6 @@ LAST = 0.2  # the learning rate at the end, after a cosine, as a fraction of the
 MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
 ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
-STEPS = 32  # a pass has so many steps, for which batches are divided or taken together
-LEAST, ROWS = (
-    64,
-    1024,
-)  # it has fewer if a step would have fewer rows than LEAST, and more if it would have more than ROWS
 LARGE = 2  # rows of dense outputs with more than LARGE times the typical norm count as if they had no more
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
@@ -143,10 +138,8 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
     blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
-    How many steps a pass has depends on the number of tokens, not on how they were batched: 32, with at least 64 and at
-    most 1,024 tokens in each. Large batches are divided into parts, and small ones are taken together. In distributed
-    training all ranks pass the same models and the same number of batches. A step takes a part of a batch of each rank,
-    so that steps are those of one process that has all batches, and gradients are summed over ranks.
+    In distributed training all ranks pass the same models and the same number of batches. A step takes a part of a
+    batch of each rank, so that steps are those of one process that has all batches, and gradients are summed over ranks.
 
     Args:
         model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
@@ -417,9 +410,8 @@ class Teacher:
 class _Training:
     """The training of a block, or the whole model (named ""), to give `target(k)` for batch k.
 
-    Steps are those of one process that has all batches: batch k of rank r is its batch k * ranks + r. How many a pass
-    has depends on the number of rows, not on how they were batched. Sequences of batches that are larger than a step
-    are divided into parts, of which each step takes one of each rank, and several small batches are taken together.
+    Steps are those of one process that has all batches, each of which is a step: batch k of rank r is its batch
+    k * ranks + r. Sequences of a batch are divided into a part for each rank.
     """
 
     def __init__(
@@ -434,30 +426,23 @@ class _Training:
         middles = {(2 * k + 1) * whole // (2 * MEASURED) for k in range(MEASURED)}
         self.compared = sorted(k // self.ranks for k in middles if k % self.ranks == self.own)
         self.device, self.orders = target(0).device, set[bool]()
-        counted, sequences, self.typical = self._counted()
-        self.holds_out, rows = counted >= ENOUGH, counted / len(middles) * whole
-        steps = max(min(STEPS, rows // LEAST), rows // ROWS, 1)
-        self.parts = max(1, min(round(steps / whole), sequences // len(middles) // self.ranks)) * self.ranks
-        if self.ranks == 1 < self.parts and student.part(0, slice(0, None, self.parts), target(0)) is None:
-            self.parts = 1  # a batch that cannot be divided would run once for each of its parts
-        self.together = max(1, round(self.batches * self.parts / steps))
+        counted, self.typical = self._counted()
+        self.holds_out, self.parts = counted >= ENOUGH, self.ranks
         self.rate, scaled = teacher.rate, teacher.rate * student.weight_rms() * (1 if name else WHOLE)
-        pieces = math.ceil(self.batches * self.parts / self.together)
-        self.optimizer, self.schedule = _optimizer(student, scaled, self.passes * pieces)
+        self.optimizer, self.schedule = _optimizer(student, scaled, self.passes * whole)
 
-    def _counted(self) -> tuple[float, int, float]:
-        """Return how many rows and how many sequences are compared, and the typical squared norm of a row."""
-        norms = torch.zeros(4, dtype=torch.float64, device=self.device)
+    def _counted(self) -> tuple[float, float]:
+        """Return how many rows are compared, and the typical squared norm of a row."""
+        norms = torch.zeros(3, dtype=torch.float64, device=self.device)
         for k in dict.fromkeys((0, *self.compared)):  # the first batch may tell the order of dimensions
             expected = self.target(k)
             rows = token_rows(expected, self.masks[k], self.orders) if expected.ndim else norms[:0, None]
             squares = rows.double().square().sum(-1)
             if k in self.compared:
                 logs = squares[squares > 0].log()
-                norms[:3] += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
-                norms[3] += len(expected) if expected.ndim in (2, 3) else 1
-        counted, nonzero, total, sequences = _over_ranks(norms).tolist()
-        return counted, int(sequences), math.exp(total / max(nonzero, 1))
+                norms += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
+        counted, nonzero, total = _over_ranks(norms).tolist()
+        return counted, math.exp(total / max(nonzero, 1))
 
     def error(self, k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
         """As `_error`, of the rows of batch k that are held out or not, or of those in a part of it."""
@@ -496,14 +481,13 @@ class _Training:
             )
         return (math.sqrt if self.metric == "mse" else float)(loss / (divisor or 1))
 
-    def step(self, several: Sequence[int], scale: float) -> None:
-        """Change the weights by the gradients of some parts of batches."""
+    def step(self, k: int, scale: float) -> None:
+        """Change the weights by the gradients of a part of a batch."""
         self.optimizer.zero_grad()
-        for k in several:
-            with torch.enable_grad():
-                part = (k + self.own) % self.parts if self.parts > 1 else None
-                loss = self.error(k // self.parts, False, part)[0] / scale
-            self.student.add_gradients(loss)
+        with torch.enable_grad():
+            part = (k + self.own) % self.parts if self.parts > 1 else None
+            loss = self.error(k // self.parts, False, part)[0] / scale
+        self.student.set_gradients(loss)
         if not all(is_finite(w.grad) for w in self.student.weights.values() if w.grad is not None):
             self.optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
         self.optimizer.step()
@@ -521,8 +505,8 @@ class _Training:
         try:
             for number in range(1, self.passes + 1):
                 pieces = torch.randperm(self.batches * self.parts, generator=self.draws, device="cpu")
-                for several in pieces.split(self.together):
-                    self.step(several.tolist(), scale)
+                for k in pieces.tolist():
+                    self.step(k, scale)
                 if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured
                     continue
                 after = self.measured()
@@ -652,16 +636,15 @@ class _Student(nn.Module):
         squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
         return math.sqrt(squares / max(count, 1)) or 1.0
 
-    def add_gradients(self, loss: Tensor) -> None:
-        """Add the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
+    def set_gradients(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
         if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
         gradients = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
         for name, weight in self.weights.items():
             gradient = gradients.pop(0)  # popped, so that its memory is freed in this iteration
             gradient = torch.zeros_like(weight) if gradient is None else gradient  # every rank must reduce it
-            gradient = _over_ranks(gradient * self.kept[name] if name in self.kept else gradient)
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            weight.grad = _over_ranks(gradient * self.kept[name] if name in self.kept else gradient)
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""

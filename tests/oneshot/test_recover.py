@@ -536,15 +536,3 @@ def test_gradients_beyond_the_range_of_float16_are_skipped(scale):
     pruned, report = prune(dense, 0.5, batches=[torch.randn(32, 16).half()], recover=True)
     assert len(report.recovery) == 3 and all(row.after <= row.before for row in report.recovery)
     assert all(bool(p.isfinite().all()) for p in pruned.parameters())
-
-
-@pytest.mark.parametrize("blocks", [2, 3])
-def test_how_data_are_batched_hardly_matters(blocks):
-    sparsifier, dense, batches = pruned(blocks=blocks)
-    rows, errors = torch.cat(batches), []
-    for size in (8, 32, 128, len(rows)):
-        model = copy.deepcopy(sparsifier.model)
-        report = recover(model, dense, rows.split(size))
-        assert all(row.after < row.before for row in report)
-        errors.append(distance(dense, model, batches))
-    assert max(errors) < 1.1 * min(errors), errors
