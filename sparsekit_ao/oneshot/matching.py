@@ -138,8 +138,8 @@ def recover(
     may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
     blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
 
-    In distributed training all ranks pass the same models and the same number of batches. A step takes a part of a batch
-    of each rank, so that steps are those of one process with all batches, and gradients are summed over ranks.
+    In distributed training all ranks pass the same models and the same number of batches. A step takes a part of one
+    batch of each rank, so that steps are those of one process with all batches, and gradients are summed over ranks.
 
     Args:
         model: The pruned model, which is changed in place. It may be masked, squashed, or made smaller by `shrink` or
