@@ -427,7 +427,7 @@ class _Training:
         self.compared = sorted(k // self.ranks for k in middles if k % self.ranks == self.own)
         self.device, self.orders = target(0).device, set[bool]()
         counted, self.typical = self._counted()
-        self.holds_out, self.parts = counted >= ENOUGH, self.ranks
+        self.holds_out = counted >= ENOUGH
         self.rate, scaled = teacher.rate, teacher.rate * student.weight_rms() * (1 if name else WHOLE)
         self.optimizer, self.schedule = _optimizer(student, scaled, self.passes * whole)
 
@@ -448,7 +448,7 @@ class _Training:
         """As `_error`, of the rows of batch k that are held out or not, or of those in a part of it."""
         with torch.no_grad():
             expected = self.target(k)
-        kept = slice(part, None, self.parts)
+        kept = slice(part, None, self.ranks)
         actual = None if part is None else self.student.part(k, kept, expected)
         is_divided = actual is not None
         actual = self.student.output(k) if actual is None else actual
@@ -485,8 +485,8 @@ class _Training:
         """Change the weights by the gradients of a part of a batch."""
         self.optimizer.zero_grad()
         with torch.enable_grad():
-            part = (k + self.own) % self.parts if self.parts > 1 else None
-            loss = self.error(k // self.parts, False, part)[0] / scale
+            part = (k + self.own) % self.ranks if self.ranks > 1 else None
+            loss = self.error(k // self.ranks, False, part)[0] / scale
         self.student.set_gradients(loss)
         if not all(is_finite(w.grad) for w in self.student.weights.values() if w.grad is not None):
             self.optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
@@ -504,7 +504,7 @@ class _Training:
         scale = float(total / rows.clamp(min=1)) or 1.0
         try:
             for number in range(1, self.passes + 1):
-                pieces = torch.randperm(self.batches * self.parts, generator=self.draws, device="cpu")
+                pieces = torch.randperm(self.batches * self.ranks, generator=self.draws, device="cpu")
                 for k in pieces.tolist():
                     self.step(k, scale)
                 if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured

@@ -1,4 +1,4 @@
-"""`Request`: the arguments of `shrink`, checked, and the models and data that follow from them."""
+"""`ShrinkRequest`: the arguments of `shrink`, checked, and the models and data that follow from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from .verify import Reference
 
 
 @dataclass(kw_only=True, eq=False)
-class Request:
+class ShrinkRequest:
     """The arguments of a call of `shrink`, checked, and what follows from them.
 
     Attributes:

@@ -19,7 +19,7 @@ from ..models.names import connected, named_tensors, owner_of
 from ..models.running import eval_mode
 from ..oneshot.matching import refuse_unfit
 from ..oneshot.walk import Walk
-from .arguments import Request
+from .arguments import ShrinkRequest
 from .compaction import check_names
 from .plan import LIMIT, Plan, active, with_own_names, without_layers
 from .remove import plain_tensors
@@ -87,7 +87,7 @@ def numbers_of_layers(
     return [[number(plan, bound) for bound in plan.bound] for plan in plans]
 
 
-def with_numbers(request: Request, plans: Sequence[Plan]) -> list[Plan]:
+def with_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
     """Give all plans their level, limit and multiple; those whose layers are given different ones are divided."""
     ratio = request.ratio if request.cost_of is None else request.level
     arguments = {"ratio": ratio, "max_sparsity": request.max_sparsity, "multiple_of": request.multiple_of}
@@ -129,7 +129,7 @@ def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def inside_blocks(request: Request, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
+def inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
     """Leave out layers of plans whose units pass between the blocks with most of the `layers`, or leave the last."""
     # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
     # modules of several places, the outputs of the blocks between them have its units.
@@ -163,7 +163,7 @@ def inside_blocks(request: Request, plans: Sequence[Plan], layers: Iterable[str]
     return without_layers(plans, why_not)
 
 
-def that_config_holds(request: Request, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
+def that_config_holds(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
     """Leave out the plans whose removal the config of a transformers model cannot hold; return whether this was done.
 
     It is done with keep_config=True, even if nothing remains. With None, it is done if the call leaves open what is
@@ -176,7 +176,7 @@ def that_config_holds(request: Request, plans: Sequence[Plan]) -> tuple[list[Pla
     return held if is_kept else [*plans], is_kept
 
 
-def _held_by_config(request: Request, plans: Sequence[Plan]) -> list[Plan]:
+def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans, by trials of each; those whose removal the config cannot hold are left out.
 
     With one budget, plans may later keep any multiple of their `multiple`. It is then raised until the config can
@@ -264,7 +264,7 @@ def _removed_parameters(model: nn.Module, plans: Collection[Plan], places: Mappi
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())
 
 
-def divided_by_size(request: Request, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
+def divided_by_size(request: ShrinkRequest, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
     """Divide plans whose layers differ in size into layers, or all if one budget may give each layer its own number."""
     may_differ = request.keep_config is False or (request.is_open and not keeps_config)
     each = request.cost_of is not None and (may_differ or not hasattr(request.model, "config"))

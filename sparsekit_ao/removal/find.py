@@ -23,7 +23,7 @@ from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
 from .plan import Plan, active, with_own_names, without_layers
 from .remove import check_multiple
-from .trials import Failures, Trials, count_kept, divided, with_random_units
+from .trials import Failures, Trials, count_kept, found_together, with_random_units
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
@@ -170,7 +170,7 @@ def _tried(
 
         def tried_in(twin: Twin) -> list[Plan] | None:
             try:
-                found = divided(twin.model, twin.plans, partial(make_trials, twin.model))
+                found = found_together(twin.model, twin.plans, partial(make_trials, twin.model))
                 found = [plan if plan.left_out else twin.in_whole(plan, model) for plan in found]
                 trials = make_trials(model, active(found)) if verify_whole else None
             except SparsityError:  # such as: the twin, or the whole model, does not run
@@ -182,7 +182,7 @@ def _tried(
         if found is None and not may_try_whole:
             return None
         if found is None:
-            found = divided(model, to_try, partial(make_trials, model))
+            found = found_together(model, to_try, partial(make_trials, model))
     found = without_layers(found, partial(_why_excluded, excluded=excluded))
     return [*(plan for plan in plans if plan.left_out), *found]
 

@@ -15,14 +15,14 @@ from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import Teacher
 from ..oneshot.solving import LayerRow, Layers
 from ..oneshot.walk import Walk, checkpoint_of
-from .arguments import Request
+from .arguments import ShrinkRequest
 from .compaction import verified
 from .plan import Plan, removals_of
 from .removal_report import Compaction
 from .remove import Removal, kept_elements, masked_copy, plain_tensors
 
 
-def compensated(request: Request, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
+def compensated(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
     """Return the smaller model, whose weights make up for the removed units, and its report."""
     removals = removals_of(plans)
     better, rows = _best_weights(request.model, removals, request.data)
@@ -68,7 +68,7 @@ def _best_weights(
     return copied, walk.run("shrink", layers)[0] if walk.reached else []
 
 
-def recovered(request: Request, small: nn.Module, report: Compaction, layers: Iterable[str]) -> Compaction:
+def recovered(request: ShrinkRequest, small: nn.Module, report: Compaction, layers: Iterable[str]) -> Compaction:
     """Train the blocks that have most of these layers in place, if asked for; return the report with output errors."""
     data = replace(request.data, model=small)
     if request.recover:

@@ -16,7 +16,7 @@ from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms
 from ..structure import sparsity_to_nnz
-from .arguments import Request
+from .arguments import ShrinkRequest
 from .compaction import compared, verified, without_units
 from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
 from .removal_report import Compaction
@@ -169,7 +169,7 @@ class Trials:
         return plans
 
 
-def divided(
+def found_together(
     model: nn.Module, plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]
 ) -> list[Plan]:
     """Divide plans by trials into those that can be carried out together, and those that are left out, with the reason.
@@ -213,7 +213,7 @@ def divided(
 
 
 def removed_together(
-    request: Request, plans: Sequence[Plan], keeps_config: bool
+    request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
 ) -> tuple[list[Plan], nn.Module, Compaction]:
     """Remove the units of the lowest scores, and leave plans out until the others can be carried out together."""
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
