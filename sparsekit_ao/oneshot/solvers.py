@@ -19,10 +19,10 @@ from ..scores import joint_saliency
 from ..selection import keep_mask
 
 CG_STEPS = 30
-FEW_STEPS = 10  # of conjugate gradients, for the weights at which ADMM starts, and from those at which it ends
-ADMM_STEPS = 27
+FEW_STEPS = 5  # of conjugate gradients, for the weights at which ADMM starts, and from those at which it ends
+ADMM_STEPS = 18
 RHO = 0.1  # first penalty, for a Gram matrix with unit diagonal
-GROWTH, EVERY = 2.0, 9  # the penalty grows by this factor every so often; each time, a matrix is factorized anew
+GROWTH, EVERY = 1.5, 3  # the penalty grows by this factor every so often; each time, a matrix is factorized anew
 # SparseGPT compensates the columns to the right after every WIDTH columns. Without N:M, these are also its scopes.
 WIDTH = 128
 TOGETHER = 8  # without N:M, as many columns are compensated among themselves before those after them
