@@ -1,11 +1,12 @@
 """Reports that are tables of rows, which can be read as data, as aligned text and as CSV."""
 
 import csv
+import inspect
 import io
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +35,30 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
     widths = [max(map(len, column)) for column in columns]
     pads = [str.rjust if k in right else str.ljust for k in range(len(columns))]
     return ["  ".join(pad(cell, n) for pad, cell, n in zip(pads, cells, widths, strict=True)) for cells in lines]
+
+
+def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return a call as text, without arguments that have their default; "..." stands for models and data.
+
+    >>> call_text(sparsekit_ao.prune, {"model": torch.nn.Linear(2, 2), "pattern": "2:4", "recover": False})
+    "prune(..., pattern='2:4')"
+    """
+    parts = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        value = arguments.get(name, parameter.default)
+        text = repr(value) if _is_plain(value) else "..."
+        if value is not parameter.default and text != repr(parameter.default):
+            parts.append(text if parameter.default is parameter.empty else f"{name}={text}")
+    return f"{function.__name__}({', '.join(parts)})"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, a dataclass such as a score, or a list or mapping of these."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float)) or is_dataclass(value)
 
 
 class Table(Sequence[Row], Generic[Row]):

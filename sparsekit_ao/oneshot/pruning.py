@@ -21,7 +21,7 @@ from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config
 from ..sparsifiers.scope import ScopeSparsifier
-from ..tables import Table, lines_of_error
+from ..tables import Table, call_text, lines_of_error
 from .chain import CalibrationData
 from .matching import RecoveryReport, Teacher, check_ranks
 from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
@@ -46,6 +46,7 @@ class OneShotReport(Table[LayerRow]):
         tokens: How many tokens counted, as text; "" if all did.
         error_to_dense: The relative error of the pruned model's outputs on the first batch to those of the dense model;
             see `RecoveryReport`.
+        call: The call of `prune` as text, for a model card.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -62,6 +63,7 @@ class OneShotReport(Table[LayerRow]):
     weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
     error_to_dense: float = math.nan
+    call: str = ""
     bars = ("before", "after")
 
     @property
@@ -266,7 +268,7 @@ def prune(
     >>> int((pruned[0].weight == 0).sum()), int((model[0].weight == 0).sum()), [row.density for row in report]
     (256, 0, [0.5, 0.5])
     """
-    start = time.perf_counter()
+    call, start = call_text(prune, locals()), time.perf_counter()
     checked_model(model, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
@@ -306,7 +308,7 @@ def prune(
     options = {"device": device, "stream_memory": stream_memory}
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    report = replace(report, left_out=resolved.skipped)
+    report = replace(report, left_out=resolved.skipped, call=call)
     _warn_of_dense(report)
     return pruned, report
 

@@ -90,6 +90,7 @@ class Compaction(Table[KeptUnits]):
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
             batch or the example inputs; set by `shrink`. See `RecoveryReport`.
+        call: The call of `shrink` as text, for a model card.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -119,6 +120,7 @@ class Compaction(Table[KeptUnits]):
     compensation: tuple[LayerRow, ...] = ()
     recovery: RecoveryReport | None = None
     error_to_dense: float = math.nan
+    call: str = ""
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:

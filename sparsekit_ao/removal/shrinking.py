@@ -1,6 +1,7 @@
 """`shrink`: find what can be removed, choose and score units, remove the lowest ones from a copy, and verify it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from ..models.progress import phases
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
+from ..tables import call_text
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .find import find_plans
@@ -119,7 +121,8 @@ def shrink(
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
     """
-    request = ShrinkRequest(**locals())
+    arguments = locals()
+    request = ShrinkRequest(**arguments)
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
@@ -146,4 +149,5 @@ def shrink(
         small, report = compensated(request, active(plans))
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, small, discovery, plans, request.cost_of is not None)
+    report = replace(report, call=call_text(shrink, arguments))
     return small, recovered(request, small, report, layers)
