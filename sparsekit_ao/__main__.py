@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
             continue
         command.add_argument("--data", type=Path, help="text, or JSON lines whose field 'text' is a document")
         command.add_argument("--tokens", type=int, default=32768, help="to calibrate on, at most (default: 32768)")
-        command.add_argument("--length", type=int, default=256, help="tokens of a window (default: 256)")
+        command.add_argument(
+            "--length", type=int, help="tokens of a window (default: 256, or the most that the model takes)"
+        )
         command.add_argument("--recipe", type=Path, help=f"a YAML file with arguments of `{name}`")
         command.add_argument("--out", type=Path, help="the folder to write")
         command.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
@@ -78,8 +80,6 @@ def _run(args: argparse.Namespace) -> None:
         raise SparsityError("give --out, the folder to write, or --dry-run")
     if args.out is not None and args.out.resolve() == args.folder.resolve():
         raise SparsityError(f"--out is {args.folder}, the folder of the dense model; give another one")
-    if not 2 <= args.length <= args.tokens:
-        raise SparsityError(f"--length must be from 2 to --tokens, got {args.length} and {args.tokens}")
     if (args.folder / MANIFEST).exists():
         raise SparsityError(f"the config in {args.folder} does not describe its model; begin with the dense model")
     with tempfile.TemporaryDirectory() as offload_folder:
@@ -165,9 +165,10 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
     if model.config.is_encoder_decoder or not getattr(tokenizer, "is_fast", False):
         kind = "decoder or an encoder" if model.config.is_encoder_decoder else "model with a fast tokenizer"
         raise SparsityError(f"--data needs a {kind}, got {type(model).__name__} with {type(tokenizer).__name__}")
-    longest = getattr(model.config, "max_position_embeddings", None) or args.length
-    if args.length > longest:
-        raise SparsityError(f"--length is {args.length}, but the model takes at most {longest} tokens")
+    longest = min(args.tokens, getattr(model.config, "max_position_embeddings", None) or args.tokens)
+    length = min(256, longest) if args.length is None else args.length
+    if not 2 <= length <= longest:
+        raise SparsityError(f"--length must be from 2 to {longest} (--tokens, or the model's maximum), got {length}")
     try:
         text = args.data.read_text("utf-8")
         documents = [text] if args.data.suffix not in (".jsonl", ".json") else []
@@ -187,15 +188,15 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
     found = []
     for text, most in ((used, args.tokens), (held_out, args.tokens // 4)):
         # Each window gets the tokens that the tokenizer adds to a text, such as [CLS] and [SEP].
-        ids = tokenizer(text, truncation=True, max_length=args.length, return_overflowing_tokens=True)["input_ids"]
-        whole = torch.tensor([window for window in ids if len(window) == args.length])
+        ids = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+        whole = torch.tensor([window for window in ids if len(window) == length])
         if len(whole) == 0:
             raise SparsityError(
                 f"--data: {args.data} is too short: the part to calibrate on and the tenth that is held out must have "
-                f"{args.length} tokens each; give more text, or a smaller --length"
+                f"{length} tokens each; give more text, or a smaller --length"
             )
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-        found.append(whole[order[: max(1, most // args.length)]])
+        found.append(whole[order[: max(1, most // length)]])
     return found[0], found[1]
 
 

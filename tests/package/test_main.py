@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import shutil
+from pathlib import Path
 
 import hf_models
 import pytest
@@ -104,6 +107,20 @@ def test_a_recipe_takes_the_names_of_the_call_and_the_command_line_comes_first(l
     assert seen == {**expected, "batches": None, "dry_run": True}
 
 
+def test_the_commands_of_the_page_run(llama, data, tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent.parent / "docs/start.md").read_text()
+    shutil.copytree(llama, tmp_path / "SmolLM2")
+    shutil.copy(data, tmp_path / "text.txt")
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^python -m sparsekit_ao (.+)$", page, re.MULTILINE)
+    assert len(commands) == 4 and [command.main(line.split()) for line in commands] == [0] * 4
+    pruned, small = (AutoModelForCausalLM.from_pretrained(name) for name in ("SmolLM2-2-4", "SmolLM2-small"))
+    assert bool((pruned.model.layers[0].mlp.up_proj.weight.view(-1, 4) == 0).sum(1).ge(2).all())
+    assert small.config.intermediate_size < pruned.config.intermediate_size
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -112,7 +129,7 @@ def test_a_recipe_takes_the_names_of_the_call_and_the_command_line_comes_first(l
         (["prune", "LLAMA", "--out", "LLAMA"], "the folder of the dense model"),
         (["prune", "nowhere", "--out", "OUT"], "there is no file or folder nowhere"),
         (["prune", "DATA", "--out", "OUT"], "is not a checkpoint that transformers reads"),
-        (["prune", "LLAMA", "--data", "DATA", "--length", "1000", "--out", "OUT"], "at most 64 tokens"),
+        (["prune", "LLAMA", "--data", "DATA", "--length", "1000", "--out", "OUT"], "--length must be from 2 to 64"),
         (["prune", "LLAMA", "--data", "LLAMA/model.safetensors", "--length", "16", "--out", "OUT"], "must be text"),
         (["prune", "LLAMA", "--recipe", "DATA", "--out", "OUT"], "must hold names and values"),
         (["prune", "LLAMA", "--recipe", "RECIPE", "--out", "OUT"], "Did you mean 'sparsity_level'?"),
