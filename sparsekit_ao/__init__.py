@@ -11,7 +11,7 @@ from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
 from .oneshot import one_shot, prune, recover
-from .removal import shrink
+from .removal import shrink, shrink_vocabulary
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
 from .structure import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
@@ -55,6 +55,7 @@ __all__ = [
     "schedules",
     "scores",
     "shrink",
+    "shrink_vocabulary",
 ]
 
 
