@@ -155,8 +155,8 @@ def one_shot(
         checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
             as it was before, also in a new process. It continues from there; on the same machine and with the same
             number of threads, the result is bit-identical. In distributed training, every rank must see the folder.
-        progress: If True (default), show a progress bar on a terminal, or else a line for each block in the logger
-            `sparsekit_ao`.
+        progress: If True (default), show a progress bar on a terminal or in a notebook, or else a line for each block
+            (at most ten lines for a model without blocks) in the logger `sparsekit_ao`.
 
     Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
     layer changes. Each layer is then compensated by least squares when the pass reaches it, on inputs that were

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..coupling import Coupling
 from ..errors import with_hints
-from ..models.progress import phases
+from ..models.progress import hidden_if_asked, phases
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
@@ -25,6 +25,7 @@ from .trials import removed_together
 
 @kept_generators()
 @with_hints
+@hidden_if_asked
 def shrink(
     model: nn.Module,
     example_inputs: Any = None,
@@ -42,6 +43,7 @@ def shrink(
     max_sparsity: float | Mapping[str, float] | None = None,
     multiple_of: int | Mapping[str, int] | None = None,
     keep_config: bool | None = None,
+    progress: bool = True,
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
 
@@ -100,6 +102,7 @@ def shrink(
         keep_config: Whether to leave out what the config cannot hold. None (default) does so for a transformers model
             whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
             says what is dropped.
+        progress: If True (default), show progress, as `one_shot` does. Bars of quick work appear for large models only.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -122,7 +125,7 @@ def shrink(
     (8, 16, True)
     """
     arguments = locals()
-    request = ShrinkRequest(**arguments)
+    request = ShrinkRequest(**{name: value for name, value in arguments.items() if name != "progress"})
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(

@@ -64,9 +64,10 @@ def shrink_vocabulary(
             f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3]}"
         )
     encoded = [tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts]
-    configs = [getattr(module, "config", None) for module in small.modules()]
-    configs += [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
-    configs = [vars(one) for one in (*configs, getattr(small, "generation_config", None)) if one is not None]
+    owners: list[Any] = [getattr(module, "config", None) for module in small.modules()]
+    owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
+    owners.append(getattr(small, "generation_config", None))
+    configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
     kept = {*(itertools.chain(*encoded) if texts else items), *itertools.chain(*map(_ids_in, configs))}
     data, reason = None, ""
     if tokenizer is not None:
@@ -80,7 +81,7 @@ def shrink_vocabulary(
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
     _cut_model(small, count, new)
-    for config in {id(config): config for config in configs}.values():
+    for config in configs:
         for name in filter(_IDS.fullmatch, config):
             value = config[name]
             config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
