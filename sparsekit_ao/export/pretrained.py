@@ -61,7 +61,8 @@ def save_pretrained(
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `prune`, `shrink` or `compact` returned. With that of `prune`, no masks are written.
         path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
-        evaluation: For the card, {what was measured: (number of the dense model, number of this one)}.
+        evaluation: For the card, {what was measured: (number of the dense model, number of this one)}, in addition to
+            what `evaluate=` of `prune` or `shrink` has put into the report.
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
@@ -105,7 +106,8 @@ def save_pretrained(
             for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
         save = _save_compacted if isinstance(sparsifier, Compaction) else _save_masked
-        return save(model, sparsifier, Path(path), evaluation or {}, **kwargs)  # type: ignore[arg-type]
+        measured = {**(getattr(sparsifier, "evaluation", None) or {}), **(evaluation or {})}
+        return save(model, sparsifier, Path(path), measured, **kwargs)  # type: ignore[arg-type]
 
 
 def _save_masked(
