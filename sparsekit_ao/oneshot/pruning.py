@@ -4,16 +4,16 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..calibration import GRADIENTS, Recorder, other_matrices
-from ..errors import SparsityError, by_reason, checked_model, with_hints
-from ..masking.normalized import copy_of, redo_weight_norms, refuse_uncopyable, undo_weight_norms
+from ..errors import SparsityError, checked_model, with_hints
+from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
 from ..models.running import TokenMask
@@ -21,17 +21,16 @@ from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config
 from ..sparsifiers.scope import ScopeSparsifier
-from ..tables import Table, lines_of_error
+from ..tables import lines_of_error
 from .chain import CalibrationData
+from .dry import DryRun, planned_run
 from .matching import RecoveryReport, Teacher, check_ranks
-from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
+from .solving import CoverageTable, LayerRow, Layers, Scoring, check_method, warn_of_unreached
 from .walk import Walk, check_options, checkpoint_of
-
-SHOWN = 6  # names of dense weights in a report
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneShotReport(Table[LayerRow]):
+class OneShotReport(CoverageTable[LayerRow]):
     """What `one_shot` or `prune` did to each layer; prints as a table, and `plot` draws it.
 
     Attributes:
@@ -58,24 +57,9 @@ class OneShotReport(Table[LayerRow]):
     seconds: float
     blocks: int | None = 0
     recovery: RecoveryReport | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
     error_to_dense: float = math.nan
     bars = ("before", "after")
-
-    @property
-    def dense(self) -> list[str]:
-        """The names of the weights that have no row in the report."""
-        pruned = {row.tensor for row in self.rows}
-        return [name for name in self.weights if name not in pruned]
-
-    @property
-    def coverage(self) -> float:
-        """The fraction of the elements of `weights` that have a row in the report; NaN if `weights` is empty."""
-        dense = set(self.dense)
-        covered = sum(numel for name, numel in self.weights.items() if name not in dense)
-        return covered / sum(self.weights.values()) if self.weights else math.nan
 
     def metrics(self) -> dict[str, float]:
         """Return {"output_error/<tensor>": ..., "seconds": ...} for any logger."""
@@ -94,14 +78,10 @@ class OneShotReport(Table[LayerRow]):
         how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
         how = "without batches" if self.blocks is None else how
         notes = [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
-        if self.weights:
-            dense = by_pattern(self.dense)
-            shown = [*dense[:SHOWN], *([f"{len(dense) - SHOWN} more"] if len(dense) > SHOWN else [])]
-            left = f"; left dense: {', '.join(shown)}" if dense else ""
-            notes.append(f"covers {self.coverage:.1%} of the weights{left}")
+        notes += self.lines_of_coverage()
         notes += [self.tokens] if self.tokens and self.recovery is None else []
         notes += [] if self.recovery is None else [str(self.recovery)]
-        return [*notes, *(f"left out: {names}: {why}" for names, why in by_reason(self.left_out))]
+        return [*notes, *self.lines_left_out()]
 
 
 @with_hints
@@ -225,7 +205,8 @@ def prune(
     stream_memory: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
-) -> tuple[nn.Module, OneShotReport]:
+    dry_run: bool = False,
+) -> tuple[nn.Module, Any]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
     Recurrent layers and packed experts are pruned too and, with batches, all other parameters that matrix products use.
@@ -252,6 +233,9 @@ def prune(
             one is pruned; see `recover`. False by default.
         inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
+        dry_run: If True, return the model itself, unchanged, and a `oneshot.DryRun`, which says what the call would do,
+            and what time and memory it would take. One block or layer is pruned on one batch for this, and put back.
+            No checkpoint is read or written. False by default.
 
     Returns:
         The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what
@@ -285,9 +269,10 @@ def prune(
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())
     if batches is not None:
         data = CalibrationData.checked(model, batches, forward, token_mask, "prune")
-    pruned = model if inplace else copy_of(model)
+    all_data, data = data, data.one_batch()[0] if dry_run and batches is not None else data
+    pruned = model if inplace else plain_copy(model) if dry_run else copy_of(model)
     twin = dict(zip(model.modules(), pruned.modules(), strict=True))
-    normed = () if inplace else undo_weight_norms(pruned)
+    normed = () if inplace or pruned is model else undo_weight_norms(pruned)
     if isinstance(exclude, (list, tuple)):
         exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
     data = replace(data, model=pruned)
@@ -302,8 +287,13 @@ def prune(
     layers.check(has_data=batches is not None)
     if is_elsewhere(pruned):
         check_ranks(data)
-    teacher = Teacher(None, data) if recover else None
     options = {"device": device, "stream_memory": stream_memory}
+    if dry_run:
+        plan = _planned(layers, data, all_data, recover, not inplace, options, start)
+        plan = replace(plan, left_out=resolved.skipped)
+        _warn_of_dense(plan)
+        return model, plan
+    teacher = Teacher(None, data) if recover else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
     report = replace(report, left_out=resolved.skipped)
@@ -329,16 +319,7 @@ def _pruned(
     saved = checkpoint_of(data, checkpoint, caller, *about)
     is_compared = caller == "prune" and bool(data.batches)  # with `one_shot`, the model may have masks before
     dense_output = data.first_output() if is_compared else None
-    targets = [layers.target(name) for name in layers.groups] if data.batches else []
-    walk = Walk(data, [target for target in targets if target.needs], **options)
-    warn_of_unreached(walk.unreached, caller)
-    recorded = {target.name for target, _ in walk.reached}
-    unrecorded = [name for name in layers.groups if name not in recorded]
-    unreached = {target.name for target in walk.unreached if target.adapter is not None}
-    for name in unrecorded:
-        note = "" if layers.method is None else "no inputs recorded: not compensated"
-        note = "not reached by any batch" if name in unreached else note
-        layers.notes[name] = note if data.batches else "no batches"
+    walk, unrecorded = _walk_of(layers, data, options)
     if layers.shared:
         scoring = Scoring(layers, layers.shared, is_elsewhere(data.model))
         walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
@@ -359,6 +340,36 @@ def _pruned(
     )
 
 
+@torch.no_grad()
+def _planned(
+    layers: Layers,
+    data: CalibrationData,
+    all_data: CalibrationData,
+    recover: bool,
+    copies: bool,
+    options: dict[str, Any],
+    start: float,
+) -> DryRun:
+    """Return what `prune` would do with all data, found with one batch."""
+    walk, unrecorded = _walk_of(layers, data, options)
+    return planned_run(layers, walk, unrecorded, all_data, recover, copies, start)
+
+
+def _walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> tuple[Walk, list[str]]:
+    """Return a walk over layers, and those of which it records no inputs; `layers.notes` then says why."""
+    targets = [layers.target(name) for name in layers.groups] if data.batches else []
+    walk = Walk(data, [target for target in targets if target.needs], **options)
+    warn_of_unreached(walk.unreached, layers.caller)
+    recorded = {target.name for target, _ in walk.reached}
+    unrecorded = [name for name in layers.groups if name not in recorded]
+    unreached = {target.name for target in walk.unreached if target.adapter is not None}
+    for name in unrecorded:
+        note = "" if layers.method is None else "no inputs recorded: not compensated"
+        note = "not reached by any batch" if name in unreached else note
+        layers.notes[name] = note if data.batches else "no batches"
+    return walk, unrecorded
+
+
 def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[TensorGroup]:
     """Return config entries for weights that products of the first batch read, but no module class reveals."""
     of_classes = {entry["tensor_fqn"] for entry in make_config(data.model)}
@@ -369,7 +380,7 @@ def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[Tenso
     return entries
 
 
-def _warn_of_dense(report: OneShotReport) -> None:
+def _warn_of_dense(report: OneShotReport | DryRun) -> None:
     """Warn if less than half of the weights that were not excluded have been pruned."""
     asked = {name: n for name, n in report.weights.items() if "exclude[" not in report.left_out.get(name, "")}
     dense = [name for name in report.dense if name in asked]

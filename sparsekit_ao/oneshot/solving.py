@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from .. import masking
 from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target
 from ..calibration.gram import damped_gram, divided, is_finite, power_of_two
 from ..distributed import copy_values, has_process_group, is_sharded, rank
-from ..errors import SparsityError
-from ..models.names import connected
+from ..errors import SparsityError, by_reason
+from ..models.names import by_pattern, connected
 from ..scores import needs_of
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, choose_masks, groups_by_name, labels_of
+from ..tables import Row, Table
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_errors
 
 METHODS = (None, "least_squares", *SOLVERS)
@@ -29,6 +30,7 @@ UNSEEN = (
     "no inputs recorded, as no product of the forward with this weight is of a known kind (it may be one of groups): "
     "pruned by magnitude where the score needs inputs, not compensated"
 )
+SHOWN = 6  # names of dense weights in a report
 Masks = Mapping[str, Tensor]
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
@@ -56,6 +58,44 @@ class LayerRow:
     density: float
     seconds: float
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageTable(Table[Row]):
+    """A table of pruned tensors that says what share of a model's weights they are.
+
+    Attributes:
+        left_out: {tensor: why `prune` leaves it out}.
+        weights: {tensor: number of elements} of all weights that layers multiply by, except embeddings. The report says
+            what share of them is pruned, and which are dense.
+    """
+
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def dense(self) -> list[str]:
+        """The names of the weights that have no row in the report."""
+        pruned = {row.tensor for row in self.rows}  # type: ignore[attr-defined]
+        return [name for name in self.weights if name not in pruned]
+
+    @property
+    def coverage(self) -> float:
+        """The fraction of the elements of `weights` that have a row in the report; NaN if `weights` is empty."""
+        dense = set(self.dense)
+        covered = sum(numel for name, numel in self.weights.items() if name not in dense)
+        return covered / sum(self.weights.values()) if self.weights else math.nan
+
+    def lines_of_coverage(self) -> list[str]:
+        """Return what share of the weights is pruned, and which are left dense."""
+        dense = by_pattern(self.dense)
+        shown = [*dense[:SHOWN], *([f"{len(dense) - SHOWN} more"] if len(dense) > SHOWN else [])]
+        left = f"; left dense: {', '.join(shown)}" if dense else ""
+        return [f"covers {self.coverage:.1%} of the weights{left}"] if self.weights else []
+
+    def lines_left_out(self) -> list[str]:
+        """Return which tensors are left out, and why."""
+        return [f"left out: {names}: {why}" for names, why in by_reason(self.left_out)]
 
 
 def check_method(method: object, caller: str) -> None:
@@ -163,6 +203,13 @@ class Layers:
         if adapter is not None and adapter.has_gram:
             needs.append("input_square" if self.method is None else "input_gram")
         return self.recorder.target(name, needs)
+
+    def planned(self, name: str) -> tuple[str, float]:
+        """Return the structure of a tensor as text, and the fraction of its elements that its mask is going to keep."""
+        weight = torch.zeros(self.recorder.target(name, ()).shape, device="cpu")
+        layer = Layer(target=self.target(name), statistics=None, weight=weight, pruning_groups=self._single[name])
+        mask = _mask_of(layer, self.groups, lambda p: ({spec.view.param: weight for spec in p.specs.values()}, 2))
+        return ", then ".join(p.pattern(name) for p in layer.pruning_groups), float(mask.float().mean())
 
     @contextmanager
     def masks(self, names: Collection[str]) -> Iterator[None]:
@@ -350,9 +397,9 @@ def warn_of_unreached(targets: Sequence[Target], caller: str) -> None:
     if without_adapter := [t for t in targets if t.adapter is None]:
         kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
         names = ", ".join(t.name for t in without_adapter)
-        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=6)
+        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=7)
     if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
-        warnings.warn(f"{caller}: no batch reached {unreached}; they are {how}, not compensated", stacklevel=6)
+        warnings.warn(f"{caller}: no batch reached {unreached}; they are {how}, not compensated", stacklevel=7)
 
 
 def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:

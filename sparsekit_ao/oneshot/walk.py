@@ -125,6 +125,7 @@ class Walk:
         inside = {id(module) for block in self.blocks for module in block.modules()}
         self.outside = [names[id(layer)] for layer in dict.fromkeys(layers) if id(layer) not in inside]
         # With a device, streams are kept on the CPU, so that the device has room for one block and one batch.
+        self.stream_memory = stream_memory
         self._kept_options = None if device is None else "cpu", stream_memory
         self.kept = Kept(*self._kept_options)
         # Whether weights are changed where they are, so that an error must put them back.
