@@ -18,7 +18,7 @@ from .plan import active
 from .recovery import compensated, recovered
 from .removal_report import Compaction, with_reasons
 from .score import Cost, scored
-from .trials import removed_together
+from .trials import planned_together, removed_together
 
 
 @kept_generators()
@@ -40,6 +40,7 @@ def shrink(
     max_sparsity: float | Mapping[str, float] | None = None,
     multiple_of: int | Mapping[str, int] | None = None,
     keep_config: bool | None = None,
+    dry_run: bool = False,
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
 
@@ -98,6 +99,9 @@ def shrink(
         keep_config: Whether to leave out what the config cannot hold. None (default) does so for a transformers model
             whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
             says what is dropped.
+        dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
+            be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Whether couplings
+            can be removed is tried in a short model, but not in the whole one. False by default.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -118,6 +122,9 @@ def shrink(
     >>> small, report = shrink(model, ratio={"0": 0.5}, batches=[torch.randn(64, 8) for _ in range(4)], recover=True)
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
+    >>> same, plan = shrink(model, torch.randn(3, 8), ratio=0.5, dry_run=True)
+    >>> same is model, plan.before.parameters, plan.after.parameters
+    (True, 450, 162)
     """
     request = ShrinkRequest(**locals())
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
@@ -141,6 +148,10 @@ def shrink(
     plans = divided_by_size(request, without_rivals(request.model, plans), keeps_config)
     next(phase)
     plans = scored(request.model, plans, score, request.data, token_mask)
+    if dry_run:
+        next(phase, None)
+        plans, report = planned_together(request, plans)
+        return model, with_reasons(report, model, model, discovery, plans, request.cost_of is not None)
     plans, small, report = removed_together(request, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):
         small, report = compensated(request, active(plans))
