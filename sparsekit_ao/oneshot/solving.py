@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from .. import masking
 from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target
 from ..calibration.gram import damped_gram, divided, is_finite, power_of_two
 from ..distributed import copy_values, has_process_group, is_sharded, rank
-from ..errors import SparsityError, by_reason
-from ..models.names import by_pattern, connected
+from ..errors import SparsityError
+from ..models.names import connected
 from ..scores import needs_of
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, choose_masks, groups_by_name, labels_of
-from ..tables import Row, Table
 from .solvers import SOLVERS, MatrixScopes, least_squares, relative_errors
 
 METHODS = (None, "least_squares", *SOLVERS)
@@ -30,7 +29,6 @@ UNSEEN = (
     "no inputs recorded, as no product of the forward with this weight is of a known kind (it may be one of groups): "
     "pruned by magnitude where the score needs inputs, not compensated"
 )
-SHOWN = 6  # names of dense weights in a report
 Masks = Mapping[str, Tensor]
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
@@ -58,44 +56,6 @@ class LayerRow:
     density: float
     seconds: float
     note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoverageTable(Table[Row]):
-    """A table of pruned tensors that says what share of a model's weights they are.
-
-    Attributes:
-        left_out: {tensor: why `prune` leaves it out}.
-        weights: {tensor: number of elements} of all weights that layers multiply by, except embeddings. The report says
-            what share of them is pruned, and which are dense.
-    """
-
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def dense(self) -> list[str]:
-        """The names of the weights that have no row in the report."""
-        pruned = {row.tensor for row in self.rows}  # type: ignore[attr-defined]
-        return [name for name in self.weights if name not in pruned]
-
-    @property
-    def coverage(self) -> float:
-        """The fraction of the elements of `weights` that have a row in the report; NaN if `weights` is empty."""
-        dense = set(self.dense)
-        covered = sum(numel for name, numel in self.weights.items() if name not in dense)
-        return covered / sum(self.weights.values()) if self.weights else math.nan
-
-    def lines_of_coverage(self) -> list[str]:
-        """Return what share of the weights is pruned, and which are left dense."""
-        dense = by_pattern(self.dense)
-        shown = [*dense[:SHOWN], *([f"{len(dense) - SHOWN} more"] if len(dense) > SHOWN else [])]
-        left = f"; left dense: {', '.join(shown)}" if dense else ""
-        return [f"covers {self.coverage:.1%} of the weights{left}"] if self.weights else []
-
-    def lines_left_out(self) -> list[str]:
-        """Return which tensors are left out, and why."""
-        return [f"left out: {names}: {why}" for names, why in by_reason(self.left_out)]
 
 
 def check_method(method: object, caller: str) -> None:
@@ -139,6 +99,7 @@ class Layers:
     ) -> None:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
+        self.writes = True  # if False, errors are measured for all methods, and weights stay as they are
         self.chosen: dict[str, Tensor] = {}
         self.given_masks: dict[str, Tensor] = {}  # of the tensors of `shared`, once they are chosen
         self.notes: dict[str, str] = {}  # {name: why a tensor is not compensated}
@@ -201,15 +162,20 @@ class Layers:
         adapter = self.recorder.adapter(name)
         needs = [n for pruning in self._single[name] for n in needs_of(pruning.score) if n not in GRADIENTS]
         if adapter is not None and adapter.has_gram:
-            needs.append("input_square" if self.method is None else "input_gram")
+            needs.append("input_square" if self.method is None and self.writes else "input_gram")
         return self.recorder.target(name, needs)
 
-    def planned(self, name: str) -> tuple[str, float]:
-        """Return the structure of a tensor as text, and the fraction of its elements that its mask is going to keep."""
-        weight = torch.zeros(self.recorder.target(name, ()).shape, device="cpu")
-        layer = Layer(target=self.target(name), statistics=None, weight=weight, pruning_groups=self._single[name])
+    def planned(self, name: str) -> LayerRow:
+        """Return a row with the density that a tensor is to have, its structure, and whether it is compensated."""
+        target = self.recorder.target(name, ())
+        weight = torch.zeros(target.shape, device="cpu")
+        layer = Layer(target=target, statistics=None, weight=weight, pruning_groups=self._single[name])
         mask = _mask_of(layer, self.groups, lambda p: ({spec.view.param: weight for spec in p.specs.values()}, 2))
-        return ", then ".join(p.pattern(name) for p in layer.pruning_groups), float(mask.float().mean())
+        why = self.notes.get(name) or ("compensate is None" if self.method is None else "")
+        note = ", then ".join(p.pattern(name) for p in layer.pruning_groups)
+        note += f"; not compensated: {why.removesuffix(': not compensated')}" if why else "; compensated"
+        nan = math.nan
+        return LayerRow(tensor=name, before=nan, after=nan, density=float(mask.float().mean()), seconds=nan, note=note)
 
     @contextmanager
     def masks(self, names: Collection[str]) -> Iterator[None]:
@@ -256,7 +222,9 @@ class Layers:
         rows = []
         for name, target in targets.items():
             weight, mask, row = solved.pop(name)
-            if masking.is_parameter(target.module, target.tensor_name):
+            if not self.writes:
+                pass
+            elif masking.is_parameter(target.module, target.tensor_name):
                 target.parameter.copy_(weight)
             else:
                 masking.write_masked(target.module, target.tensor_name, mask)
