@@ -29,6 +29,7 @@ class OneShotReport(Table[LayerRow]):
         tokens: How many tokens counted, as text; "" if all did.
         error_to_dense: The relative error of the pruned model's outputs on the first batch to those of the dense model;
             see `RecoveryReport`.
+        evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -45,6 +46,7 @@ class OneShotReport(Table[LayerRow]):
     weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
     error_to_dense: float = math.nan
+    evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     bars = ("before", "after")
 
     @property
@@ -69,12 +71,13 @@ class OneShotReport(Table[LayerRow]):
         return {
             **{f"output_error/{r.tensor}": r.after for r in self.rows if r.after == r.after},
             **({} if math.isnan(self.error_to_dense) else {"error_to_dense": self.error_to_dense}),
+            **{f"evaluation/{name}": now for name, (_, now) in self.evaluation.items()},
             "seconds": self.seconds,
         }
 
     def above(self) -> list[str]:
         """Return how far the outputs are from those of the dense model."""
-        return lines_of_error(self.error_to_dense)
+        return lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""

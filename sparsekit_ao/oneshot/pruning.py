@@ -16,11 +16,12 @@ from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
-from ..models.running import TokenMask
+from ..models.running import Evaluate, TokenMask, evaluated
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config, names_in_place_of_modules
 from ..sparsifiers.scope import ScopeSparsifier
+from ..tables import both
 from .chain import CalibrationData
 from .dry import planned_run
 from .matching import Teacher, check_ranks
@@ -150,6 +151,7 @@ def prune(
     stream_memory: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    evaluate: Evaluate | None = None,
     dry_run: bool = False,
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
@@ -178,9 +180,12 @@ def prune(
             one is pruned; see `recover`. False by default.
         inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
+        evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
+            the dense and on the final model, both in eval mode. The report has the numbers.
         dry_run: If True, return the model itself, unchanged, and a `oneshot.DryRun`, which says what the call would do,
             and what time and memory it would take. One block or layer is pruned on one batch for this, and put back.
-            No checkpoint is read or written. False by default.
+            No checkpoint is read or written, and nothing
+            is evaluated. False by default.
 
     Returns:
         The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what
@@ -229,10 +234,12 @@ def prune(
         plan = replace(plan, left_out=left_out)
         _warn_of_dense(plan)
         return model, plan
+    dense = evaluated(evaluate, model, "prune, the dense model", progress)
     teacher = Teacher(None, data) if recover else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    report = replace(report, left_out=left_out)
+    final = evaluated(evaluate, pruned, "prune, the pruned model", progress)
+    report = replace(report, left_out=left_out, evaluation=both(dense, final))
     _warn_of_dense(report)
     return pruned, report
 

@@ -91,6 +91,7 @@ class Compaction(Table[KeptUnits]):
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
             batch or the example inputs; set by `shrink`. See `RecoveryReport`.
+        evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -120,6 +121,7 @@ class Compaction(Table[KeptUnits]):
     compensation: tuple[LayerRow, ...] = ()
     recovery: RecoveryReport | None = None
     error_to_dense: float = math.nan
+    evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -135,7 +137,8 @@ class Compaction(Table[KeptUnits]):
 
     def metrics(self) -> dict[str, float]:
         """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
-        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
+        evaluation = {f"evaluation/{name}": now for name, (_, now) in self.evaluation.items()}
+        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()} | evaluation
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Return the head and the rows as text."""
@@ -148,7 +151,7 @@ class Compaction(Table[KeptUnits]):
         more = "keep_config=False also removes what the config cannot hold"
         little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
         dry = ["dry run: nothing was removed"] if math.isnan(self.difference) else []
-        return dry + little + lines_of_error(self.error_to_dense)
+        return dry + little + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""

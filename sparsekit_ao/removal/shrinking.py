@@ -1,6 +1,7 @@
 """`shrink`: find what can be removed, choose and score units, remove the lowest ones from a copy, and verify it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -8,9 +9,10 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import with_hints
 from ..models.progress import phases
-from ..models.running import TokenMask, kept_generators
+from ..models.running import Evaluate, TokenMask, evaluated, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
+from ..tables import both
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .find import find_plans
@@ -40,6 +42,7 @@ def shrink(
     max_sparsity: float | Mapping[str, float] | None = None,
     multiple_of: int | Mapping[str, int] | None = None,
     keep_config: bool | None = None,
+    evaluate: Evaluate | None = None,
     dry_run: bool = False,
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
@@ -99,9 +102,11 @@ def shrink(
         keep_config: Whether to leave out what the config cannot hold. None (default) does so for a transformers model
             whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
             says what is dropped.
+        evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
+            the dense and on the final model, both in eval mode. The report has the numbers.
         dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
             be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Whether couplings
-            can be removed is tried in a short model, but not in the whole one. False by default.
+            can be removed is tried in a short model, not in the whole one. Nothing is evaluated. False by default.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -126,7 +131,8 @@ def shrink(
     >>> same is model, plan.before.parameters, plan.after.parameters
     (True, 450, 162)
     """
-    request = ShrinkRequest(**locals())
+    request = ShrinkRequest(**{name: value for name, value in locals().items() if name != "evaluate"})
+    dense = {} if dry_run else evaluated(evaluate, model, "shrink, the dense model")
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
@@ -157,4 +163,5 @@ def shrink(
         small, report = compensated(request, active(plans))
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, small, discovery, plans, request.cost_of is not None)
-    return small, recovered(request, small, report, layers)
+    report = recovered(request, small, report, layers)
+    return small, replace(report, evaluation=both(dense, evaluated(evaluate, small, "shrink, the smaller model")))
