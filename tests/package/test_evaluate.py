@@ -1,6 +1,10 @@
 """`evaluate` of `prune` and `shrink`: called on the dense and on the final model, logged, and stored in the report."""
 
 import logging
+import pathlib
+import re
+import sys
+import types
 
 import pytest
 import torch
@@ -50,3 +54,26 @@ def test_one_number_and_bad_values(call):
     report = CALLS[call](model, evaluate=lambda m: next(numbers))[1]
     assert report.evaluation == {"evaluation": (0.75, 0.5)}
     assert not CALLS[call](Model(), evaluate=lambda m: 1 / 0, dry_run=True)[1].evaluation
+
+
+def test_the_function_of_the_page_calls_lm_eval(monkeypatch):
+    """With a stub of its interface."""
+    page = (pathlib.Path(__file__).parents[2] / "docs/one_shot.md").read_text()
+    names = {"tokenizer": "the tokenizer"}
+    exec(re.search(r"```python\n(def evaluate\(.*?)```", page, re.DOTALL)[1], names)
+    stub, huggingface = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.models.huggingface")
+    stub.models = types.ModuleType("lm_eval.models")
+    stub.models.huggingface = huggingface
+    huggingface.HFLM = lambda *, pretrained, tokenizer: (pretrained, tokenizer)
+
+    def simple_evaluate(*, model, tasks, limit):
+        assert model[1] == "the tokenizer"
+        share = sum(float((p != 0).float().mean()) for p in model[0].parameters()) / len([*model[0].parameters()])
+        return {"results": {task: {"alias": task, "acc,none": share, "acc_stderr,none": 0.1} for task in tasks}}
+
+    stub.simple_evaluate = simple_evaluate
+    for module in (stub, stub.models, huggingface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    report = prune(Model(), "2:4", evaluate=names["evaluate"])[1]
+    assert [*report.evaluation] == ["arc_easy", "hellaswag"]
+    assert all(after < before for before, after in report.evaluation.values())
