@@ -35,7 +35,7 @@ class OneShotReport(Table[LayerRow]):
     >>> print(OneShotReport(rows=rows, seconds=0.25))
     tensor     before   after  density  seconds  note
     fc.weight  0.3000  0.1000   0.5000     0.20
-    1 layers in 0.2 s, no blocks: the model ran once for each layer
+    1 layers in 0.2 s, no blocks
     """
 
     rows: tuple[LayerRow, ...]
@@ -64,7 +64,8 @@ class OneShotReport(Table[LayerRow]):
 
     def worst(self, count: int) -> list[str]:
         """Return the names of the layers with the largest errors, as `exclude` of `prune` takes them."""
-        return [row.tensor for row in sorted(self.rows, key=lambda row: -row.after)[:count]]
+        known = [row for row in self.rows if not math.isnan(row.after)]
+        return [row.tensor for row in sorted(known, key=lambda row: -row.after)[:count]]
 
     def metrics(self) -> dict[str, float]:
         """Return {"output_error/<tensor>": ..., "seconds": ...} for any logger."""
@@ -81,7 +82,7 @@ class OneShotReport(Table[LayerRow]):
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""
-        how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
+        how = f"{self.blocks} blocks" if self.blocks else "no blocks"
         how = "without batches" if self.blocks is None else how
         notes = self._about_run(f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}")
         if self.weights:

@@ -4,11 +4,13 @@ import copy
 import itertools
 import math
 
+import accelerate
 import pytest
 import torch
 from networks import Net
 from pruned_models import Model, correlated
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import SparsityError, prune
 from sparsekit_ao.oneshot import dry
@@ -148,3 +150,19 @@ def test_time_and_memory_follow_from_one_block_and_one_batch(monkeypatch):
     dropped = prune(blocks, "2:4", batches=batches, inplace=True, compensate=None, dry_run=True)[1]
     assert dropped.memory == 2 * 4 * numel // 3 + streams
     assert recovered.memory > plan.memory + streams  # what training keeps for the backward pass
+
+
+def test_an_offloaded_model_is_read_and_not_written(tmp_path):
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50}
+    ids = [torch.randint(50, (4, 8), generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    model = LlamaForCausalLM(LlamaConfig(**keys, num_hidden_layers=3, tie_word_embeddings=False)).eval()
+    here = prune(model, "2:4", batches=ids, recover=True, inplace=True, dry_run=True)[1]
+    expected = model(ids[0]).logits
+    offloaded = accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    plan = prune(offloaded, "2:4", batches=ids, recover=True, inplace=True, dry_run=True)[1]
+    assert torch.equal(offloaded(ids[0]).logits, expected) and all(p.is_meta for p in offloaded.parameters())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert (plan.chains, plan.parameters, plan.flops) == (here.chains, here.parameters, here.flops)
+    outside = 4 * (2 * 50 * 32 + 32)  # the embedding, the head and the last norm are read, too
+    assert plan.memory == pytest.approx(here.memory + outside, rel=0.05)
