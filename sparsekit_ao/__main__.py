@@ -92,17 +92,11 @@ def _run(args: argparse.Namespace) -> None:
         if args.dry_run:
             print(call(model, batches=batches, dry_run=True, **keys)[1])
             return
-        evaluation = {}
-        if batches is not None:
-            measured, measure = _measure(model, held_out, is_causal)
-            dense = measure(model)
+        keys |= {} if batches is None else {"evaluate": _measure(model, held_out, is_causal)}
         keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
         result, found = call(model, batches=batches, **keys)
         print(found)
-        if batches is not None:
-            evaluation[measured] = dense, measure(result)
-            print(f"{measured}: {dense:.4g} of the dense model, {evaluation[measured][1]:.4g} of the result")
-        print(save_pretrained(result, found, args.out, evaluation=evaluation))
+        print(save_pretrained(result, found, args.out))
         tokenizer.save_pretrained(args.out)
 
 
@@ -217,15 +211,13 @@ def _embeddings(model: Any, windows: Tensor) -> Tensor:
     return F.normalize(torch.cat([hidden.float().mean(1).cpu() for hidden in outputs]), dim=-1)
 
 
-def _measure(model: Any, held_out: Tensor, is_causal: bool) -> tuple[str, Callable[[Any], float]]:
-    """Return what is measured on held-out tokens, and a function of a model that measures it."""
+def _measure(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any], dict[str, float]]:
+    """Return a function that measures a model on held-out tokens."""
     if is_causal:
-        return "perplexity on held-out tokens", lambda other: _perplexity(other, held_out)
+        return lambda other: {"perplexity on held-out tokens": _perplexity(other, held_out)}
     dense = _embeddings(model, held_out)
-    return (
-        "mean cosine of held-out embeddings to the dense ones",
-        lambda other: (_embeddings(other, held_out) * dense).sum(1).mean().item(),
-    )
+    name = "mean cosine of held-out embeddings to the dense ones"
+    return lambda other: {name: (_embeddings(other, held_out) * dense).sum(1).mean().item()}
 
 
 def _report(path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from .errors import is_number
@@ -17,12 +18,18 @@ Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
 
 
-def lines_of_error(error: float) -> list[str]:
-    """Return what a report says of the error of a model's outputs to those of the dense model; nothing if it is NaN."""
+def both(dense: Mapping[str, float], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return what `evaluate` gave, {name: (for the dense model, for the final one)}."""
+    return {name: (number, now.get(name, math.nan)) for name, number in dense.items()}
+
+
+def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> list[str]:
+    """Return what a report says of evaluations, and of the error to the outputs of the dense model unless it is NaN."""
+    lines = [f"{name}: {dense:.4g} for the dense model, {now:.4g} now" for name, (dense, now) in evaluation.items()]
     if math.isnan(error):
-        return []
+        return lines
     far = ["they have little in common: remove less, give batches (more of them), or recover"] if error > FAR else []
-    return [f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
+    return [*lines, f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
 
 
 def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

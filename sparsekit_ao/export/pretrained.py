@@ -23,7 +23,7 @@ from ..errors import SparsityError
 from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
-from ..oneshot.pruning import OneShotReport
+from ..oneshot.one_shot_report import OneShotReport
 from ..removal.manifest import cut_to
 from ..removal.removal_report import Compaction
 from ..removal.sizes import Change, apply_changes, undone

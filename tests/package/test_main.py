@@ -83,7 +83,7 @@ def test_an_encoder_is_shrunk_and_compared_by_its_embeddings(tmp_path, capsys):
     data.write_text("\n".join(json.dumps({"text": line}) for line in lines))
     assert run("shrink", bert, "--ratio", 0.5, *short(data), "--out", tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert "dense ones: 1 of the dense model" in printed and "fits: transformers" in printed
+    assert "dense ones: 1 for the dense model" in printed and "fits: transformers" in printed
     assert AutoModel.from_pretrained(tmp_path / "out").config.intermediate_size == 24
 
 
@@ -145,3 +145,12 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, llama, data, tmp_p
     *others, error = capsys.readouterr().err.splitlines()  # the others are bars of loading
     assert message in error and error.startswith("sparsekit_ao: ") and "Traceback" not in str(others)
     assert sorted(os.listdir(llama)) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["prune", "shrink"])
+def test_a_dry_run_prints_what_would_be_done_and_writes_nothing(name, llama, data, tmp_path, capsys):
+    argv = {"prune": ["--pattern", "2:4"], "shrink": ["--ratio", 0.5]}[name]
+    assert run(name, llama, *argv, *short(data), "--dry-run", "--out", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert {"prune": "model.layers.1.mlp.up_proj.weight", "shrink": "dry run: nothing was removed"}[name] in printed
+    assert not (tmp_path / "out").exists() and "perplexity" not in printed
