@@ -50,11 +50,9 @@ def planned_run(
     sizes += [sum(numel[name] for name in step.tensors) for step in steps if step.block is None]
     largest = total if recover and not walk.blocks else max(sizes, default=0)
     memory = (DROPPED if layers.method is None and not recover else TRAINED) * 4 * largest
-    inside = {id(p) for block in walk.blocks for p in block.parameters()}
-    if copies:
-        memory += sum(t.nbytes for t in itertools.chain(model.parameters(), model.buffers()))
-    elif is_elsewhere(model):  # what is outside of blocks is read, too
-        memory += sum(p.nbytes for p in model.parameters() if id(p) not in inside)
+    if copies or is_elsewhere(model):  # a copy of all; or what is outside of blocks is read, too
+        inside = {id(p) for block in walk.blocks for p in block.parameters()}
+        memory += sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
     seconds, flops, runs = time.perf_counter() - start, (0, 0), 0
     if all_data.batches:
         seconds *= len(all_data.batches) if layers.gradients() else 1
@@ -81,17 +79,14 @@ def planned_run(
 
 def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[int, int]:
     """Return the FLOPs of a forward pass, and those without the products of zeros in Linear layers and convolutions."""
-    names = {id(module): name for name, module in data.model.named_modules()}
     with flop_counter() as counter, unfused_attention():
         data.output(0)
     of_modules = {name.partition(".")[2]: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-    modules = [layers.groups[row.tensor]["module"] for row in rows]  # others have more products than those of a weight
-    saved = [
-        of_modules.get(names[id(module)], 0) * (1 - row.density)
-        for module, row in zip(modules, rows, strict=True)
-        if isinstance(module, (nn.Linear, *CONVOLUTIONS))
-    ]
-    return counter.get_total_flops(), counter.get_total_flops() - round(sum(saved))
+    saved = 0.0
+    for row in rows:  # other modules have more products than those of a weight
+        if isinstance(layers.groups[row.tensor]["module"], (nn.Linear, *CONVOLUTIONS)):
+            saved += of_modules.get(row.tensor.rpartition(".")[0], 0) * (1 - row.density)
+    return counter.get_total_flops(), counter.get_total_flops() - round(saved)
 
 
 def _measured(

@@ -132,15 +132,20 @@ def test_an_error_inside_the_block_that_is_measured_changes_nothing(monkeypatch)
 
 
 def test_time_and_memory_follow_from_one_block_and_one_batch(monkeypatch):
-    """With one second for each thing that is measured: recording, solving, a forward, and one step of training."""
-    monkeypatch.setattr(dry, "_seconds", lambda function: (function(), 1.0)[1])
+    """One second each for recording, solving and a forward, and five for a pass of training with its three forwards."""
+    seconds = itertools.cycle((1.0, 1.0, 1.0, 5.0))
+    monkeypatch.setattr(dry, "_seconds", lambda function: (function(), next(seconds))[1])
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)])
     batches = [torch.randn(rows, 16) for rows in (64, 32, 16, 32, 16)]  # as much as five of the one of median size
     plan = prune(blocks, "2:4", batches=batches, dry_run=True)[1]
     assert plan.seconds == pytest.approx(3 + 3 * 5 * (1 + 1), abs=2) and plan.runs == (2, 2)
     recovered = prune(blocks, "2:4", batches=batches, recover=True, dry_run=True)[1]
     measured = 3 * 5 * 4  # before, after the second and the last pass, and for the scale of the loss
-    assert recovered.seconds == pytest.approx(3 + 3 * 5 * (1 + 2) + measured, abs=2) and recovered.runs == (2, 7)
+    trained = 3 * 5 * 4 * (5 - 3)
+    assert recovered.seconds == pytest.approx(3 + 3 * 5 * (1 + 2) + measured + trained, abs=2) and recovered.runs == (
+        2,
+        7,
+    )
     numel = sum(p.numel() for p in blocks.parameters())
     here = prune(blocks, "2:4", batches=batches, inplace=True, dry_run=True)[1]
     streams = 160 * 16 * 4
