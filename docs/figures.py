@@ -418,6 +418,12 @@ def _of_smaller_models() -> dict[str, str]:
         "small_file": f"{100 * int(small['file bytes']) / int(dense['file bytes']):.0f}",
         "small_cosine": f"{float(small['cosine']):.2f}",
     }
+    minilm, smollm2 = read("results/shrink_vocabulary")
+    for name, r in (("minilm", minilm), ("smollm2", smollm2)):
+        keys = ("sentences", "tokens", "kept", "held out", "of kept tokens")
+        found |= {f"vocabulary_{name}_{key.replace(' ', '_')}": f"{int(r[key]):,}" for key in keys}
+    for key in ("parameters", "kept parameters"):
+        found[f"vocabulary_{key.replace(' ', '_')}"] = f"{int(minilm[key]) / 1e6:.1f}"
     rows = read("benchmarks/results/compare_torch_pruning")
     found |= {"architectures": str(len(rows))}
     for name, library in (("ours", "sparsekit_ao"), ("theirs", "Torch-Pruning")):

@@ -10,8 +10,8 @@ from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
-from .oneshot import one_shot, prune, recover
-from .removal import shrink
+from .oneshot import one_shot, prune, recover, sensitivity
+from .removal import shrink, shrink_vocabulary
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
 from .structure import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
@@ -54,7 +54,9 @@ __all__ = [
     "removal",
     "schedules",
     "scores",
+    "sensitivity",
     "shrink",
+    "shrink_vocabulary",
 ]
 
 

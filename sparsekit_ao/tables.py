@@ -1,12 +1,14 @@
 """Reports that are tables of rows, which can be read as data, as aligned text and as CSV."""
 
 import csv
+import inspect
 import io
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from .errors import is_number
@@ -16,12 +18,18 @@ Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
 
 
-def lines_of_error(error: float) -> list[str]:
-    """Return what a report says of the error of a model's outputs to those of the dense model; nothing if it is NaN."""
+def both(dense: Mapping[str, float], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return what `evaluate` gave, {name: (for the dense model, for the final one)}."""
+    return {name: (number, now.get(name, math.nan)) for name, number in dense.items()}
+
+
+def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> list[str]:
+    """Return what a report says of evaluations, and of the error to the outputs of the dense model unless it is NaN."""
+    lines = [f"{name}: {dense:.4g} for the dense model, {now:.4g} now" for name, (dense, now) in evaluation.items()]
     if math.isnan(error):
-        return []
+        return lines
     far = ["they have little in common: remove less, give batches (more of them), or recover"] if error > FAR else []
-    return [f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
+    return [*lines, f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
 
 
 def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -34,6 +42,30 @@ def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
     widths = [max(map(len, column)) for column in columns]
     pads = [str.rjust if k in right else str.ljust for k in range(len(columns))]
     return ["  ".join(pad(cell, n) for pad, cell, n in zip(pads, cells, widths, strict=True)) for cells in lines]
+
+
+def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return a call as text, without arguments that have their default; "..." stands for models and data.
+
+    >>> call_text(sparsekit_ao.prune, {"model": torch.nn.Linear(2, 2), "pattern": "2:4", "recover": False})
+    "prune(..., pattern='2:4')"
+    """
+    parts = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        value = arguments.get(name, parameter.default)
+        text = repr(value) if _is_plain(value) else "..."
+        if value is not parameter.default and text != repr(parameter.default):
+            parts.append(text if parameter.default is parameter.empty else f"{name}={text}")
+    return f"{function.__name__}({', '.join(parts)})"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, a dataclass such as a score, or a list or mapping of these."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float)) or is_dataclass(value)
 
 
 class Table(Sequence[Row], Generic[Row]):

@@ -78,6 +78,7 @@ JOBS: dict[str, Job] = {
         "shrink_minilm", 8, "shrink_minilm", "shrink_minilm_recovered", "one_shot_units", "one_shot_heads_and_units"
     ),
     "export_minilm": _example("export_minilm", 2),
+    "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_crepe": _example("prune_crepe", 15),
     "one_shot_language_model": _example("one_shot_language_model", 10),
     "dst_language_model": _example("dst_language_model", 20),

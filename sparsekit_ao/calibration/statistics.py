@@ -82,7 +82,7 @@ class Statistics:
         Each of packed experts has the matrix of its own tokens. The mean over the tokens of all experts is added to it
         with the weight of `PRIOR` tokens for each input, so that experts with few tokens or none can be solved too.
         """
-        self._sum_rows()
+        self.sum_rows()
         return self._shared(self._sum("input_gram"))
 
     @property
@@ -132,7 +132,7 @@ class Statistics:
     def add(self, increments: Mapping[str, Tensor], tokens: int = 0, passes: int = 0) -> None:
         """Add to the sums; rows that were kept are then summed too."""
         if "input_gram" in increments:
-            self._sum_rows()
+            self.sum_rows()
         for need, increment in increments.items():
             total = self.sums.get(need)
             self.sums[need] = increment.clone() if total is None else total.add_(increment.to(total.device))
@@ -144,9 +144,10 @@ class Statistics:
         self.rows.append(rows)
         self.tokens += rows.shape[1]
         if sum(r.shape[1] for r in self.rows) >= rows.shape[2]:
-            self._sum_rows()
+            self.sum_rows()
 
-    def _sum_rows(self) -> None:
+    def sum_rows(self) -> None:
+        """Keep X^T X in place of the rows."""
         kept, self.rows = self.rows, []
         if kept:
             rows = torch.cat(kept, 1)

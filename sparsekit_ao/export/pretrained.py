@@ -4,10 +4,12 @@ import functools
 import inspect
 import json
 import math
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ..errors import SparsityError
 from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
+from ..oneshot.one_shot_report import OneShotReport
 from ..removal.manifest import cut_to
 from ..removal.removal_report import Compaction
 from ..removal.sizes import Change, apply_changes, undone
@@ -29,11 +32,20 @@ from .weights import Conversion, same_bits
 
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
+CARD = "README.md"
+Evaluation = Mapping[str, tuple[float, float]]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
-def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path, **kwargs: Any) -> Conversion:
-    """Save a masked, squashed or compacted transformers model so that `from_pretrained` loads it.
+def save_pretrained(
+    model: Any,
+    sparsifier: Masks | Compaction | OneShotReport,
+    path: str | Path,
+    *,
+    evaluation: Evaluation | None = None,
+    **kwargs: Any,
+) -> Conversion:
+    """Save a masked, pruned or compacted transformers model so that `from_pretrained` loads it.
 
     Masked values are written under their plain names. The masks are written to `masks.safetensors`, with one bit for
     each element. The masked values of a transformers `PreTrainedModel` are computed file by file (`max_shard_size`,
@@ -41,11 +53,16 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
     not known to describe a compacted model, the dense model's config and `manifest.json` are written, which
     `load_pretrained` reads.
 
+    A model card, `README.md`, says how the model was made, what the report and the evaluation say, how to load it and
+    how to run it fast. A card that is there already stays as it is.
+
     Args:
         model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
-            that `shrink` or `compact` returned.
+            that `prune`, `shrink` or `compact` returned. With that of `prune`, no masks are written.
         path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
+        evaluation: For the card, {what was measured: (number of the dense model, number of this one)}, in addition to
+            what `evaluate=` of `prune` or `shrink` has put into the report.
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
@@ -88,16 +105,25 @@ def save_pretrained(model: Any, sparsifier: Masks | Compaction, path: str | Path
         if read_from == "gguf" and all(p.is_floating_point() for p in model.parameters()):  # transformers refuses it
             for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
-        if isinstance(sparsifier, Compaction):
-            return _save_compacted(model, sparsifier, Path(path), **kwargs)
-        return _save_masked(model, sparsifier, Path(path), **kwargs)
+        save = _save_compacted if isinstance(sparsifier, Compaction) else _save_masked
+        measured = {**(getattr(sparsifier, "evaluation", None) or {}), **(evaluation or {})}
+        return save(model, sparsifier, Path(path), measured, **kwargs)  # type: ignore[arg-type]
 
 
-def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> Conversion:
-    """Save a masked or squashed model and its masks, and compare what was written with the masked values."""
+def _save_masked(
+    model: Any, sparsifier: Masks | OneShotReport, folder: Path, evaluation: Evaluation, **kwargs: Any
+) -> Conversion:
+    """Save a masked or pruned model and its masks, and compare what was written with the masked values."""
     from safetensors.torch import save_file
 
-    masks = {name: mask for name, _, _, mask in masked_tensors([model], sparsifier, "save_pretrained")}
+    masks: dict[str, Tensor] = {}  # `prune` registers none
+    if not isinstance(sparsifier, OneShotReport):
+        masks = {name: mask for name, _, _, mask in masked_tensors([model], sparsifier, "save_pretrained")}
+    names = (
+        dict.fromkeys(row.tensor for row in sparsifier).keys()
+        if isinstance(sparsifier, OneShotReport)
+        else masks.keys()
+    )
     # Only transformers is known to read the values of a state dict file by file, so only its models get lazy values.
     lazy = _LazyMasked.of if is_of_transformers(model, "PreTrainedModel") else select
     values = _to_write(model, dense_state_dict_of(model, lazy))
@@ -115,22 +141,25 @@ def _save_masked(model: Any, sparsifier: Masks, folder: Path, **kwargs: Any) -> 
         model.save_pretrained(unchecked, state_dict=dict(values), **kwargs)
         shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
         bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
-        save_file({name: torch.from_numpy(b) for name, b in bits.items()}, unchecked / MASKS, metadata=shapes)
+        if not isinstance(sparsifier, OneShotReport):
+            save_file({name: torch.from_numpy(b) for name, b in bits.items()}, unchecked / MASKS, metadata=shapes)
         compared = set()
-        for name, tensor in _read_back(model, unchecked, masks.keys()):
+        for name, tensor in _read_back(model, unchecked, names):
             if not same_bits(tensor, read(name)):
                 raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {name}")
             compared.add(name)
-        if missing := masks.keys() - compared:
+        if missing := names - compared:
             raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {min(missing)}")
-    dense_bytes, mask_bytes = sum(values[name].nbytes for name in masks), (folder / MASKS).stat().st_size
-    return Conversion(
-        target="save_pretrained",
-        converted=tuple(masks),
-        before=dense_bytes,
-        after=dense_bytes + mask_bytes,
-        notes=(f"the weights are saved dense, with their zeros; {MASKS} adds {mask_bytes:,} bytes",),
-    )
+        kept, total = (sum(int(of(mask)) for mask in masks.values()) for of in (Tensor.count_nonzero, Tensor.numel))
+        lines = [f"{len(masks)} masks drop {1 - kept / max(total, 1):.1%} of the elements of their tensors"]
+        if isinstance(sparsifier, OneShotReport):
+            lines = [*sparsifier.above(), *sparsifier.below()[:2]]
+        _write_card(unchecked, folder, model, sparsifier, lines, evaluation)
+    dense_bytes = sum(getattr(*owner_of(model, name)).nbytes for name in names)
+    mask_bytes = (folder / MASKS).stat().st_size if masks else 0
+    note = "the weights are saved dense, with their zeros" + f"; {MASKS} adds {mask_bytes:,} bytes" * bool(masks)
+    keys: dict[str, Any] = {"before": dense_bytes, "after": dense_bytes + mask_bytes, "notes": (note,)}
+    return Conversion(target="save_pretrained", converted=tuple(names), **keys)
 
 
 @contextmanager
@@ -150,6 +179,54 @@ def _written_together(folder: Path) -> Iterator[Path]:
             target = folder / file.relative_to(unchecked)
             target.parent.mkdir(parents=True, exist_ok=True)
             file.replace(target)
+
+
+def _write_card(
+    unchecked: Path,
+    folder: Path,
+    model: nn.Module,
+    report: Masks | Compaction | OneShotReport,
+    lines: Sequence[str],
+    evaluation: Evaluation,
+) -> None:
+    """Write a model card in the form of Hugging Face, unless the folder has one."""
+    from .. import __version__
+
+    if (folder / CARD).exists():
+        return
+    name, base = type(model).__name__, str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    is_transformers = is_of_transformers(model, "PreTrainedModel")
+    head = ["library_name: transformers"] if is_transformers else []
+    head += ["tags:", "- sparsekit_ao", "- pruned"]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():  # the name of a repository
+        head.append(f"base_model: {base}")
+    packages = ("torch", "transformers") if is_transformers else ("torch",)
+    versions = ", ".join([*(f"{package} {version(package)}" for package in packages), f"sparsekit_ao {__version__}"])
+    load = f"{name}.from_pretrained(folder)"
+    imports = f"from {'transformers' if is_transformers else type(model).__module__} import {name}\n"
+    if (unchecked / MANIFEST).exists():
+        load, imports = f"export.load_pretrained(folder, {name})", f"{imports}from sparsekit_ao import export\n"
+    fast = "It is a smaller dense model, which runs faster everywhere."
+    if not isinstance(report, Compaction):
+        fast = (
+            "Zeros alone make nothing smaller or faster: a file format or a kernel has to use them.\n"
+            "`print(sparsekit_ao.export.report(model))` lists the patterns of the weights.\n"
+            "`sparsekit_ao.export.to_2_4(model.half().cuda())` runs those in 2:4 on the sparse tensor cores of NVIDIA\n"
+            "GPUs (Ampere or newer). A compressor such as zstd makes the files smaller."
+        )
+    rows = [f"| {what} | {before:.4g} | {after:.4g} |" for what, (before, after) in evaluation.items()]
+    sections = {
+        "How it was made": f"```python\n{call}\n```\n\n{versions}"
+        if (call := getattr(report, "call", ""))
+        else versions,
+        "Report": "\n".join(["```text", *lines, "```"]),
+        "Evaluation": "\n".join(["| | dense | this model |", "|---|---|---|", *rows]) if rows else "",
+        "How to load it": f"```python\n{imports}\nmodel = {load}\n```",
+        "How to run it fast": fast,
+    }
+    texts = [f"## {title}\n\n{text}\n" for title, text in sections.items() if text]
+    start = ["---", *head, "---", "", f"# {folder.name}", "", f"A {name}, pruned with sparsekit_ao.", ""]
+    (unchecked / CARD).write_text("\n".join([*start, *texts]), "utf-8")
 
 
 class _LazyMasked(Tensor):
@@ -221,7 +298,7 @@ def _to_write(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return {uncompiled_name(n): read(n) if t.is_meta and not has_map else t for n, t in state.items()}
 
 
-def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
+def _save_compacted(model: Any, report: Compaction, folder: Path, evaluation: Evaluation, **kwargs: Any) -> Conversion:
     """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest."""
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
@@ -254,6 +331,8 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                     "it was"
                 )
         after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
+        lines = [*report.above(), *report.below()[:3], *(f"fits: {text}" for text in report.fits)]
+        _write_card(unchecked, folder, model, report, lines, evaluation)
     return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=(note,))
 
 

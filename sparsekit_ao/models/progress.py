@@ -1,22 +1,48 @@
-"""Progress of long work: a bar on a terminal, else lines through `logging`."""
+"""Progress of long work: a bar on a terminal or in a notebook, else lines through `logging`."""
 
+import functools
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 LARGE = 1 << 26  # elements from which on a bar is worth its cost
 AFTER = 2.0  # seconds of work before it is shown
+LINES = 10  # at most so many lines are logged of steps that are no blocks
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger("sparsekit_ao")
+_is_hidden = ContextVar("_is_hidden", default=False)
 
 
-class _Bar(tqdm):
-    monitor_interval = 0  # no thread that would stay in the process, even without a bar
+@functools.cache
+def bar_class() -> Any:
+    """Return the class of bars: one for notebooks in a notebook that has ipywidgets."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # here, since it imports asyncio
+
+    class Bar(tqdm):
+        monitor_interval = 0  # no thread that would stay in the process, even without a bar
+
+    return Bar
+
+
+def hidden_if_asked(function: Callable[P, R]) -> Callable[P, R]:
+    """Show no progress of anything that a function calls if it is called with `progress=False`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _is_hidden.set(_is_hidden.get() or not kwargs.get("progress", True))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _is_hidden.reset(token)
+
+    return call
 
 
 def progress_bar(
@@ -28,25 +54,30 @@ def progress_bar(
     total: int | None = None,
     elements: int | None = None,  # of usually quick work: no bar below `LARGE`, nor at first, and none remains
 ) -> Any:
-    """Return the items with a tqdm bar on standard error, if that is a terminal and `progress` is True."""
-    is_shown = progress and sys.stderr is not None and sys.stderr.isatty() and (elements is None or elements >= LARGE)
+    """Return the items with a tqdm bar, on a terminal (standard error) or in a notebook, if `progress` is True."""
+    bar = bar_class()
+    is_notebook = any(base.__module__ == "tqdm.notebook" for base in bar.__mro__)
+    is_seen = is_notebook or (sys.stderr is not None and sys.stderr.isatty())
+    is_shown = progress and not _is_hidden.get() and is_seen and (elements is None or elements >= LARGE)
     keys = {} if elements is None else {"delay": AFTER, "leave": False}
-    return _Bar(items, desc=what, unit=unit, total=total, disable=not is_shown, miniters=1, **keys)
+    return bar(items, desc=what, unit=unit, total=total, disable=not is_shown, miniters=1, **keys)
 
 
 def phases(what: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the names of phases, each of which is to be taken when it begins; a bar shows it."""
-    bar = progress_bar(names, what, "phases", elements=LARGE)
+    """Yield the names of phases, each of which is to be taken when it begins; a bar or lines show them."""
+    bar, start = progress_bar(names, what, "phases", elements=LARGE), time.perf_counter()
     bar.mininterval = 0  # a phase may be short
     for name in bar:
         if not bar.disable:
             bar.set_postfix_str(name, refresh=bar.format_dict["elapsed"] >= AFTER)
         yield name
+        if bar.disable and (seconds := time.perf_counter() - start) >= AFTER:
+            say(f"{what}: {name} finished, {seconds:.0f} s, peak {peak_memory()}")
 
 
 @contextmanager
 def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable[[str, float], None]]:
-    """Show signs of life of work that may take hours: a bar on a terminal, else a line for each step.
+    """Show signs of life of work that may take hours: a bar, else a line for each block, or each tenth of the steps.
 
     Yield a function to be called after each step, with its name and its error (NaN where it has none).
     """
@@ -58,7 +89,8 @@ def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable
             count += 1
             bar.update()
             seconds = time.perf_counter() - start
-            if not progress or not bar.disable or seconds < AFTER:
+            is_due = unit == "block" or count * LINES // total > (count - 1) * LINES // total
+            if not (progress and bar.disable and is_due) or seconds < AFTER:
                 return
             parts = [f"{what}: {unit} {count} of {total}, {name}"]
             parts += [f"error {error:.4f}"] if error == error else []
@@ -70,6 +102,8 @@ def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable
 
 def say(text: str) -> None:
     """Log a message of level INFO; if the program has not configured logging, print it on standard error."""
+    if _is_hidden.get():
+        return
     if logger.isEnabledFor(logging.INFO):
         logger.info(text)
     elif not logger.hasHandlers() and logger.level == logging.NOTSET:

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..errors import SparsityError
+from ..errors import SparsityError, is_number
+from .progress import say
 
 Forward = Callable[[nn.Module, Any], Any]
+Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
 TokenMask = str | Callable[[Any], Tensor] | Literal[False] | None  # a key or function of a batch; False: all count
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
@@ -158,10 +160,10 @@ def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | No
 
 
 @contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Set eval mode inside, without caches of generation; afterwards every module is in the mode that it had."""
+def eval_mode(model: nn.Module, *, caches: bool = False) -> Iterator[None]:
+    """Set eval mode inside, without `caches` of generation; afterwards every module is in the mode that it had."""
     modes = [(m, m.training) for m in model.modules()]
-    owned: list[Any] = [getattr(m, "config", None) for m, _ in modes]
+    owned: list[Any] = [] if caches else [getattr(m, "config", None) for m, _ in modes]
     configs = [config for config in owned if getattr(config, "use_cache", None) is True]
     try:
         model.eval()
@@ -173,6 +175,23 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for config in configs:
             config.use_cache = True
+
+
+def evaluated(evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True) -> dict[str, float]:
+    """Return {name: number} of a model in eval mode, and log it; `what` says which call and model it is."""
+    if evaluate is None:
+        return {}
+    if not callable(evaluate):
+        raise SparsityError(f"{what}: evaluate must be a function (model) -> number or {{name: number}}: {evaluate!r}")
+    with eval_mode(model, caches=True), torch.no_grad():
+        given: Any = evaluate(model)
+    items = dict(given if isinstance(given, Mapping) else {"evaluation": given})
+    items = {name: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for name, n in items.items()}
+    if not all(map(is_number, items.values())):
+        raise SparsityError(f"{what}: evaluate must return a number or {{name: number}}, got {given!r}")
+    if progress:
+        say(f"{what}: {', '.join(f'{name} {number:.4g}' for name, number in items.items())}")
+    return {str(name): float(number) for name, number in items.items()}
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """One-shot pruning of trained models: masks and compensated weights in one pass over calibration data."""
 
 from .matching import BlockRow, RecoveryReport, recover
-from .pruning import OneShotReport, one_shot, prune
+from .one_shot_report import DryRun, OneShotReport
+from .pruning import one_shot, prune, sensitivity
 from .solving import LayerRow
 
-__all__ = ["BlockRow", "LayerRow", "OneShotReport", "RecoveryReport", "one_shot", "prune", "recover"]
+__all__ = ["BlockRow", "DryRun", "LayerRow", "OneShotReport", "RecoveryReport", "one_shot", "prune", "recover"]
+__all__ += ["sensitivity"]

@@ -40,6 +40,7 @@ from ..models.running import (
     eval_mode,
     output_error,
     seeded,
+    tensors_in,
     token_mask_of,
 )
 from .identity import digest_of
@@ -69,6 +70,13 @@ class CalibrationData:
         kept = checked_list(batches, forward, caller)
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
+
+    def one_batch(self) -> tuple["CalibrationData", float, float]:
+        """Return the data with the batch of median size alone; the size of all and of the largest, in such batches."""
+        sizes = [sum(t.numel() for _, t in tensors_in("", batch)) or 1 for batch in self.batches]
+        at = sorted(range(len(sizes)), key=sizes.__getitem__)[len(sizes) // 2]
+        one = replace(self, batches=[self.batches[at]], token_masks=[self.token_masks[at]])
+        return one, sum(sizes) / sizes[at], max(sizes) / sizes[at]
 
     def counted(self) -> str:
         """Return a text that says how many tokens count, or "" if all do."""
@@ -408,7 +416,7 @@ class Kept:
         self._device, self._limit = device, math.inf if limit is None else limit
         self._values: dict[Hashable, Any] = {}
         self._bytes: dict[Hashable, int] = {}  # of those in memory
-        self._used = 0  # the sum of these bytes
+        self.used = 0  # the sum of these bytes
         self._files: dict[Hashable, str] = {}
         self._folder = ""
 
@@ -416,10 +424,10 @@ class Kept:
         """Keep a value in place of the one before."""
         size = sum(leaf.nbytes for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
         self._values.pop(key, None)
-        self._used -= self._bytes.pop(key, 0)
-        if self._used + size <= self._limit:
+        self.used -= self._bytes.pop(key, 0)
+        if self.used + size <= self._limit:
             self._values[key], self._bytes[key] = copied_tensors(value, self._device, copies=False), size
-            self._used += size
+            self.used += size
             return
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="sparsekit_ao-")

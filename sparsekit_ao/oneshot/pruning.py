@@ -5,103 +5,29 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..calibration import GRADIENTS, Recorder, other_matrices
-from ..errors import SparsityError, by_reason, checked_model, with_hints
-from ..masking.normalized import copy_of, redo_weight_norms, refuse_uncopyable, undo_weight_norms
+from ..errors import SparsityError, checked_model, with_hints
+from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, weights_by_name
-from ..models.running import TokenMask
+from ..models.running import Evaluate, TokenMask, evaluated
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
-from ..sparsifiers.config import Exclusion, TensorGroup, make_config
+from ..sparsifiers.config import Exclusion, TensorGroup, make_config, names_in_place_of_modules
 from ..sparsifiers.scope import ScopeSparsifier
-from ..tables import Table, lines_of_error
+from ..tables import both, call_text
 from .chain import CalibrationData
-from .matching import RecoveryReport, Teacher, check_ranks
-from .solving import LayerRow, Layers, Scoring, check_method, warn_of_unreached
-from .walk import Walk, check_options, checkpoint_of
-
-SHOWN = 6  # names of dense weights in a report
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneShotReport(Table[LayerRow]):
-    """What `one_shot` or `prune` did to each layer; prints as a table, and `plot` draws it.
-
-    Attributes:
-        rows: A row for each layer, in the order of the forward pass.
-        seconds: The time of the whole call, in seconds.
-        blocks: The number of blocks (repeated modules) that were pruned in order. 0 if the model had none and ran once
-            for each layer, None if there were no batches.
-        recovery: The `RecoveryReport` of `recover=True`, or None.
-        left_out: {tensor: why `prune` left it out}.
-        weights: {tensor: number of elements} of all weights that layers multiply by, except embeddings. The report says
-            what share of them was pruned, and which are dense.
-        tokens: How many tokens counted, as text; "" if all did.
-        error_to_dense: The relative error of the pruned model's outputs on the first batch to those of the dense model;
-            see `RecoveryReport`.
-
-    >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
-    >>> print(OneShotReport(rows=rows, seconds=0.25))
-    tensor     before   after  density  seconds  note
-    fc.weight  0.3000  0.1000   0.5000     0.20
-    1 layers in 0.2 s, no blocks: the model ran once for each layer
-    """
-
-    rows: tuple[LayerRow, ...]
-    seconds: float
-    blocks: int | None = 0
-    recovery: RecoveryReport | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, int] = field(default_factory=dict)
-    tokens: str = ""
-    error_to_dense: float = math.nan
-    bars = ("before", "after")
-
-    @property
-    def dense(self) -> list[str]:
-        """The names of the weights that have no row in the report."""
-        pruned = {row.tensor for row in self.rows}
-        return [name for name in self.weights if name not in pruned]
-
-    @property
-    def coverage(self) -> float:
-        """The fraction of the elements of `weights` that have a row in the report; NaN if `weights` is empty."""
-        dense = set(self.dense)
-        covered = sum(numel for name, numel in self.weights.items() if name not in dense)
-        return covered / sum(self.weights.values()) if self.weights else math.nan
-
-    def metrics(self) -> dict[str, float]:
-        """Return {"output_error/<tensor>": ..., "seconds": ...} for any logger."""
-        return {
-            **{f"output_error/{r.tensor}": r.after for r in self.rows if r.after == r.after},
-            **({} if math.isnan(self.error_to_dense) else {"error_to_dense": self.error_to_dense}),
-            "seconds": self.seconds,
-        }
-
-    def above(self) -> list[str]:
-        """Return how far the outputs are from those of the dense model."""
-        return lines_of_error(self.error_to_dense)
-
-    def below(self) -> list[str]:
-        """Return the lines below the table: the time, what was recovered, and what was left out."""
-        how = f"{self.blocks} blocks" if self.blocks else "no blocks: the model ran once for each layer"
-        how = "without batches" if self.blocks is None else how
-        notes = [f"{len(self.rows)} layers in {self.seconds:.1f} s, {how}"]
-        if self.weights:
-            dense = by_pattern(self.dense)
-            shown = [*dense[:SHOWN], *([f"{len(dense) - SHOWN} more"] if len(dense) > SHOWN else [])]
-            left = f"; left dense: {', '.join(shown)}" if dense else ""
-            notes.append(f"covers {self.coverage:.1%} of the weights{left}")
-        notes += [self.tokens] if self.tokens and self.recovery is None else []
-        notes += [] if self.recovery is None else [str(self.recovery)]
-        return [*notes, *(f"left out: {names}: {why}" for names, why in by_reason(self.left_out))]
+from .dry import planned_run
+from .matching import Teacher, check_ranks
+from .one_shot_report import OneShotReport
+from .solving import Layers, Scoring, check_method
+from .walk import Walk, check_options, checkpoint_of, walk_of
 
 
 @with_hints
@@ -153,8 +79,8 @@ def one_shot(
         checkpoint: A folder in which each finished block is saved. After an interruption, repeat the call on the model
             as it was before, also in a new process. It continues from there; on the same machine and with the same
             number of threads, the result is bit-identical. In distributed training, every rank must see the folder.
-        progress: If True (default), show a progress bar on a terminal, or else a line for each block in the logger
-            `sparsekit_ao`.
+        progress: If True (default), show a progress bar on a terminal or in a notebook, or else a line for each block
+            (at most ten lines for a model without blocks) in the logger `sparsekit_ao`.
 
     Tensors that are coupled or share a budget are pruned in two phases. Their masks are chosen by the score before any
     layer changes. Each layer is then compensated by least squares when the pass reaches it, on inputs that were
@@ -225,6 +151,8 @@ def prune(
     stream_memory: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    evaluate: Evaluate | None = None,
+    dry_run: bool = False,
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
@@ -252,6 +180,12 @@ def prune(
             one is pruned; see `recover`. False by default.
         inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
+        evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
+            the dense and on the final model, both in eval mode. The report has the numbers.
+        dry_run: If True, return the model itself, unchanged, and a `oneshot.DryRun`, which says what the call would do,
+            and what time and memory it would take. One block or layer is pruned on one batch for this, and put back.
+            No checkpoint is read or written, and nothing
+            is evaluated. False by default.
 
     Returns:
         The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what
@@ -266,7 +200,7 @@ def prune(
     >>> int((pruned[0].weight == 0).sum()), int((model[0].weight == 0).sum()), [row.density for row in report]
     (256, 0, [0.5, 0.5])
     """
-    start = time.perf_counter()
+    call, start = call_text(prune, locals()), time.perf_counter()
     checked_model(model, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
@@ -281,34 +215,122 @@ def prune(
     if not inplace:
         refuse_uncopyable(model, "prune")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
-    has_gradients = _needs_gradients(score, batches is not None, forward is not None, recover)
+    _check_gradients("prune", score, batches is not None, forward is not None, recover)
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())
     if batches is not None:
         data = CalibrationData.checked(model, batches, forward, token_mask, "prune")
-    pruned = model if inplace else copy_of(model)
-    twin = dict(zip(model.modules(), pruned.modules(), strict=True))
-    normed = () if inplace else undo_weight_norms(pruned)
-    if isinstance(exclude, (list, tuple)):
-        exclude = [twin.get(e, e) if isinstance(e, nn.Module) else e for e in exclude]
+    all_data, data = data, data.one_batch()[0] if dry_run and batches is not None else data
+    pruned = model if inplace else plain_copy(model) if dry_run else copy_of(model)
     data = replace(data, model=pruned)
-    more = [] if batches is None else _other_entries(data, sparsifier.defaults.get("pattern"))
-    resolved = sparsifier.resolved(pruned, exclude, more)
-    refuse_tied(pruned, {group["tensor_fqn"] for group in resolved.groups}, "prune")
-    recorder = Recorder(pruned, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
+    normed = () if inplace or pruned is model else undo_weight_norms(pruned)
     method = None if batches is None else compensate
-    layers = Layers(resolved.groups, sparsifier.pruning_groups(resolved.groups), recorder, method, None, "prune")
-    if has_gradients:
-        recorder.run(data.batches, layers.gradients(), forward, token_mask, progress)
-    layers.check(has_data=batches is not None)
+    exclude = names_in_place_of_modules(model, exclude)
+    layers, left_out = _layers_of(data, sparsifier, exclude, method, token_mask, progress, "prune")
     if is_elsewhere(pruned):
         check_ranks(data)
-    teacher = Teacher(None, data) if recover else None
     options = {"device": device, "stream_memory": stream_memory}
+    if dry_run:
+        plan = planned_run(layers, data, all_data, options, recover, not inplace, start)
+        plan = replace(plan, left_out=left_out)
+        _warn_of_dense(plan)
+        return model, plan
+    dense = evaluated(evaluate, model, "prune, the dense model", progress)
+    teacher = Teacher(None, data) if recover else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    report = replace(report, left_out=resolved.skipped)
+    final = evaluated(evaluate, pruned, "prune, the pruned model", progress)
+    report = replace(report, left_out=left_out, evaluation=both(dense, final), call=call)
     _warn_of_dense(report)
     return pruned, report
+
+
+@with_hints
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    sparsity_level: float | Pattern | str | None = None,
+    *,
+    pattern: Pattern | str | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    token_mask: TokenMask = None,
+    exclude: Sequence[Exclusion] = (),
+    score: Score | None = None,
+    compensate: str | None = "admm",
+    device: Device = None,
+    stream_memory: float | None = None,
+    progress: bool = True,
+) -> OneShotReport:
+    """Measure for each layer that `prune` would prune how much its outputs change if it alone is pruned.
+
+    The inputs of each layer are those of the dense model. They are recorded in one pass; a model without repeated
+    blocks must have memory for the matrix (inputs, inputs) of all of its layers. The model is not changed.
+
+    Args:
+        model, batches, sparsity_level, pattern, forward, token_mask, exclude, score: As for `prune`.
+        compensate: As for `prune`. With None the masks are those of the score, and this takes the least time.
+        device, stream_memory, progress: As for `one_shot`.
+
+    Returns:
+        A `OneShotReport` with a row for each layer, in the order of the forward pass. Its `worst(3)` are the three
+        layers with the largest errors, to be excluded from pruning.
+
+    Raises:
+        SparsityError: As for `prune`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    >>> report = sensitivity(model, [torch.randn(64, 16) for _ in range(4)], "2:4")
+    >>> [row.tensor for row in report], all(0 < row.after < row.before for row in report)
+    (['0.weight', '2.weight'], True)
+    """
+    start = time.perf_counter()
+    checked_model(model, "sensitivity")
+    check_method(compensate, "sensitivity")
+    check_options("sensitivity", device, stream_memory, None)
+    refuse_unloadable(model, "sensitivity")
+    sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
+    _check_gradients("sensitivity", score, True, forward is not None, False)
+    data = CalibrationData.checked(model, batches, forward, token_mask, "sensitivity")
+    data = replace(data, model=plain_copy(model))
+    if data.model is not model:
+        undo_weight_norms(data.model)
+    exclude = names_in_place_of_modules(model, exclude)
+    layers, left_out = _layers_of(data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
+    layers.writes = False
+    with torch.no_grad():
+        targets = [layers.target(name) for name in layers.groups]
+        walk = Walk(data, targets, device=device, stream_memory=stream_memory)
+        places = {target.name: at for at, (target, _) in enumerate(walk.reached)}
+        walk.reached = [(target, 0) for target, _ in walk.reached]  # nothing changes, so one step records all of them
+        rows = walk.run("sensitivity", layers, progress=progress, writes=False)[0]
+    return OneShotReport(
+        rows=tuple(sorted(rows, key=lambda row: places[row.tensor])),
+        seconds=time.perf_counter() - start,
+        blocks=len(walk.blocks),
+        left_out={**left_out, **{target.name: "no inputs recorded" for target in walk.unreached}},
+        weights=weights_by_name(data.model),
+    )
+
+
+def _layers_of(
+    data: CalibrationData,
+    sparsifier: ScopeSparsifier,
+    exclude: Sequence[Exclusion],
+    method: str | None,
+    token_mask: TokenMask,
+    progress: bool,
+    caller: str,
+) -> tuple[Layers, Mapping[str, str]]:
+    """Return the layers that are pruned, and why other tensors are not."""
+    more = _other_entries(data, sparsifier.defaults.get("pattern")) if data.batches else []
+    resolved = sparsifier.resolved(data.model, exclude, more)
+    refuse_tied(data.model, {group["tensor_fqn"] for group in resolved.groups}, caller)
+    recorder = Recorder(data.model, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
+    groups = sparsifier.pruning_groups(resolved.groups)
+    layers = Layers(resolved.groups, groups, recorder, method, None, caller)
+    if needs := layers.gradients():
+        recorder.run(data.batches, needs, data.forward, token_mask, progress)
+    layers.check(has_data=bool(data.batches))
+    return layers, resolved.skipped
 
 
 @torch.no_grad()
@@ -329,16 +351,7 @@ def _pruned(
     saved = checkpoint_of(data, checkpoint, caller, *about)
     is_compared = caller == "prune" and bool(data.batches)  # with `one_shot`, the model may have masks before
     dense_output = data.first_output() if is_compared else None
-    targets = [layers.target(name) for name in layers.groups] if data.batches else []
-    walk = Walk(data, [target for target in targets if target.needs], **options)
-    warn_of_unreached(walk.unreached, caller)
-    recorded = {target.name for target, _ in walk.reached}
-    unrecorded = [name for name in layers.groups if name not in recorded]
-    unreached = {target.name for target in walk.unreached if target.adapter is not None}
-    for name in unrecorded:
-        note = "" if layers.method is None else "no inputs recorded: not compensated"
-        note = "not reached by any batch" if name in unreached else note
-        layers.notes[name] = note if data.batches else "no batches"
+    walk, unrecorded = walk_of(layers, data, options)
     if layers.shared:
         scoring = Scoring(layers, layers.shared, is_elsewhere(data.model))
         walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
@@ -382,19 +395,19 @@ def _warn_of_dense(report: OneShotReport) -> None:
         )
 
 
-def _needs_gradients(score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> bool:
-    """Return whether the score reads gradients. Raise an error if the arguments do not provide what it reads."""
-    needs = needs_of(parse_score(score, "prune: "))
+def _check_gradients(caller: str, score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> None:
+    """Raise an error if the arguments do not provide what the score reads."""
+    needs = needs_of(parse_score(score, f"{caller}: "))
     if needs and not has_batches:
-        raise SparsityError(f"prune: score={score!r} needs batches to record {', '.join(needs)}; give batches=")
+        raise SparsityError(f"{caller}: score={score!r} needs batches to record {', '.join(needs)}; give batches=")
     has_gradients = any(need in GRADIENTS for need in needs)
     if has_gradients and recover:
         raise SparsityError(
-            f"prune: score={score!r} needs a forward that returns the loss, but recover needs one that returns "
+            f"{caller}: score={score!r} needs a forward that returns the loss, but recover needs one that returns "
             "outputs; call prune first, and then recover(pruned, model, batches)"
         )
     if has_gradients and not has_forward:
         raise SparsityError(
-            f"prune: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns it"
+            f"{caller}: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns "
+            "it"
         )
-    return has_gradients

@@ -99,6 +99,7 @@ class Layers:
     ) -> None:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
+        self.writes = True  # if False, errors are measured for all methods, and weights stay as they are
         self.chosen: dict[str, Tensor] = {}
         self.given_masks: dict[str, Tensor] = {}  # of the tensors of `shared`, once they are chosen
         self.notes: dict[str, str] = {}  # {name: why a tensor is not compensated}
@@ -161,8 +162,20 @@ class Layers:
         adapter = self.recorder.adapter(name)
         needs = [n for pruning in self._single[name] for n in needs_of(pruning.score) if n not in GRADIENTS]
         if adapter is not None and adapter.has_gram:
-            needs.append("input_square" if self.method is None else "input_gram")
+            needs.append("input_square" if self.method is None and self.writes else "input_gram")
         return self.recorder.target(name, needs)
+
+    def planned(self, name: str) -> LayerRow:
+        """Return a row with the density that a tensor is to have, its structure, and whether it is compensated."""
+        target = self.recorder.target(name, ())
+        weight = torch.zeros(target.shape, device="cpu")
+        layer = Layer(target=target, statistics=None, weight=weight, pruning_groups=self._single[name])
+        mask = _mask_of(layer, self.groups, lambda p: ({spec.view.param: weight for spec in p.specs.values()}, 2))
+        why = self.notes.get(name) or ("compensate is None" if self.method is None else "")
+        note = ", then ".join(p.pattern(name) for p in layer.pruning_groups)
+        note += f"; not compensated: {why.removesuffix(': not compensated')}" if why else "; compensated"
+        nan = math.nan
+        return LayerRow(tensor=name, before=nan, after=nan, density=float(mask.float().mean()), seconds=nan, note=note)
 
     @contextmanager
     def masks(self, names: Collection[str]) -> Iterator[None]:
@@ -209,7 +222,9 @@ class Layers:
         rows = []
         for name, target in targets.items():
             weight, mask, row = solved.pop(name)
-            if masking.is_parameter(target.module, target.tensor_name):
+            if not self.writes:
+                pass
+            elif masking.is_parameter(target.module, target.tensor_name):
                 target.parameter.copy_(weight)
             else:
                 masking.write_masked(target.module, target.tensor_name, mask)
@@ -350,9 +365,9 @@ def warn_of_unreached(targets: Sequence[Target], caller: str) -> None:
     if without_adapter := [t for t in targets if t.adapter is None]:
         kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
         names = ", ".join(t.name for t in without_adapter)
-        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=6)
+        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=7)
     if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
-        warnings.warn(f"{caller}: no batch reached {unreached}; they are {how}, not compensated", stacklevel=6)
+        warnings.warn(f"{caller}: no batch reached {unreached}; they are {how}, not compensated", stacklevel=7)
 
 
 def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:

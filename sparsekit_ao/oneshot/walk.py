@@ -48,7 +48,7 @@ from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
-from .solving import alike
+from .solving import Layers, alike, warn_of_unreached
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
@@ -125,6 +125,7 @@ class Walk:
         inside = {id(module) for block in self.blocks for module in block.modules()}
         self.outside = [names[id(layer)] for layer in dict.fromkeys(layers) if id(layer) not in inside]
         # With a device, streams are kept on the CPU, so that the device has room for one block and one batch.
+        self.stream_memory = stream_memory
         self._kept_options = None if device is None else "cpu", stream_memory
         self.kept = Kept(*self._kept_options)
         # Whether weights are changed where they are, so that an error must put them back.
@@ -183,7 +184,7 @@ class Walk:
         solved: list[Any] = []
         matched: list[Any] = []
         finished = 0
-        what = "block" if self.blocks else "layer"
+        what = "block" if any(True for block in self.blocks for _ in block.children()) else "layer"
         shows = progress and rank() == 0
         if checkpoint is not None and checkpoint.count and shows:
             say(f"{caller}: continues an earlier call, of which {checkpoint.count} of {len(plan)} steps are finished")
@@ -389,6 +390,21 @@ class Walk:
                         raise
                     return False
         return are_same(*inputs)  # not if a layer also reads what another block than the last one gave
+
+
+def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> tuple[Walk, list[str]]:
+    """Return a walk over layers, and those of which it records no inputs; `layers.notes` then says why."""
+    targets = [layers.target(name) for name in layers.groups] if data.batches else []
+    walk = Walk(data, [target for target in targets if target.needs], **options)
+    warn_of_unreached(walk.unreached, layers.caller)
+    recorded = {target.name for target, _ in walk.reached}
+    unrecorded = [name for name in layers.groups if name not in recorded]
+    unreached = {target.name for target in walk.unreached if target.adapter is not None}
+    for name in unrecorded:
+        note = "" if layers.method is None else "no inputs recorded: not compensated"
+        note = "not reached by any batch" if name in unreached else note
+        layers.notes[name] = note if data.batches else "no batches"
+    return walk, unrecorded
 
 
 def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step]:

@@ -1,7 +1,7 @@
 """`ShrinkRequest`: the arguments of `shrink`, checked, and the models and data that follow from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class ShrinkRequest:
     max_sparsity: float | Mapping[str, float] | None
     multiple_of: int | Mapping[str, int] | None
     keep_config: bool | None
+    dry_run: bool
 
     def __post_init__(self) -> None:
         check_comparable("shrink: ", checked_model(self.model, "shrink"))
@@ -95,6 +96,7 @@ class ShrinkRequest:
             data = CalibrationData(model=self.model, batches=batches, forward=self.forward, token_masks=[mask])
         else:
             data = CalibrationData.checked(self.model, self.batches, self.forward, self.token_mask, "shrink")
+            data = replace(data, batches=data.batches[:1], token_masks=data.token_masks[:1]) if self.dry_run else data
         self.example_inputs = data.batches[0] if self.example_inputs is None else self.example_inputs
         if self.example_inputs is None:
             raise SparsityError("shrink: give example_inputs (one batch of inputs), or batches, whose first is taken")

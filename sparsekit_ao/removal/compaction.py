@@ -146,12 +146,8 @@ def verified(
         exact = reference if reference.tolerance < 1 else Reference(small, reference.example_inputs)
         config_changes, not_in_config = fit_config(model, small, removals, exact)
         changes = [*changes, *config_changes]
-    kept_units = (
-        KeptUnits(name=b.name, kind=b.kind, kept=r.kept, of=b.grid[-1], scopes=b.units // b.grid[-1], partly=r.partly)
-        for b, r in ((r.bound, r) for r in removals)
-    )
     report = Compaction(
-        couplings=tuple(kept_units),
+        couplings=kept_units(removals),
         before=size_of(model, reference.flops),
         after=size_of(small, comparison.flops),
         difference=comparison.difference,
@@ -165,6 +161,14 @@ def verified(
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
+
+
+def kept_units(removals: Sequence[Removal]) -> tuple[KeptUnits, ...]:
+    """Return the rows of a report: how many units each removal keeps."""
+    return tuple(
+        KeptUnits(name=b.name, kind=b.kind, kept=r.kept, of=b.grid[-1], scopes=b.units // b.grid[-1], partly=r.partly)
+        for b, r in ((r.bound, r) for r in removals)
+    )
 
 
 def _as_texts(changes: Sequence[Change]) -> tuple[str, ...]:

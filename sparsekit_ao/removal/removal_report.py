@@ -74,6 +74,7 @@ class Compaction(Table[KeptUnits]):
         couplings: A row for each coupling.
         before, after: Sizes of the model.
         difference: Largest difference of an output on the example inputs, relative to the largest value that differs.
+            NaN after a dry run, which compares nothing.
         in_float64: The difference of float64 copies, if rounding explains why `difference` is above the tolerance.
         notes: Descriptions of what is not exact.
         uncounted: Operators from outside of torch, and matrix products, whose FLOPs the sizes leave out.
@@ -90,6 +91,8 @@ class Compaction(Table[KeptUnits]):
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
             batch or the example inputs; set by `shrink`. See `RecoveryReport`.
+        call: The call of `shrink` as text, for a model card.
+        evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -119,6 +122,8 @@ class Compaction(Table[KeptUnits]):
     compensation: tuple[LayerRow, ...] = ()
     recovery: RecoveryReport | None = None
     error_to_dense: float = math.nan
+    call: str = ""
+    evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -134,7 +139,8 @@ class Compaction(Table[KeptUnits]):
 
     def metrics(self) -> dict[str, float]:
         """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
-        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
+        evaluation = {f"evaluation/{name}": now for name, (_, now) in self.evaluation.items()}
+        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()} | evaluation
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Return the head and the rows as text."""
@@ -146,7 +152,8 @@ class Compaction(Table[KeptUnits]):
         is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
         more = "keep_config=False also removes what the config cannot hold"
         little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
-        return little + lines_of_error(self.error_to_dense)
+        dry = ["dry run: nothing was removed"] if math.isnan(self.difference) else []
+        return dry + little + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""
@@ -155,7 +162,8 @@ class Compaction(Table[KeptUnits]):
             was, now = getattr(self.before, what), getattr(self.after, what)
             lines.append(f"{what}: {was:,} -> {now:,}" + (f" ({now / was:.3f})" if was else ""))
         lines += [f"flops leave out {', '.join(self.uncounted)}, without a formula"] if self.uncounted else []
-        lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
+        if not math.isnan(self.difference):
+            lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"changed: {text}" for text in self.changed]
         lines += [f"not exact: {note}" for note in self.notes]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from .verify import count_flops, light_copy, plain_weights
 NORM = "norm"  # the score that reads no data
 _CLOSE = 0.99  # no more units are taken back once the cost is this part of the allowed one
 Cost = Callable[[nn.Module], float]
+T = TypeVar("T")
 
 
 def scored(
@@ -142,13 +143,13 @@ def without_lowest(plan: Plan, kept: int) -> Plan:
 def cost_function(budget: str | Cost, inputs: Any) -> Callable[[nn.Module, Sequence[Plan], Sequence[int]], float]:
     """Return a function of (model, plans, kept units of a scope of each) that says what the smaller model costs."""
     if callable(budget):
-        return partial(_cost_with, lambda model: budget(plain_weights(model)))
+        return partial(cost_with, lambda model: budget(plain_weights(model)))
     if budget == "units":
         return _units_with
     if budget == "flops":
-        return partial(_cost_with, partial(count_flops, inputs=inputs))
+        return partial(cost_with, partial(count_flops, inputs=inputs))
     if budget == "parameters":
-        return partial(_cost_with, lambda model: sum(p.numel() for p in model.parameters()))
+        return partial(cost_with, lambda model: sum(p.numel() for p in model.parameters()))
     raise SparsityError(
         f"shrink: budget must be 'layer', 'units', 'flops', 'parameters' or a function of a model, got {budget!r}"
     )
@@ -159,7 +160,7 @@ def _units_with(_: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> flo
     return sum(math.prod(b.grid[:-1]) * n for plan, n in zip(plans, kept, strict=True) for b in plan.bound)
 
 
-def _cost_with(cost: Cost, model: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> float:
+def cost_with(cost: Callable[[nn.Module], T], model: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> T:
     """Return the cost if each scope keeps so many units; these are the first ones, whatever they do."""
     removals = [
         Removal(bound=bound, keep=(torch.arange(bound.grid[-1], device="cpu") < n).expand(bound.grid), source=source)

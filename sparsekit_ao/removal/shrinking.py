@@ -1,16 +1,18 @@
 """`shrink`: find what can be removed, choose and score units, remove the lowest ones from a copy, and verify it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..coupling import Coupling
 from ..errors import with_hints
-from ..models.progress import phases
-from ..models.running import TokenMask, kept_generators
+from ..models.progress import hidden_if_asked, phases
+from ..models.running import Evaluate, TokenMask, evaluated, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
+from ..tables import both, call_text
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .find import find_plans
@@ -18,11 +20,12 @@ from .plan import active
 from .recovery import compensated, recovered
 from .removal_report import Compaction, with_reasons
 from .score import Cost, scored
-from .trials import removed_together
+from .trials import planned_together, removed_together
 
 
 @kept_generators()
 @with_hints
+@hidden_if_asked
 def shrink(
     model: nn.Module,
     example_inputs: Any = None,
@@ -40,6 +43,9 @@ def shrink(
     max_sparsity: float | Mapping[str, float] | None = None,
     multiple_of: int | Mapping[str, int] | None = None,
     keep_config: bool | None = None,
+    progress: bool = True,
+    evaluate: Evaluate | None = None,
+    dry_run: bool = False,
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
 
@@ -98,6 +104,12 @@ def shrink(
         keep_config: Whether to leave out what the config cannot hold. None (default) does so for a transformers model
             whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
             says what is dropped.
+        progress: If True (default), show progress, as `one_shot` does. Bars of quick work appear for large models only.
+        evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
+            the dense and on the final model, both in eval mode. The report has the numbers.
+        dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
+            be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Whether couplings
+            can be removed is tried in a short model, not in the whole one. Nothing is evaluated. False by default.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -118,8 +130,13 @@ def shrink(
     >>> small, report = shrink(model, ratio={"0": 0.5}, batches=[torch.randn(64, 8) for _ in range(4)], recover=True)
     >>> small[0].out_features, small[2].out_features, report.recovery[0].after < report.recovery[0].before
     (8, 16, True)
+    >>> same, plan = shrink(model, torch.randn(3, 8), ratio=0.5, dry_run=True)
+    >>> same is model, plan.before.parameters, plan.after.parameters
+    (True, 450, 162)
     """
-    request = ShrinkRequest(**locals())
+    arguments = locals()
+    request = ShrinkRequest(**{name: arguments[name] for name in arguments.keys() - {"evaluate", "progress"}})
+    dense = {} if dry_run else evaluated(evaluate, model, "shrink, the dense model")
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
@@ -141,9 +158,15 @@ def shrink(
     plans = divided_by_size(request, without_rivals(request.model, plans), keeps_config)
     next(phase)
     plans = scored(request.model, plans, score, request.data, token_mask)
+    if dry_run:
+        next(phase, None)
+        plans, report = planned_together(request, plans)
+        return model, with_reasons(report, model, model, discovery, plans, request.cost_of is not None)
     plans, small, report = removed_together(request, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):
         small, report = compensated(request, active(plans))
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, small, discovery, plans, request.cost_of is not None)
-    return small, recovered(request, small, report, layers)
+    report = recovered(request, small, report, layers)
+    evaluation = both(dense, evaluated(evaluate, small, "shrink, the smaller model"))
+    return small, replace(report, evaluation=evaluation, call=call_text(shrink, arguments))

@@ -4,6 +4,7 @@ The outputs of the smaller model are compared with those of the larger one, in w
 """
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +18,13 @@ from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms
 from ..structure import sparsity_to_nnz
 from .arguments import ShrinkRequest
-from .compaction import compared, verified, without_units
+from .compaction import compared, kept_units, verified, without_units
 from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
-from .removal_report import Compaction
+from .removal_report import Compaction, Size, size_of
 from .remove import Removal, masked_copy, rounded
-from .score import kept_within, without_lowest
+from .score import cost_with, kept_within, without_lowest
 from .sizes import candidate_attrs, fit_config, width_attrs
-from .verify import Reference
+from .verify import Reference, count_flops
 
 _NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
 
@@ -219,10 +220,7 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        of_budget = None if request.cost_of is None else kept_within(rated, request.cost_of, request.highest)
-        kept = [plan.kept for plan in rated] if of_budget is None else of_budget
-        lowest = [without_lowest(plan, count) for plan, count in zip(rated, kept, strict=True)]
-        trials = Trials(request.model, lowest, request.reference_of)
+        trials = Trials(request.model, _without_lowest(request, rated), request.reference_of)
         rated = trials.plans
         try:
             small, report = trials.removed(rated)
@@ -242,6 +240,27 @@ def removed_together(
         why = f"the config cannot hold it together with others ({report.not_in_config}); keep_config=False removes it"
         left_out.append(replace(rated[at], left_out=why))
         rated = without[at]
+
+
+def _without_lowest(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans with removals of the units of the lowest scores, as the ratio or the budget requires."""
+    of_budget = None if request.cost_of is None else kept_within(plans, request.cost_of, request.highest)
+    kept = [plan.kept for plan in plans] if of_budget is None else of_budget
+    return [without_lowest(plan, count) for plan, count in zip(plans, kept, strict=True)]
+
+
+def planned_together(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], Compaction]:
+    """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
+    lowest = _without_lowest(request, active(plans))
+
+    def size(model: nn.Module) -> Size:
+        return size_of(model, count_flops(model, request.example_inputs))
+
+    kept = [[plan.units for plan in lowest], [plan.removals[0].kept for plan in lowest]]
+    before, after = (cost_with(size, request.model, lowest, counts) for counts in kept)
+    couplings = kept_units(removals_of(lowest))
+    report = Compaction(couplings=couplings, before=before, after=after, difference=math.nan, manifest={})
+    return [*lowest, *(plan for plan in plans if plan.left_out)], report
 
 
 def _family(plan: Plan, together: int = 1) -> str:

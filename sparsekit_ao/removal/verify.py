@@ -8,7 +8,7 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,13 +18,13 @@ from torch.utils import _pytree
 
 from ..errors import SparsityError
 from ..masking.normalized import Normed
+from ..models.flops import flop_counter
 from ..models.running import arguments, opaque_in, seeded, tensors_in, unfused_attention
 
 Outputs = list[tuple[str, Tensor]]  # (place in the output, tensor)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 LARGE = 1 << 16  # tensors of at least this many elements are not stored, but computed when they are read
-_PRODUCTS = {"mm", "mv", "dot", "vdot", "rnn", "trilinear", "cdist", "attention"}  # words in names of torch's operators
 _PART = 1 << 20  # how many elements of a weight are converted at a time
 _EXACT = 1e-4  # with a larger tolerance, outputs may change, so it does not matter what zeros change
 _HIDDEN = 0.5  # a parameter is hidden if more than this part of its rows or columns is; a ReLU stops fewer
@@ -328,18 +328,6 @@ def _run(
 
     With a `dtype`, `values` replace those of parameters.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # imports triton where there is one
-
-    uncounted: dict[str, None] = {}
-
-    class Counter(FlopCounterMode):
-        def _count_flops(self, func_packet: Any, out: Any, *arguments: Any) -> Any:
-            namespace, _, name = str(func_packet).rpartition(".")
-            may_multiply = namespace not in ("aten", "prim") or _PRODUCTS & {*name.split("_")}
-            if may_multiply and func_packet not in self.flop_registry:
-                uncounted[str(func_packet)] = None
-            return super()._count_flops(func_packet, out, *arguments)
-
     model = model if single_use else light_copy(model, dtype)
     # `deepcopy` copies only leaf tensors.
     inputs = copy.deepcopy(_pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs))
@@ -351,7 +339,7 @@ def _run(
             model.get_parameter(name).data = exact.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
-    count = Counter(display=False, custom_mapping=_flop_formulas())
+    count = flop_counter()
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     nothing = contextlib.nullcontext()
     # The counter has no formula for fused attention.
@@ -359,29 +347,7 @@ def _run(
     with seeded(tensors), unfused, counting, torch.set_grad_enabled(gradients):
         output = model(*args, **kwargs)
     outputs = list(tensors_in("output", output))
-    return _Run(outputs, opaque_in("output", output), count.get_total_flops(), tuple(uncounted))
-
-
-def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return {operator: formula of its FLOPs, from shapes of arguments} where torch's counter has none."""
-
-    def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-        return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-    def recurrence(x: Any, *arguments: Any, **_: Any) -> int:  # every step is multiplied by every matrix
-        weights = arguments[0] if isinstance(arguments[0], list) else arguments[:2]
-        return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
-
-    formulas: dict[str, Callable[..., int]] = {
-        "_scaled_dot_product_flash_attention_for_cpu": attention,
-        "mkldnn_rnn_layer": recurrence,
-        "_cudnn_rnn": recurrence,
-        "_grouped_mm": lambda x, weights, *_, **__: 2 * math.prod(x) * weights[-1],
-        "mv": lambda matrix, *_, **__: 2 * math.prod(matrix),
-        "addmv": lambda _, matrix, *__, **___: 2 * math.prod(matrix),
-    }
-    aten = torch.ops.aten
-    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+    return _Run(outputs, opaque_in("output", output), count.get_total_flops(), tuple(count.uncounted))
 
 
 class Computed(Tensor):

@@ -78,7 +78,7 @@ class Calibrated(MaskSparsifier):
                 applies to layers that read [batch, tokens, inputs]; convolutions and layers that read something else,
                 such as a pooled token, count every position.
             needs: Names of further statistics to record for every tensor, from `calibration.NEEDS`.
-            progress: If True (default), show a progress bar on a terminal.
+            progress: If True (default), show a progress bar on a terminal or in a notebook.
 
         Raises:
             SparsityError: No score needs statistics, there are no batches, the inputs of a layer cannot be recorded, or

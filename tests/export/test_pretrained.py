@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib.util
 import json
+import re
 import runpy
 import weakref
 from collections import OrderedDict
@@ -15,12 +16,14 @@ import hf_models
 import numpy
 import pytest
 import torch
+import yaml
 from export_models import TWO_FOUR, batches, looks, masked, mlp, pruned, same
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
+import sparsekit_ao
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns, prune
 from sparsekit_ao.export import pretrained
 from sparsekit_ao.masking import select, weight_mask
@@ -716,3 +719,56 @@ def test_errors_of_a_save_name_the_folder_that_the_user_gave(tmp_path, monkeypat
             small, report, tmp_path / "new", state_dict={"pooler.dense.bias": small.pooler.dense.bias}
         )
     assert "/tmp" not in str(error.value).replace(str(tmp_path), "") and not (tmp_path / "new").exists()
+
+
+def sections_of(folder):
+    """The front matter of a card, and its sections."""
+    _, head, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(head), dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+
+
+def loaded_as_the_card_says(folder):
+    _, sections = sections_of(folder)
+    (code,) = re.findall(r"```python\n(.*?)```", sections["How to load it"], re.DOTALL)
+    exec(code, names := {"folder": folder})
+    return names["model"]
+
+
+@pytest.mark.parametrize("keep_config", [True, False])
+def test_the_card_of_a_smaller_model_says_how_it_was_made_and_how_to_load_it(keep_config, tmp_path):
+    model, inputs = hf_models.make("Llama")
+    model.config._name_or_path = "someone/small-llama"
+    small, report = shrink(model, inputs, ratio={"mlp": 0.5, "key heads": 0.5}, keep_config=keep_config)
+    export.save_pretrained(small, report, tmp_path / "small", evaluation={"perplexity": (20.0, 21.5)})
+    head, sections = sections_of(tmp_path / "small")
+    assert head == {
+        "library_name": "transformers",
+        "tags": ["sparsekit_ao", "pruned"],
+        "base_model": "someone/small-llama",
+    }
+    made = f"shrink(..., example_inputs=..., ratio={{'mlp': 0.5, 'key heads': 0.5}}, keep_config={keep_config})"
+    assert (
+        made in sections["How it was made"]
+        and f"sparsekit_ao {sparsekit_ao.__version__}" in sections["How it was made"]
+    )
+    assert f"{report.before.parameters:,} -> {report.after.parameters:,}" in sections["Report"]
+    assert "| perplexity | 20 | 21.5 |" in sections["Evaluation"]
+    loaded = loaded_as_the_card_says(tmp_path / "small")
+    assert torch.equal(loaded.eval()(**inputs).logits, small.eval()(**inputs).logits)
+
+
+def test_a_model_of_prune_is_saved_without_masks_and_a_card_is_never_overwritten(tmp_path):
+    model, inputs = hf_models.make("Llama")
+    pruned_model, report = prune(model, "2:4", batches=[inputs], exclude=["lm_head"])
+    saved = export.save_pretrained(pruned_model, report, tmp_path)
+    assert set(saved.converted) == {row.tensor for row in report} and not (tmp_path / "masks.safetensors").exists()
+    assert same(looks(pruned_model), loaded_as_the_card_says(tmp_path))
+    _, sections = sections_of(tmp_path)
+    assert "prune(..., sparsity_level='2:4', batches=..., exclude=['lm_head'])" in sections["How it was made"]
+    assert "to_2_4" in sections["How to run it fast"] and "Evaluation" not in sections
+    (tmp_path / "README.md").write_text("mine")
+    masks = {row.tensor: pruned_model.get_parameter(row.tensor) != 0 for row in report}
+    export.save_pretrained(pruned_model, masks, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "masks.safetensors").exists()
+    export.save_pretrained(pruned_model, masks, tmp_path / "masked")
+    assert "masks drop 50.0% of the elements" in sections_of(tmp_path / "masked")[1]["Report"]

@@ -38,6 +38,7 @@ PRINTED = {  # what a tiny run prints; these write no file
 ELSEWHERE = {"prune_minilm", "shrink_minilm", "export_minilm", "rigl_digits", "proximal", "dst_language_model"}
 ELSEWHERE |= {
     "moe_language_model",
+    "shrink_vocabulary",
     "one_shot_language_model",
     "prune_smollm2",
     "fsdp2",
@@ -201,6 +202,12 @@ def test_minilm_is_shrunk_rebuilt_and_run_by_onnxruntime(run, tmp_path):
         assert abs(int(line["file bytes"]) / (4 * int(line["parameters"])) - 1) < 0.001
     assert int(small["flops"]) < 0.56 * int(dense["flops"])
     assert 0 < float(small["of dense"]) < 1 and 0.3 < float(small["cosine"]) < 1 == float(dense["cosine"])
+
+
+def test_vocabularies_shrink_and_give_the_same_for_sentences_of_kept_tokens(run, tmp_path):
+    run("shrink_vocabulary.py", "--tiny", "--out", tmp_path, cwd=tmp_path)
+    for row in read_csv(tmp_path / "shrink_vocabulary.csv"):
+        assert int(row["kept"]) < int(row["tokens"]) / 5 and 0 < int(row["of kept tokens"]) == int(row["the same"])
 
 
 def test_one_command_remakes_every_table(run, tmp_path):

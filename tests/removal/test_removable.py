@@ -1,7 +1,9 @@
 """removable, shrink, joint entries and attention of torch: what is found is removed, what cannot be is listed apart."""
 
 import itertools
+import logging
 import re
+from collections import OrderedDict
 
 import hf_models
 import pytest
@@ -12,8 +14,9 @@ from networks import NETWORKS, Heads, Net
 from stock import EVERYTHING, refuses
 from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
-from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, prune
 from sparsekit_ao.coupling import discover, joint_entries
 from sparsekit_ao.models import progress
 from sparsekit_ao.removal import compact, removable, shrink
@@ -257,7 +260,7 @@ def test_layers_that_share_one_number_for_several_couplings_are_found_together()
     assert len(discover(model, torch.randn(2, 3, 6, 6)).couplings) == 2
 
 
-def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+def test_progress_is_shown_on_a_terminal_or_in_a_notebook_or_logged(monkeypatch, capsys, caplog):
     monkeypatch.setattr(progress, "LARGE", 1)
     monkeypatch.setattr(progress, "AFTER", 0.0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(2, 8)
@@ -269,6 +272,27 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     assert "removable: " in shown and "compactions" in shown and "compact: " in shown
     shrink(model, x)
     assert re.search("shrink: .* 2/3 .*scores and removal", capsys.readouterr().err)
+    shrink(model, batches=[x], progress=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    with caplog.at_level(logging.INFO, logger="sparsekit_ao"):
+        shrink(model, batches=[x], progress=False)
+        assert not caplog.messages
+        shrink(model, x)
+    lines = [f"shrink: {phase} finished, " for phase in ("trials", "trials of the config", "scores and removal")]
+    assert len(caplog.messages) == 3 and all(map(str.startswith, caplog.messages, lines))
+    monkeypatch.setattr(progress, "bar_class", lambda: type("Bar", (tqdm,), {"__module__": "tqdm.notebook"}))
+    shrink(model, x)
+    assert re.search("shrink: .* 2/3 .*scores and removal", capsys.readouterr().err)
+
+
+def test_a_model_without_blocks_logs_at_most_ten_lines(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    layers = {f"layer{k}": nn.Linear(8 + k, 9 + k) for k in range(25)}  # no two alike
+    with caplog.at_level(logging.INFO, logger="sparsekit_ao"):
+        prune(nn.Sequential(OrderedDict(layers)), 0.5, batches=[torch.randn(16, 8)])
+    lines = [message for message in caplog.messages if message.startswith("prune: layer ")]
+    assert len(lines) == 10 and lines[-1].startswith("prune: layer 25 of 25, layer24, error")
 
 
 class Divided(nn.Module):

@@ -1,0 +1,238 @@
+"""The command `python -m sparsekit_ao`: prune or shrink a folder of transformers, or report what one holds."""
+
+import argparse
+import inspect
+import json
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .errors import SparsityError, did_you_mean
+from .export import load_pretrained, report, save_pretrained
+from .export.pretrained import MANIFEST
+from .oneshot import prune
+from .removal import shrink
+
+CALLS: dict[str, Callable[..., Any]] = {"prune": prune, "shrink": shrink}
+OF_COMMAND = {"model", "batches", "example_inputs", "forward", "couplings", "inplace", "dry_run", "evaluate"}
+BATCH = 4  # windows of tokens in a batch
+HELD_OUT = 10  # one document, or part of the text, of so many is held out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 2 after an error, which is printed in one line."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "report":
+            _report(args.folder)
+        else:
+            _run(args)
+    except (SparsityError, OSError) as error:
+        print(f"sparsekit_ao: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sparsekit_ao", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("prune", "drop weights"), ("shrink", "remove units"), ("report", "show what a folder holds")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("folder", type=Path, help="a checkpoint of transformers, or a GGUF file")
+        if name == "report":
+            continue
+        command.add_argument("--data", type=Path, help="text, or JSON lines whose field 'text' is a document")
+        command.add_argument("--tokens", type=int, default=32768, help="to calibrate on, at most (default: 32768)")
+        command.add_argument(
+            "--length", type=int, help="tokens of a window (default: 256, or the most that the model takes)"
+        )
+        command.add_argument("--recipe", type=Path, help=f"a YAML file with arguments of `{name}`")
+        command.add_argument("--out", type=Path, help="the folder to write")
+        command.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
+        # Those below are arguments of the call; the recipe may have the others.
+        command.add_argument("--recover", action="store_true", default=None, help="train blocks to match dense ones")
+        command.add_argument("--exclude", nargs="+", metavar="NAME", help="names or globs of tensors and modules")
+        if name == "shrink":
+            command.add_argument("--ratio", type=float, help="the fraction of units to remove")
+            continue
+        command.add_argument("--pattern", help="such as 2:4")
+        command.add_argument("--sparsity-level", type=float, help="the fraction of weights to drop, without --pattern")
+        command.add_argument("--device", help="where blocks are pruned, such as cuda")
+        command.add_argument("--checkpoint", help="a folder from which the same command continues if interrupted")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Load a model, prune or shrink it, compare it with the dense one on held-out tokens, and save it."""
+    call = CALLS[args.command]
+    keys = _recipe(args.recipe, call) if args.recipe else {}
+    names = inspect.signature(call).parameters.keys() - OF_COMMAND
+    keys |= {name: value for name, value in vars(args).items() if name in names and value is not None}
+    if args.out is None and not args.dry_run:
+        raise SparsityError("give --out, the folder to write, or --dry-run")
+    if args.out is not None and args.out.resolve() == args.folder.resolve():
+        raise SparsityError(f"--out is {args.folder}, the folder of the dense model; give another one")
+    if (args.folder / MANIFEST).exists():
+        raise SparsityError(f"the config in {args.folder} does not describe its model; begin with the dense model")
+    with tempfile.TemporaryDirectory() as offload_folder:
+        tokenizer, model, is_causal = _loaded(args.folder, offload_folder)
+        batches = None
+        if args.data is not None:
+            used, held_out = _windows(tokenizer, model, args)
+            batches = [{"input_ids": ids} for ids in used.split(BATCH)]
+            print(f"{used.numel():,} tokens to calibrate on, {held_out.numel():,} held out")
+        if args.dry_run:
+            print(call(model, batches=batches, dry_run=True, **keys)[1])
+            return
+        keys |= {} if batches is None else {"evaluate": _measure(model, held_out, is_causal)}
+        keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
+        result, found = call(model, batches=batches, **keys)
+        print(found)
+        print(save_pretrained(result, found, args.out))
+        tokenizer.save_pretrained(args.out)
+
+
+def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments in a YAML file; their names are those of the call."""
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise SparsityError("--recipe needs PyYAML: pip install pyyaml") from None
+    try:
+        # YAML reads 2:4 as the number 124 in base 60, so texts with a colon are taken as they are written.
+        values, texts = (yaml.load(path.read_text("utf-8"), Loader=one) for one in (yaml.SafeLoader, yaml.BaseLoader))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SparsityError(f"--recipe: {path} is not YAML: {error}") from error
+    if not isinstance(values, Mapping):
+        raise SparsityError(f"--recipe: {path} must hold names and values, such as `pattern: 2:4`")
+    names = set(inspect.signature(call).parameters) - OF_COMMAND
+    for name in values:
+        if name not in names:
+            known = f"it takes {', '.join(sorted(names))}.{did_you_mean(str(name), names)}"
+            raise SparsityError(f"--recipe: {call.__name__} takes no {name!r} from a recipe; {known}")
+    return {name: texts[name] if ":" in texts[name] else value for name, value in values.items()}
+
+
+def _loaded(path: Path, offload_folder: str) -> tuple[Any, Any, bool]:
+    """Return the tokenizer and the model of a folder or GGUF file, and whether it predicts the next token."""
+    try:
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    except ImportError:
+        raise SparsityError("the command needs transformers: pip install transformers") from None
+    if not path.exists():
+        raise SparsityError(f"there is no file or folder {path}")
+    folder = path if path.is_dir() else path.parent
+    keys: dict[str, Any] = {} if path.is_dir() else {"gguf_file": path.name}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **keys)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **keys)
+        name = (config.architectures or ["AutoModelForCausalLM" if keys else "AutoModel"])[0]
+        model_class = getattr(transformers, name)
+    except Exception as error:  # damaged and foreign files raise errors of many classes
+        raise SparsityError(f"{path} is not a checkpoint that transformers reads: {error}") from error
+    if not keys and sum(file.stat().st_size for file in folder.glob("*.safetensors")) > (free := _free_memory()):
+        keys = {"device_map": "auto", "max_memory": {"cpu": free // 2}, "offload_folder": offload_folder}
+    model = load_pretrained(folder, model_class, **keys).eval()
+    return tokenizer, model, type(model).__name__ in CAUSAL.values()
+
+
+def _free_memory() -> int:
+    """The bytes of memory that are free, without psutil (which accelerate installs) as many as any model needs."""
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return sys.maxsize
+    return psutil.virtual_memory().available
+
+
+def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Return windows of token ids to calibrate on and held-out ones, int64 [windows, length], drawn by a fixed seed."""
+    if model.config.is_encoder_decoder or not getattr(tokenizer, "is_fast", False):
+        kind = "decoder or an encoder" if model.config.is_encoder_decoder else "model with a fast tokenizer"
+        raise SparsityError(f"--data needs a {kind}, got {type(model).__name__} with {type(tokenizer).__name__}")
+    longest = min(args.tokens, getattr(model.config, "max_position_embeddings", None) or args.tokens)
+    length = min(256, longest) if args.length is None else args.length
+    if not 2 <= length <= longest:
+        raise SparsityError(f"--length must be from 2 to {longest} (--tokens, or the model's maximum), got {length}")
+    try:
+        text = args.data.read_text("utf-8")
+        documents = [text] if args.data.suffix not in (".jsonl", ".json") else []
+        for line in () if documents else filter(str.strip, text.splitlines()):
+            documents.append(json.loads(line)["text"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SparsityError(f"--data: {args.data} must be text, or JSON lines with a field 'text': {error}") from error
+    if len(documents) >= HELD_OUT:
+        texts = [
+            [d for at, d in enumerate(documents, 1) if bool(at % HELD_OUT) == is_used] for is_used in (True, False)
+        ]
+        used, held_out = map("\n\n".join, texts)
+    else:  # the end of the text
+        text = "\n\n".join(documents)
+        at = len(text) - len(text) // HELD_OUT
+        used, held_out = text[:at], text[at:]
+    found = []
+    for text, most in ((used, args.tokens), (held_out, args.tokens // 4)):
+        # Each window gets the tokens that the tokenizer adds to a text, such as [CLS] and [SEP].
+        ids = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+        whole = torch.tensor([window for window in ids if len(window) == length])
+        if len(whole) == 0:
+            raise SparsityError(
+                f"--data: {args.data} is too short: the part to calibrate on and the tenth that is held out must have "
+                f"{length} tokens each; give more text, or a smaller --length"
+            )
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+        found.append(whole[order[: max(1, most // length)]])
+    return found[0], found[1]
+
+
+@torch.no_grad()
+def _perplexity(model: Any, windows: Tensor) -> float:
+    """Return exp of the mean loss of each next token."""
+    losses = []
+    for ids in windows.split(1):
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float().cpu()
+        losses.append(F.cross_entropy(logits, ids[0, 1:]).item())
+    return math.exp(sum(losses) / len(losses))
+
+
+@torch.no_grad()
+def _embeddings(model: Any, windows: Tensor) -> Tensor:
+    """Return the mean of the last hidden states of each window, as unit vectors."""
+    outputs = (model(input_ids=ids, output_hidden_states=True).hidden_states[-1] for ids in windows.split(1))
+    return F.normalize(torch.cat([hidden.float().mean(1).cpu() for hidden in outputs]), dim=-1)
+
+
+def _measure(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any], dict[str, float]]:
+    """Return a function that measures a model on held-out tokens."""
+    if is_causal:
+        return lambda other: {"perplexity on held-out tokens": _perplexity(other, held_out)}
+    dense = _embeddings(model, held_out)
+    name = "mean cosine of held-out embeddings to the dense ones"
+    return lambda other: {name: (_embeddings(other, held_out) * dense).sum(1).mean().item()}
+
+
+def _report(path: Path) -> None:
+    """Print what the weights of a folder look like, and how the card says it was made."""
+    with tempfile.TemporaryDirectory() as offload_folder:
+        _, model, _ = _loaded(path, offload_folder)
+        print(report(model))
+    card = path / "README.md"
+    made = (
+        re.search(r"^## How it was made\n.*?(?=^## |\Z)", card.read_text("utf-8"), re.S | re.M)
+        if card.exists()
+        else None
+    )
+    print(made[0] if made else f"{path} has no model card of this library")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""A dry run of `prune`: what it would do and cost, from one block that is pruned on one batch and put back."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration import Statistics
+from ..calibration.adapters import CONVOLUTIONS
+from ..distributed import abandon_forward
+from ..models.flops import flop_counter
+from ..models.loading import is_elsewhere, loaded
+from ..models.names import weights_by_name
+from ..models.running import eval_mode, import_dynamo, unfused_attention
+from .chain import CalibrationData
+from .matching import EVERY, MEASURED, PASSES, Teacher
+from .one_shot_report import DryRun
+from .solving import LayerRow, Layers
+from .walk import Step, Walk, steps_of, walk_of, without_autocast_cache
+
+# Copies of a block in float32 in memory if weights are only dropped, or computed (examples/benchmarks/walk_memory.py).
+DROPPED, TRAINED = 2, 8
+
+
+@torch.no_grad()
+def planned_run(
+    layers: Layers,
+    data: CalibrationData,  # of one batch
+    all_data: CalibrationData,
+    options: dict[str, Any],
+    recover: bool,
+    copies: bool,  # whether `prune` would prune a copy
+    start: float,
+) -> DryRun:
+    """Return what `prune` would do with all data."""
+    walk, rest = walk_of(layers, data, options)
+    model, steps, chains = data.model, steps_of(walk, rest, recover), [list[str]() for _ in walk.chains]
+    for name, chain in zip(walk.names, walk.chain_of, strict=True):
+        chains[chain].append(name)
+    rows = [layers.planned(name) for step in steps for name in step.tensors]
+    numel = {row.tensor: math.prod(layers.recorder.target(row.tensor, ()).shape) for row in rows}
+    total = sum(p.numel() for p in model.parameters())
+    dropped = sum(round(numel[row.tensor] * (1 - row.density)) for row in rows)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in walk.blocks]
+    sizes += [sum(numel[name] for name in step.tensors) for step in steps if step.block is None]
+    largest = total if recover and not walk.blocks else max(sizes, default=0)
+    memory = (DROPPED if layers.method is None and not recover else TRAINED) * 4 * largest
+    if copies or is_elsewhere(model):  # a copy of all; or what is outside of blocks is read, too
+        inside = {id(p) for block in walk.blocks for p in block.parameters()}
+        memory += sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
+    seconds, flops, runs = time.perf_counter() - start, (0, 0), 0
+    if all_data.batches:
+        seconds *= len(all_data.batches) if layers.gradients() else 1
+        runs = 1 + len(chains) + sum(step.is_recorded for step in steps if step.block is None)
+        runs += (1 + PASSES) * (recover and not chains)
+        with eval_mode(model), without_autocast_cache():
+            try:
+                flops = _flops(data, layers, rows)
+                more, held = _measured(layers, walk, steps, all_data, recover, numel)
+            finally:
+                abandon_forward(model)
+        seconds, memory = seconds + more, memory + held
+    return DryRun(
+        rows=tuple(rows),
+        chains=tuple(map(tuple, chains)),
+        parameters=(total, total - dropped),
+        flops=flops,
+        runs=(runs, (2 + (1 + PASSES) * recover) if chains else 0),
+        memory=memory,
+        seconds=seconds,
+        weights=weights_by_name(model),
+    )
+
+
+def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[int, int]:
+    """Return the FLOPs of a forward pass, and those without the products of zeros in Linear layers and convolutions."""
+    with flop_counter() as counter, unfused_attention():
+        data.output(0)
+    of_modules = {name.partition(".")[2]: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    saved = 0.0
+    for row in rows:  # other modules have more products than those of a weight
+        if isinstance(layers.groups[row.tensor]["module"], (nn.Linear, *CONVOLUTIONS)):
+            saved += of_modules.get(row.tensor.rpartition(".")[0], 0) * (1 - row.density)
+    return counter.get_total_flops(), counter.get_total_flops() - round(saved)
+
+
+def _measured(
+    layers: Layers,
+    walk: Walk,
+    steps: Sequence[Step],
+    all_data: CalibrationData,
+    recover: bool,
+    numel: Mapping[str, int],
+) -> tuple[float, int]:
+    """Prune one block or layer on one batch, and put it back; return seconds and bytes for all batches and blocks."""
+    _, total, largest = all_data.one_batch()
+    steps = [step for step in steps if step.tensors and step.is_recorded]
+    steps = [step for step in steps if step.block is not None] or steps
+    if not steps:
+        return 0.0, 0
+    step = steps[0 if walk.blocks else len(steps) // 2]  # blocks are alike; of layers, the one in the middle
+    at = -1 if step.block is None else step.block
+    block = None if step.block is None else walk.blocks[at]
+    teacher = Teacher(None, walk.data, passes=1) if recover and (block is not None or not walk.blocks) else None
+    modules = [walk.data.model] if teacher is not None and block is None else walk._modules(step)
+    if teacher is not None:
+        import_dynamo()  # not when training is timed
+        teacher.start(walk)
+    for chain in range(walk.chain_of[at] + 1) if block is not None else ():
+        walk.begin_stream(chain, None if teacher is None else teacher.streams[chain])
+    held, start = dict[int, int](), time.perf_counter()
+
+    def record() -> dict[str, Statistics]:
+        statistics = walk._statistics(step, layers)
+        for one in statistics.values():  # rows are summed if all batches together have enough of them
+            if one.rows and one.tokens * total >= one.rows[0].shape[2]:
+                one.sum_rows()
+        return statistics
+
+    def run() -> Any:
+        return walk.data.output(0) if block is None else walk.streams[-1].output(block, 0)
+
+    def match() -> Any:
+        if teacher is not None:
+            return teacher.finish([]) if block is None else teacher.match(at, block, walk.streams[-1])
+
+    def hold(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with loaded(walk.data.model, modules, None if block is None else walk.device), ExitStack() as undone:
+        for p in itertools.chain(*(module.parameters() for module in modules)):
+            undone.callback(p.copy_, p.clone())
+        loading = time.perf_counter() - start
+        if teacher is not None and block is not None:
+            teacher.advance(at, block)
+        statistics = record()  # everything but solving is done twice, as the first time is slower
+        recording, solving = _seconds(record), _seconds(lambda: layers.solve(step.tensors, statistics))
+        run()
+        forward = _seconds(run)
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            match()
+        matching = _seconds(match)
+        for p in itertools.chain(*(module.parameters() for module in modules)):
+            held.pop(p.untyped_storage().data_ptr(), None)  # what remains are the activations that training keeps
+    counts = [sum(p.numel() for p in b.parameters()) for b in walk.blocks] or [1]
+    alike = sum(counts) / counts[at]
+    seconds = solving * sum(numel.values()) / sum(numel[name] for name in step.tensors) + 2 * alike * loading
+    if block is None:
+        seconds += len(steps) * total * recording
+    else:
+        seconds += alike * total * (recording + forward * (2 if recover else 1))
+    if teacher is not None:  # one pass: a step, two runs before it and one after it, which measure the error
+        measured = (PASSES // EVERY + 2) * min(1.0, MEASURED / len(all_data.batches))
+        seconds += alike * total * (PASSES * max(matching - 3 * forward, 0.0) + measured * forward)
+    streams = min(walk.kept.used * total, math.inf if walk.stream_memory is None else walk.stream_memory)
+    return seconds, round(streams + sum(held.values()) * largest)
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,169 @@
+"""`shrink_vocabulary` removes tokens from the embedding, the output layer, the config and the tokenizer of a model."""
+
+import copy
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SparsityError, checked_model
+from .compaction import check_comparable
+
+WHERE = "shrink_vocabulary: "
+_IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)")  # entries of configs
+_SINGLE = re.compile(r"(##)?.|<0x[0-9A-F]{2}>", re.DOTALL)  # a character, one inside of a word, or a byte
+
+
+@torch.no_grad()
+def shrink_vocabulary(
+    model: nn.Module, keep: Iterable[int] | Iterable[str], tokenizer: Any = None
+) -> tuple[nn.Module, Any, dict[int, int]]:
+    """Remove the tokens that texts do not use from a transformers model.
+
+    What the model computes from other tokens stays the same, and so do their logits, except for the rounding of a
+    product with fewer columns. The rows of the removed tokens leave the input embedding and the output layer,
+    tied or not, and the configs follow. Special tokens, and those that configs name, always stay.
+
+    The vocabulary of a fast tokenizer (WordPiece, WordLevel, Unigram or BPE) follows. Of the merges of BPE, those stay
+    that make kept tokens, with the tokens in between. Single characters and bytes stay too, so that other texts can be
+    encoded. Texts of kept tokens are encoded as before, which is verified on the given ones.
+
+    Args:
+        model: A model with `get_input_embeddings`, which is not changed.
+        keep: Ids of tokens to keep, or texts whose tokens are kept.
+        tokenizer: The model's tokenizer, which is not changed. Texts need it.
+
+    Returns:
+        The smaller model; the smaller tokenizer, or None; and {old id: new id} of the kept tokens. A warning says why
+        there is no tokenizer if one was given.
+
+    Raises:
+        SparsityError: An argument does not fit, another tensor of the model has a row for each token, or a text is
+            encoded otherwise.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> small, _, ids = shrink_vocabulary(LlamaForCausalLM(LlamaConfig(**sizes)), [5, 7, 31999])
+    >>> small.config.vocab_size, ids  # the config names the tokens 1 and 2
+    (5, {1: 0, 2: 1, 5: 2, 7: 3, 31999: 4})
+    """
+    check_comparable(WHERE, checked_model(model, "shrink_vocabulary"))
+    if not hasattr(model, "get_input_embeddings"):
+        raise SparsityError(f"{WHERE}needs a model of transformers, got {type(model).__name__}")
+    small: Any = copy.deepcopy(model)
+    tokenizer, count = copy.deepcopy(tokenizer), len(small.get_input_embeddings().weight)  # calls change its settings
+    items = [keep] if isinstance(keep, str) else keep.tolist() if isinstance(keep, Tensor) else list(keep)
+    texts = items if tokenizer is not None and all(isinstance(item, str) for item in items) else []
+    if not items or not (texts or all(type(item) is int and 0 <= item < count for item in items)):
+        raise SparsityError(
+            f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3]}"
+        )
+    encoded = [tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts]
+    owners: list[Any] = [getattr(module, "config", None) for module in small.modules()]
+    owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
+    owners.append(getattr(small, "generation_config", None))
+    configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
+    kept = {*(itertools.chain(*encoded) if texts else items), *itertools.chain(*map(_ids_in, configs))}
+    data, reason = None, ""
+    if tokenizer is not None:
+        kept |= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *tokenizer("")["input_ids"]}
+        data, reason = _data_of(tokenizer)
+        kept |= set() if data is None else _needed(data["model"], kept)
+    new = {token: at for at, token in enumerate(sorted(token for token in kept if 0 <= token < count))}
+    if data is not None:
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(_renumbered(data, new)))
+    for text, ids in zip(texts, encoded, strict=True) if data is not None else ():
+        if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
+            raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
+    _cut_model(small, count, new)
+    for config in configs:
+        for name in filter(_IDS.fullmatch, config):
+            value = config[name]
+            config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
+        config.update({"vocab_size": len(new)} if config.get("vocab_size") == count else {})
+    if reason:
+        warnings.warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}", stacklevel=3)
+    return small, None if data is None else tokenizer, new
+
+
+def _ids_in(config: Mapping[str, Any]) -> set[int]:
+    """Return the ids in a config, such as `eos_token_id`, which may be a list or None."""
+    values = (config[name] for name in filter(_IDS.fullmatch, config))
+    return {at for value in values for at in (value if isinstance(value, list) else [value]) if type(at) is int}
+
+
+def _cut_model(small: Any, count: int, new: Mapping[int, int]) -> None:
+    """Cut the tensors with a row for each token, wherever they are, and the numbers in their modules."""
+    old = list(new)
+    layers = [layer for layer in (small.get_input_embeddings(), small.get_output_embeddings()) if layer is not None]
+    cut = {id(p): nn.Parameter(p[old], p.requires_grad) for layer in layers for p in layer.parameters(recurse=False)}
+    for name, tensor in (*small.named_parameters(), *small.named_buffers()):
+        if count in tensor.shape and id(tensor) not in cut and name != "final_logits_bias":  # of BART: [1, tokens]
+            raise SparsityError(f"{WHERE}{name} also has a dimension of {count}, and it is not known how to cut it")
+    if isinstance(bias := getattr(small, "final_logits_bias", None), Tensor):
+        small.final_logits_bias = bias[:, old]
+    for name, module in small.named_modules():
+        tables = [key for key, p in module._parameters.items() if id(p) in cut]
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None and new.get(padding, padding) != padding:
+            if isinstance(module, nn.Embedding) and not tables:  # RoBERTa counts positions from the id of padding
+                raise SparsityError(f"{WHERE}{name} reads the id of padding, {padding}; keep all ids below it too")
+            module.padding_idx = new[padding]
+        for key in tables:
+            setattr(module, key, cut[id(module._parameters[key])])
+        for size in ("num_embeddings", "out_features") if tables else ("vocab_size",):
+            if getattr(module, size, None) == count:
+                setattr(module, size, len(old))
+
+
+def _data_of(tokenizer: Any) -> tuple[Any, str]:
+    """Return the JSON of a fast tokenizer, or None and why its vocabulary cannot be cut exactly."""
+    if not getattr(tokenizer, "is_fast", False):
+        return None, f"{type(tokenizer).__name__} is no fast tokenizer"
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    affixes = data["model"].get("continuing_subword_prefix") or data["model"].get("end_of_word_suffix")
+    return (None, f"its BPE marks words by {affixes!r}") if data["model"]["type"] == "BPE" and affixes else (data, "")
+
+
+def _needed(model: Any, kept: Set[int]) -> set[int]:
+    """Return the tokens that kept ones need, and single characters; leave only the merges of BPE that make them."""
+    if model["type"] == "Unigram":
+        return {at for at, (token, _) in enumerate(model["vocab"]) if len(token) == 1 or at == model["unk_id"]}
+    vocabulary: dict[str, int] = model["vocab"]
+    needed = {at for token, at in vocabulary.items() if _SINGLE.fullmatch(token) or token == model.get("unk_token")}
+    if model["type"] == "BPE":
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        rank, used = {pair: at for at, pair in enumerate(merges)}, set[int]()
+        for token in [token for token, at in vocabulary.items() if at in kept]:
+            parts = list(token)  # no merge crosses the ends of a token, so in a text it is made as it is alone
+            while found := [(rank[p], at) for at, p in enumerate(itertools.pairwise(parts)) if p in rank]:
+                merge, at = min(found)
+                parts[at : at + 2] = ["".join(merges[merge])]
+                used.add(merge)
+                needed.add(vocabulary[parts[at]])
+        model["merges"] = [list(merges[at]) for at in sorted(used)]
+    return needed
+
+
+def _renumbered(data: Any, new: Mapping[int, int]) -> Any:
+    """Return the JSON of a tokenizer with the kept tokens, and their new ids wherever it has ids."""
+    if isinstance(data, list):
+        is_pair = len(data) == 2 and isinstance(data[0], str) and type(data[1]) is int  # ["[SEP]", 102]
+        return [data[0], new[data[1]]] if is_pair else [_renumbered(part, new) for part in data]
+    if not isinstance(data, dict):
+        return data
+    data = {key: _renumbered(part, new) if key not in ("vocab", "merges") else part for key, part in data.items()}
+    for key in data.keys() & {"id", "unk_id", "pad_id"}:
+        data[key] = new.get(data[key], data[key])
+    if isinstance(data.get("ids"), list):
+        data["ids"] = [new[at] for at in data["ids"]]
+    if isinstance(vocabulary := data.get("vocab"), dict):
+        data["vocab"] = {token: new[at] for token, at in vocabulary.items() if at in new}
+    elif vocabulary is not None:
+        data["vocab"] = [entry for at, entry in enumerate(vocabulary) if at in new]
+    return data

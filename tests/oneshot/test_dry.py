@@ -1,0 +1,173 @@
+"""A dry run: what it says is what the call does, it runs on one batch, and it changes nothing, also after an error."""
+
+import copy
+import itertools
+import math
+
+import accelerate
+import pytest
+import torch
+from networks import Net
+from pruned_models import Model, correlated
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sparsekit_ao import SparsityError, prune
+from sparsekit_ao.oneshot import dry
+
+IMAGES = [torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+
+
+def convolutions():
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(4, 16, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(16, 16, 3))
+    return nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(256, 6))
+
+
+def with_parts_that_are_not_compensated():
+    def run(m, x):
+        return m.blocks(x) + m.table(x.argmax(-1))
+
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 12)) for _ in range(3)])
+    return Net(run, blocks=blocks, table=nn.Embedding(12, 12), unused=nn.Linear(12, 12))
+
+
+def unchanged(model, before, state):
+    same = all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    return same and torch.equal(torch.get_rng_state(), state)
+
+
+CASES = {
+    "blocks": (Model, correlated, {"pattern": "2:4"}),
+    "blocks, recovered": (Model, correlated, {"pattern": "2:4", "recover": True, "device": "cpu", "inplace": True}),
+    "rows": (Model, correlated, {"pattern": "rows", "sparsity_level": 0.3, "compensate": "least_squares"}),
+    "no blocks": (convolutions, lambda: IMAGES, {"sparsity_level": 0.7}),
+    "no blocks, recovered": (convolutions, lambda: IMAGES, {"pattern": "2:4", "recover": True, "compensate": None}),
+    "no batches": (convolutions, lambda: None, {"sparsity_level": 0.5}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_dry_run_says_what_the_call_does_and_changes_nothing(case):
+    make, data, options = CASES[case]
+    model, batches = make(), data()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    same, plan = prune(model, batches=batches, dry_run=True, **options)
+    assert same is model and unchanged(model, before, state)
+    pruned, report = prune(model, batches=batches, **options)
+    names = {row.tensor: row.density for row in report}
+    assert {row.tensor: row.density for row in plan} == names and plan.left_out == report.left_out
+    if batches is not None:
+        assert [row.tensor for row in plan] == [row.tensor for row in report]
+    if not any("parametrizations" in name for name in before):  # which has more parameters
+        assert plan.parameters == tuple(sum(int((p != 0).sum()) for p in m.parameters()) for m in (make(), pruned))
+    assert len(plan.chains) == bool(report.blocks) and plan.coverage == report.coverage
+    assert plan.seconds > 0 and (plan.flops[1] < plan.flops[0] if batches is not None else plan.flops == (0, 0))
+    assert "dry run: nothing was changed" in str(plan)
+
+
+def test_it_says_why_a_tensor_is_not_compensated():
+    with pytest.warns(UserWarning, match="no batch reached") as warned:
+        plan = prune(with_parts_that_are_not_compensated(), "2:4", batches=[torch.randn(8, 12)], dry_run=True)[1]
+    assert all(w.filename == __file__ for w in warned)
+    reasons = {row.tensor: row.note.partition("; ")[2] for row in plan}
+    assert (
+        reasons["unused.weight"] == "not compensated: not reached by any batch"
+        and reasons["blocks.1.0.weight"] == "compensated"
+    )
+    assert plan.chains == (("blocks.0", "blocks.1", "blocks.2"),)
+    for options, why in (
+        ({"batches": [torch.randn(8, 16)], "compensate": None}, "compensate is None"),
+        ({}, "no batch"),
+    ):
+        assert all(why in row.note for row in prune(nn.Linear(16, 4), "2:4", dry_run=True, **options)[1])
+
+
+@pytest.mark.parametrize("make", [Model, convolutions])
+def test_it_runs_on_one_batch_and_an_error_at_any_call_changes_nothing(make):
+    model, batches = make(), correlated()[:3] if make is Model else IMAGES
+    before, state, seen, last = copy.deepcopy(model.state_dict()), torch.get_rng_state(), [], math.inf
+
+    def forward(m, batch):
+        seen.append(batch)
+        if len(seen) > last:
+            raise RuntimeError("interrupted")
+        return m(batch)
+
+    def runs(last_call):
+        nonlocal last
+        last = last_call
+        seen.clear()
+        try:
+            prune(model, "2:4", batches=batches, forward=forward, recover=True, inplace=make is Model, dry_run=True)
+        except (RuntimeError, SparsityError):
+            return False
+        return True
+
+    assert not all(runs(calls) for calls in range(1, 20, 3)) and unchanged(model, before, state)
+    assert runs(math.inf) and unchanged(model, before, state)
+    assert all(torch.equal(batch, batches[1]) for batch in seen)  # all have one size
+
+
+def test_an_error_inside_the_block_that_is_measured_changes_nothing(monkeypatch):
+    model, batches = Model(), correlated()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    for last in range(6):
+        count = itertools.count()
+
+        def seconds(function, last=last, count=count):
+            function()
+            if next(count) == last:
+                raise RuntimeError("interrupted")
+            return 1.0
+
+        monkeypatch.setattr(dry, "_seconds", seconds)
+        how = {"batches": batches, "recover": True, "inplace": True, "dry_run": True}
+        if last < 4:
+            with pytest.raises(RuntimeError, match="interrupted"):
+                prune(model, "2:4", **how)
+        else:
+            prune(model, "2:4", **how)
+        assert unchanged(model, before, state)
+
+
+def test_time_and_memory_follow_from_one_block_and_one_batch(monkeypatch):
+    """One second each for recording, solving and a forward, and five for a pass of training with its three forwards."""
+    seconds = itertools.cycle((1.0, 1.0, 1.0, 5.0))
+    monkeypatch.setattr(dry, "_seconds", lambda function: (function(), next(seconds))[1])
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)])
+    batches = [torch.randn(rows, 16) for rows in (64, 32, 16, 32, 16)]  # as much as five of the one of median size
+    plan = prune(blocks, "2:4", batches=batches, dry_run=True)[1]
+    assert plan.seconds == pytest.approx(3 + 3 * 5 * (1 + 1), abs=2) and plan.runs == (2, 2)
+    recovered = prune(blocks, "2:4", batches=batches, recover=True, dry_run=True)[1]
+    measured = 3 * 5 * 4  # before, after the second and the last pass, and for the scale of the loss
+    trained = 3 * 5 * 4 * (5 - 3)
+    assert recovered.seconds == pytest.approx(3 + 3 * 5 * (1 + 2) + measured + trained, abs=2) and recovered.runs == (
+        2,
+        7,
+    )
+    numel = sum(p.numel() for p in blocks.parameters())
+    here = prune(blocks, "2:4", batches=batches, inplace=True, dry_run=True)[1]
+    streams = 160 * 16 * 4
+    assert plan.memory - here.memory == 4 * numel and here.memory == 8 * 4 * numel // 3 + streams
+    kept = prune(blocks, "2:4", batches=batches, inplace=True, stream_memory=3000, dry_run=True)[1]
+    assert kept.memory == here.memory - streams + 3000
+    dropped = prune(blocks, "2:4", batches=batches, inplace=True, compensate=None, dry_run=True)[1]
+    assert dropped.memory == 2 * 4 * numel // 3 + streams
+    assert recovered.memory > plan.memory + streams  # what training keeps for the backward pass
+
+
+def test_an_offloaded_model_is_read_and_not_written(tmp_path):
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 50}
+    ids = [torch.randint(50, (4, 8), generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    model = LlamaForCausalLM(LlamaConfig(**keys, num_hidden_layers=3, tie_word_embeddings=False)).eval()
+    here = prune(model, "2:4", batches=ids, recover=True, inplace=True, dry_run=True)[1]
+    expected = model(ids[0]).logits
+    offloaded = accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    plan = prune(offloaded, "2:4", batches=ids, recover=True, inplace=True, dry_run=True)[1]
+    assert torch.equal(offloaded(ids[0]).logits, expected) and all(p.is_meta for p in offloaded.parameters())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert (plan.chains, plan.parameters, plan.flops) == (here.chains, here.parameters, here.flops)
+    outside = 4 * (2 * 50 * 32 + 32)  # the embedding, the head and the last norm are read, too
+    assert plan.memory == pytest.approx(here.memory + outside, rel=0.05)

@@ -1,0 +1,143 @@
+"""shrink_vocabulary: what a model computes from kept tokens stays the same, and texts of them are encoded as before."""
+
+import json
+import re
+from pathlib import Path
+
+import hf_models
+import pytest
+import torch
+import transformers
+from discovered import fill
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from sparsekit_ao import SparsityError, shrink_vocabulary
+
+KEEP = [7, 3, 4, 33, 49, 20]
+PAGES = sorted((Path(__file__).parent.parent.parent / "docs").glob("*.md"))
+TRAINERS = {"BPE": trainers.BpeTrainer, "WordPiece": trainers.WordPieceTrainer}
+TRAINERS |= {"Unigram": trainers.UnigramTrainer, "WordLevel": trainers.WordLevelTrainer}
+SPECIAL = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+
+
+def made(name):
+    if name in ("BertForMaskedLM", "RobertaForMaskedLM"):
+        model_class = getattr(transformers, name)
+        torch.manual_seed(0)
+        return fill(model_class(model_class.config_class(**hf_models._COMMON)))
+    return hf_models.make(name)[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "GPT-2", "T5", "BART", "OPT", "BERT", "DistilBERT", "BertForMaskedLM", "RobertaForMaskedLM"]
+)
+@torch.no_grad()
+def test_outputs_for_kept_tokens_stay_the_same_and_from_pretrained_loads_them(name, tmp_path):
+    model = made(name).double().eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    small, tokenizer, new = shrink_vocabulary(model, torch.tensor(KEEP))
+    assert tokenizer is None and {*KEEP} <= new.keys() and list(new.values()) == list(range(len(new))) and len(new) < 12
+    assert small.config.vocab_size == len(new) == small.get_input_embeddings().num_embeddings
+    tokens = {"input_ids": [KEEP, KEEP[::-1]]}
+    tokens |= {"decoder_input_ids": [KEEP[:3]] * 2} if model.config.is_encoder_decoder else {}
+    want = model(**{key: torch.tensor(ids) for key, ids in tokens.items()}, output_hidden_states=True)
+    small.save_pretrained(tmp_path)
+    for smaller in (small, type(model).from_pretrained(tmp_path).eval()):
+        ids = {key: torch.tensor([[new[token] for token in row] for row in rows]) for key, rows in tokens.items()}
+        got = smaller(**ids, output_hidden_states=True)
+        states = "decoder_hidden_states" if model.config.is_encoder_decoder else "hidden_states"
+        torch.testing.assert_close(got[states], want[states], rtol=1e-13, atol=1e-13)
+        assert smaller is not small or all(map(torch.equal, got[states], want[states]))
+        if model.get_output_embeddings() is not None:  # a product may be rounded otherwise if it has fewer columns
+            torch.testing.assert_close(got.logits, want.logits[..., list(new)], rtol=1e-13, atol=1e-13)
+            for key in ("weight", "bias"):
+                old_rows, rows = (getattr(one.get_output_embeddings(), key) for one in (model, smaller))
+                assert rows is old_rows is None or torch.equal(rows, old_rows[list(new)])
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    for kind in ("config", "generation_config"):
+        config, other = (getattr(one, kind, None) for one in (model, small))
+        for key in ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id"):
+            was = getattr(config, key, None)
+            assert getattr(other, key, None) == (new[was] if was is not None and was < 50 else was)
+
+
+def trained(kind):
+    """A tokenizer that was trained on the pages of the documentation."""
+    model, special = getattr(models, kind), {"special_tokens": SPECIAL}
+    tokenizer = Tokenizer(model() if kind in ("BPE", "Unigram") else model(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if kind == "BPE":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        special["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    if kind == "Unigram":
+        special["unk_token"] = "[UNK]"
+    trainer = TRAINERS[kind](vocab_size=1500, show_progress=False, **special)
+    tokenizer.train([str(path) for path in PAGES], trainer)
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = dict(zip(("unk_token", "cls_token", "sep_token", "pad_token"), SPECIAL, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def decoder_of(tokenizer):
+    keys = hf_models._DECODER | {"vocab_size": len(tokenizer) + 100}
+    return fill(transformers.LlamaForCausalLM(transformers.LlamaConfig(**keys, tie_word_embeddings=True)))
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram", "WordLevel"])
+def test_texts_of_kept_tokens_are_encoded_as_before(kind, tmp_path):
+    tokenizer = trained(kind)
+    lines = [line for path in PAGES for line in path.read_text().splitlines() if len(line) > 20 and "[UNK]" not in line]
+    used, others = lines[::8], lines[1::2]
+    settings = tokenizer.backend_tokenizer.to_str()
+    small, smaller, new = shrink_vocabulary(decoder_of(tokenizer), used, tokenizer)
+    assert tokenizer.backend_tokenizer.to_str() == settings and len(smaller) == len(new) < 0.95 * len(tokenizer)
+    small.save_pretrained(tmp_path)
+    smaller.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == len(again) == len(new)
+    compared = 0
+    for line in (*used, *others):
+        ids = tokenizer(line)["input_ids"]
+        if {*ids} <= new.keys() and (line in used or tokenizer.unk_token_id not in ids):
+            compared += line not in used
+            assert smaller(line)["input_ids"] == again(line)["input_ids"] == [new[token] for token in ids]
+        if kind == "BPE":  # any text can still be encoded
+            assert smaller.decode(smaller(line)["input_ids"], skip_special_tokens=True) == " " * (line[0] != " ") + line
+    assert compared > 50 and smaller.pad_token_id == new[tokenizer.pad_token_id]
+    merges = json.loads(smaller.backend_tokenizer.to_str())["model"].get("merges", ())
+    assert kind != "BPE" or len(merges) == len(new) - 256 - len(SPECIAL)  # one for each token of several bytes
+
+
+def test_a_tokenizer_that_cannot_be_cut_exactly_is_left_out_with_a_warning():
+    tokenizer = trained("BPE")
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    data["model"]["end_of_word_suffix"] = "</w>"
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(data))
+    with pytest.warns(UserWarning, match="its BPE marks words by '</w>'"):
+        small, none, new = shrink_vocabulary(decoder_of(tokenizer), ["some text"], tokenizer)
+    assert none is None and small.config.vocab_size == len(new) < 30
+
+
+def test_what_is_refused():
+    model = hf_models.make("Llama")[0]
+    for keep in ([], [50], [-1], [True], ["text"], [1, "text"], [1.0]):
+        with pytest.raises(SparsityError, match="keep must be ids from 0 to 49, or with a tokenizer texts"):
+            shrink_vocabulary(model, keep)
+    with pytest.raises(SparsityError, match="needs a model of transformers, got Linear"):
+        shrink_vocabulary(torch.nn.Linear(2, 2), [0])
+    model.register_buffer("frequencies", torch.ones(50))
+    with pytest.raises(SparsityError, match="frequencies also has a dimension of 50"):
+        shrink_vocabulary(model, [0])
+    roberta = transformers.RobertaModel(transformers.RobertaConfig(**hf_models._COMMON, pad_token_id=5))
+    with pytest.raises(SparsityError, match="keep all ids below it too"):
+        shrink_vocabulary(roberta, [0, 30])
+    assert re.search("position", str(list(shrink_vocabulary(roberta, [*range(5), 30])[0].state_dict())))
+    # A word that was unknown as a whole becomes known if a longer piece of it leaves the vocabulary.
+    pieces = {"[UNK]": 0, "a": 1, "##bz": 2, "c": 3, "ab": 4}
+    words = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    assert tokenizer("abz")["input_ids"] == [0]
+    with pytest.raises(SparsityError, match="encodes this text otherwise: 'abz'"):
+        shrink_vocabulary(decoder_of(tokenizer), ["a cbz", "abz"], tokenizer)
