@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE))
 import figures  # noqa: E402
 import gallery  # noqa: E402
 import pictures  # noqa: E402
+import printed  # noqa: E402
 import tutorial_pages  # noqa: E402
 
 import sparsekit_ao  # noqa: E402
@@ -73,6 +74,11 @@ def _relink(app, relative_path, parent_docname, content):  # type: ignore[no-unt
         content[0] = re.sub(rf"\]\({re.escape(link)}(#[^)]*)?\)", rf"]({page}\1)", content[0])
 
 
+def _with_outputs(app, docname, source):  # type: ignore[no-untyped-def]
+    """Show what the blocks of a page print."""
+    source[0] = printed.page(f"docs/{docname}.md", source[0])
+
+
 def _escape(text: str) -> str:
     """A line of a docstring as reStructuredText: what is special there, and not in single backticks, is escaped."""
     spans = text.split("`")
@@ -104,5 +110,6 @@ def _docstring(app, what, name, obj, options, lines):  # type: ignore[no-untyped
 
 def setup(app):  # type: ignore[no-untyped-def]
     """Register the hooks above."""
+    app.connect("source-read", _with_outputs)
     app.connect("include-read", _relink)
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon

@@ -1,16 +1,13 @@
 """Every Python block of the README and of the site runs, and its figures are those of the committed CSVs."""
 
 import ast
-import contextlib
-import copy
 import csv
-import io
 import pathlib
 import re
-import warnings
 from collections import OrderedDict
 
 import figures
+import printed
 import pytest
 import torch
 
@@ -24,7 +21,6 @@ PAGES = {
     if "_generated" not in path.parts
 }
 README = PAGES["README.md"]
-BLOCK = re.compile(r"```python( before)?\n(.*?)```", flags=re.DOTALL)
 
 
 def table_rows(name):
@@ -90,33 +86,15 @@ def test_what_pages_say_about_tables_is_true():
         assert all(float(r["flops"]) <= (0.5 if network == "MiniLM" else 0.3) for r in rows[1:])
 
 
-def run_before(code, names):
-    """Run a block of another library, if that is installed."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            exec(code, names)
-        except ModuleNotFoundError as e:
-            if not (e.name or "").startswith(("torchao", "torch_pruning", "torch.ao")):
-                raise
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of lightning, peft and DDP's broadcast_buffers
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if BLOCK.search(text)])
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if printed.BLOCK.search(text)])
 def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "page"}
-    for found in BLOCK.finditer(PAGES[name]):
-        lines_above = PAGES[name].count("\n", 0, found.start(2))  # so that a traceback names the line of the page
-        code = compile("\n" * lines_above + found[2], name, "exec")
-        if found[1]:  # what another library did, on copies
-            models = {key for key in code.co_names if isinstance(names.get(key), torch.nn.Module)}
-            run_before(code, names | {key: copy.deepcopy(names[key]) for key in models})
-            continue
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(code, names)
-        for line in re.findall("^# prints: (.+)$", found[2], flags=re.MULTILINE):
-            assert line in printed.getvalue()
+    outputs = printed.run(name, PAGES[name])
+    for found, output in zip(printed.BLOCK.finditer(PAGES[name]), outputs, strict=True):
+        for line in printed.PRINTS.findall(found[2]):
+            assert line in output
+    printed.save(name, PAGES[name], outputs)  # for the site
 
 
 MOVING = {  # sections of the page: the call that takes an argument by itself, names of layers of the model
