@@ -33,17 +33,11 @@ from .weights import Conversion, same_bits
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
 CARD = "README.md"
-Evaluation = Mapping[str, tuple[float, float]]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
 def save_pretrained(
-    model: Any,
-    sparsifier: Masks | Compaction | OneShotReport,
-    path: str | Path,
-    *,
-    evaluation: Evaluation | None = None,
-    **kwargs: Any,
+    model: Any, sparsifier: Masks | Compaction | OneShotReport, path: str | Path, **kwargs: Any
 ) -> Conversion:
     """Save a masked, pruned or compacted transformers model so that `from_pretrained` loads it.
 
@@ -53,16 +47,14 @@ def save_pretrained(
     not known to describe a compacted model, the dense model's config and `manifest.json` are written, which
     `load_pretrained` reads.
 
-    A model card, `README.md`, says how the model was made, what the report and the evaluation say, how to load it and
-    how to run it fast. A card that is there already stays as it is.
+    A model card, `README.md`, says how the model was made, what the report and `evaluate=` say, how to load it and how
+    to run it fast. A card that is there already stays as it is.
 
     Args:
         model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `prune`, `shrink` or `compact` returned. With that of `prune`, no masks are written.
         path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
-        evaluation: For the card, {what was measured: (number of the dense model, number of this one)}, in addition to
-            what `evaluate=` of `prune` or `shrink` has put into the report.
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
@@ -106,13 +98,10 @@ def save_pretrained(
             for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
         save = _save_compacted if isinstance(sparsifier, Compaction) else _save_masked
-        measured = {**(getattr(sparsifier, "evaluation", None) or {}), **(evaluation or {})}
-        return save(model, sparsifier, Path(path), measured, **kwargs)  # type: ignore[arg-type]
+        return save(model, sparsifier, Path(path), **kwargs)  # type: ignore[arg-type]
 
 
-def _save_masked(
-    model: Any, sparsifier: Masks | OneShotReport, folder: Path, evaluation: Evaluation, **kwargs: Any
-) -> Conversion:
+def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **kwargs: Any) -> Conversion:
     """Save a masked or pruned model and its masks, and compare what was written with the masked values."""
     from safetensors.torch import save_file
 
@@ -154,7 +143,7 @@ def _save_masked(
         lines = [f"{len(masks)} masks drop {1 - kept / max(total, 1):.1%} of the elements of their tensors"]
         if isinstance(sparsifier, OneShotReport):
             lines = [*sparsifier.above(), *sparsifier.below()[:2]]
-        _write_card(unchecked, folder, model, sparsifier, lines, evaluation)
+        _write_card(unchecked, folder, model, sparsifier, lines)
     dense_bytes = sum(getattr(*owner_of(model, name)).nbytes for name in names)
     mask_bytes = (folder / MASKS).stat().st_size if masks else 0
     note = "the weights are saved dense, with their zeros" + f"; {MASKS} adds {mask_bytes:,} bytes" * bool(masks)
@@ -187,7 +176,6 @@ def _write_card(
     model: nn.Module,
     report: Masks | Compaction | OneShotReport,
     lines: Sequence[str],
-    evaluation: Evaluation,
 ) -> None:
     """Write a model card in the form of Hugging Face, unless the folder has one."""
     from .. import __version__
@@ -214,6 +202,7 @@ def _write_card(
             "`sparsekit_ao.export.to_2_4(model.half().cuda())` runs those in 2:4 on the sparse tensor cores of NVIDIA\n"
             "GPUs (Ampere or newer). A compressor such as zstd makes the files smaller."
         )
+    evaluation: Mapping[str, tuple[float, float]] = getattr(report, "evaluation", {})
     rows = [f"| {what} | {before:.4g} | {after:.4g} |" for what, (before, after) in evaluation.items()]
     sections = {
         "How it was made": f"```python\n{call}\n```\n\n{versions}"
@@ -298,7 +287,7 @@ def _to_write(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return {uncompiled_name(n): read(n) if t.is_meta and not has_map else t for n, t in state.items()}
 
 
-def _save_compacted(model: Any, report: Compaction, folder: Path, evaluation: Evaluation, **kwargs: Any) -> Conversion:
+def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
     """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest."""
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
@@ -332,7 +321,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, evaluation: Ev
                 )
         after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
         lines = [*report.above(), *report.below()[:3], *(f"fits: {text}" for text in report.fits)]
-        _write_card(unchecked, folder, model, report, lines, evaluation)
+        _write_card(unchecked, folder, model, report, lines)
     return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=(note,))
 
 

@@ -5,17 +5,18 @@ Weights lie in the model, or accelerate has offloaded them to the CPU or to disk
 parameters are plain tensors in all these cases.
 """
 
+import functools
 import itertools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from ..distributed import gathered, is_managed, is_sharded
 from ..errors import SparsityError
@@ -41,7 +42,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def offloaded_values(model: nn.Module) -> dict[int, Callable[[], Tensor]]:
     """{id of a placeholder: a function that reads the values} of all tensors that accelerate keeps elsewhere."""
-    return {id(each.placeholder): partial(each.values.__getitem__, each.key) for each in _offloaded(model)}
+    return {id(each.placeholder): functools.partial(each.values.__getitem__, each.key) for each in _offloaded(model)}
 
 
 def is_elsewhere(model: nn.Module) -> bool:
@@ -103,6 +104,7 @@ def loaded(
         for module in modules:
             stack.enter_context(_from_offload(model, module, device, writes))
             stack.enter_context(_moved(module, device))
+            stack.enter_context(_widened(module))
         yield
 
 
@@ -117,6 +119,49 @@ def _moved(module: nn.Module, device: Device) -> Iterator[None]:
     finally:
         for tensor, place in places:
             tensor.data = tensor.data.to(place)
+
+
+@contextmanager
+def _widened(module: nn.Module) -> Iterator[None]:
+    """Compute in float32 on a CPU without instructions for the 16-bit dtype of a module; it gets and gives 16 bits.
+
+    Products then take a fraction of the time. Values are rounded to 16 bits at the end.
+    """
+    tensors = [t for t in itertools.chain(module.parameters(), module.buffers()) if t.is_floating_point()]
+    kinds = {(t.device.type, t.dtype) for t in tensors}
+    dtype = next(iter(kinds), ("", torch.float32))[1]
+    if kinds != {("cpu", dtype)} or dtype not in _emulated():
+        yield
+        return
+
+    def cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
+        is_one = lambda x: isinstance(x, Tensor) and x.dtype == before  # noqa: E731
+        return _pytree.tree_map(lambda x: x.to(after) if is_one(x) else x, values)
+
+    narrow = [t.data for t in tensors]
+    hooks = (
+        module.register_forward_pre_hook(lambda _, *given: cast(given, dtype, torch.float32), with_kwargs=True),
+        module.register_forward_hook(lambda _, given, output: cast(output, torch.float32, dtype)),
+    )
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, values in zip(tensors, narrow, strict=True):
+            tensor.data = values.copy_(tensor.data)
+        for hook in hooks:
+            hook.remove()
+
+
+@functools.cache
+def _emulated() -> frozenset[torch.dtype]:
+    """Return the 16-bit dtypes for whose products the CPU has no instructions."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    if has.get("architecture") != "x86_64":
+        return frozenset()
+    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+    return frozenset(dtype for dtype, ones in names.items() if not any(has.get(one) for one in ones))
 
 
 @contextmanager

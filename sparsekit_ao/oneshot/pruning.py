@@ -184,8 +184,7 @@ def prune(
             the dense and on the final model, both in eval mode. The report has the numbers.
         dry_run: If True, return the model itself, unchanged, and a `oneshot.DryRun`, which says what the call would do,
             and what time and memory it would take. One block or layer is pruned on one batch for this, and put back.
-            No checkpoint is read or written, and nothing
-            is evaluated. False by default.
+            No checkpoint is read or written, and nothing is evaluated. False by default.
 
     Returns:
         The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what

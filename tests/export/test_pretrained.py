@@ -738,19 +738,20 @@ def loaded_as_the_card_says(folder):
 def test_the_card_of_a_smaller_model_says_how_it_was_made_and_how_to_load_it(keep_config, tmp_path):
     model, inputs = hf_models.make("Llama")
     model.config._name_or_path = "someone/small-llama"
-    small, report = shrink(model, inputs, ratio={"mlp": 0.5, "key heads": 0.5}, keep_config=keep_config)
-    export.save_pretrained(small, report, tmp_path / "small", evaluation={"perplexity": (20.0, 21.5)})
+    ratio, perplexity = {"mlp": 0.5, "key heads": 0.5}, iter((20.0, 21.5))
+    small, report = shrink(
+        model, inputs, ratio=ratio, keep_config=keep_config, evaluate=lambda _: {"perplexity": next(perplexity)}
+    )
+    export.save_pretrained(small, report, tmp_path / "small")
     head, sections = sections_of(tmp_path / "small")
     assert head == {
         "library_name": "transformers",
         "tags": ["sparsekit_ao", "pruned"],
         "base_model": "someone/small-llama",
     }
-    made = f"shrink(..., example_inputs=..., ratio={{'mlp': 0.5, 'key heads': 0.5}}, keep_config={keep_config})"
-    assert (
-        made in sections["How it was made"]
-        and f"sparsekit_ao {sparsekit_ao.__version__}" in sections["How it was made"]
-    )
+    made = f"shrink(..., example_inputs=..., ratio={ratio}, keep_config={keep_config}, evaluate=...)"
+    assert made in sections["How it was made"]
+    assert f"sparsekit_ao {sparsekit_ao.__version__}" in sections["How it was made"]
     assert f"{report.before.parameters:,} -> {report.after.parameters:,}" in sections["Report"]
     assert "| perplexity | 20 | 21.5 |" in sections["Evaluation"]
     loaded = loaded_as_the_card_says(tmp_path / "small")

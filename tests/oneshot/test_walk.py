@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover, removal
+from sparsekit_ao.models import loading
 from sparsekit_ao.models.loading import is_offloaded, loaded
 
 LAYERS = 3
@@ -110,6 +111,28 @@ def test_an_offloaded_model_is_pruned_and_recovered_to_the_same_bits(place, fold
         again = in_memory(tmp_path / "saved")
         need_same(again, expected[0])
         assert torch.equal(again(BATCHES[0]).logits, after)
+
+
+@pytest.mark.parametrize("recover", [False, True])
+def test_blocks_of_16_bits_compute_in_float32_on_a_cpu_without_instructions_for_them(recover, folder, monkeypatch):
+    model, seen = in_memory(folder), []
+    inside, block = (lambda _, args: seen.append(args[0].dtype)), (lambda _, args, output: seen.append(output.dtype))
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(inside)
+    found = {}
+    for emulated in (frozenset(), frozenset({torch.bfloat16})):
+        monkeypatch.setattr(loading, "_emulated", lambda emulated=emulated: emulated)
+        seen.clear()
+        pruned, report = prune(model, "2:4", batches=BATCHES, exclude=["lm_head"], recover=recover)
+        assert {p.dtype for p in pruned.parameters()} == {torch.bfloat16}
+        assert (torch.float32 in seen) == bool(emulated) and report.error_to_dense == report.error_to_dense
+        pruned.model.layers[0].register_forward_hook(block)
+        seen.clear()
+        pruned(BATCHES[0])
+        assert set(seen) == {torch.bfloat16}  # nothing is left of it
+        found[emulated] = report
+    narrow, wide = found.values()
+    assert abs(narrow.error_to_dense - wide.error_to_dense) < 0.1 * narrow.error_to_dense
+    assert all(abs(a.after - b.after) < 0.02 for a, b in zip(narrow, wide, strict=True))
 
 
 def test_an_offloaded_model_is_pruned_without_batches_and_by_one_budget(folder, tmp_path):
