@@ -157,7 +157,7 @@ def _widened(module: nn.Module) -> Iterator[None]:
 @functools.cache
 def _emulated() -> frozenset[torch.dtype]:
     """Return the 16-bit dtypes for whose products the CPU has no instructions."""
-    has = getattr(torch.cpu, "get_capabilities", dict)()
+    has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if has.get("architecture") != "x86_64":
         return frozenset()
     names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
