@@ -113,6 +113,15 @@ def language_model() -> Table:
     return found
 
 
+def smollm2() -> Table:
+    """Perplexity and seconds of SmolLM2, by structure and method."""
+    dense, *rows = read("results/prune_smollm2")
+    found = [["", "perplexity", "seconds", "peak memory, GiB"], ["dense", dense["perplexity"], "", ""]]
+    return found + [
+        [f"{r['structure']}, {r['method']}", r["perplexity"], r["seconds"], r["peak GiB"]] for r in rows
+    ]
+
+
 def llm_compressor() -> Table:
     """The same model by LLM Compressor and by this library."""
     _, *rows = read("benchmarks/results/compare_llmcompressor")
@@ -349,7 +358,7 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, language_model, llm_compressor, crepe, units),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, language_model, llm_compressor, crepe, units),
         *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
@@ -373,6 +382,10 @@ def _of_pruning() -> dict[str, str]:
         found |= {f"seconds_{name}_recovered": f"{float(recovered['seconds']):.0f}"}
     more = read("results/prune_minilm_2_4_more")[-1]
     found |= {"cosine_more": three(more["cosine"]), "seconds_more": f"{float(more['seconds']):.0f}"}
+    dense, *rows = read("results/prune_smollm2")
+    lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in rows if r["structure"] == "2:4"}
+    found |= {f"smollm2_closed_{m}": f"{100 * (1 - lost[m] / lost['sparsegpt']):.0f}" for m in ("admm", "recovered")}
+    found |= {"smollm2_tokens": f"{int(rows[0]['tokens']):,}", "smollm2_dense": dense["perplexity"]}
     dense, *rows = read("results/one_shot_language_model")
     found["loss_dense"] = three(dense["loss"])
     found |= {
