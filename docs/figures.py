@@ -276,32 +276,31 @@ def pattern_cost() -> Table:
 
 def method_cost() -> Table:
     """What each way to prune costs in quality and time: the table of the decision page."""
-    _, *rows = read("results/one_shot_language_model")
-    loss = {(r["structure"], r["method"]): three(r["loss"]) for r in rows}
+    perplexity = {(r["structure"], r["method"]): r["perplexity"] for r in read("results/prune_smollm2")}
     _, small = read("results/shrink_minilm")
     removed = {r["removed"]: three(r["recovered"]) for r in read("results/shrink_minilm_recovered")}
 
     def line(label: str, call: str, name: str, at: int, structure: str, method: str) -> list[str]:
         row = read(MINILM[name])[at]
         count = f"{float(row['seconds']):.0f} s on {int(row['sentences']):,} sentences"
-        return [label, call, three(row["cosine"]), loss.get((structure, method), ""), count]
+        return [label, call, three(row["cosine"]), perplexity.get((structure, method), ""), count]
 
     recovered = "`prune(..., recover=True)`"
     return [
-        ["what is pruned", "how", "cosine of MiniLM", "loss of the small transformer", "time, MiniLM, two cores"],
+        ["what is pruned", "how", "cosine of MiniLM", "perplexity of SmolLM2", "time, MiniLM, two cores"],
         line("2:4", "by magnitude, without data", "2_4", 0, "2:4", "magnitude"),
         line("2:4", '`prune(..., score="wanda", compensate=None)`', "2_4", 1, "2:4", "wanda"),
         line("2:4", '`prune(..., compensate="sparsegpt")`', "2_4", 2, "2:4", "sparsegpt"),
         line("2:4", "`prune(...)`", "2_4", 4, "2:4", "admm"),
         line("2:4", recovered, "2_4", -1, "2:4", "recovered"),
-        line("50 %, single weights", recovered, "unstructured", -1, "50 %", "recovered"),
+        line("50 %, single weights", recovered, "unstructured", -1, "unstructured", "recovered"),
         line("1x4 blocks at 50 %", recovered, "1x4", -1, "", ""),
         line("16x16 blocks at 50 %", recovered, "16x16", -1, "", ""),
         [
             HALF,
             "`one_shot` and `compact` with couplings, then `recover`",
             removed[HALF],
-            loss[HALF, "recovered"],
+            perplexity.get((HALF, "recovered"), ""),
             "",
         ],
         [
@@ -384,7 +383,7 @@ def _of_pruning() -> dict[str, str]:
     found |= {"cosine_more": three(more["cosine"]), "seconds_more": f"{float(more['seconds']):.0f}"}
     dense, *rows = read("results/prune_smollm2")
     lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in rows if r["structure"] == "2:4"}
-    found |= {f"smollm2_closed_{m}": f"{100 * (1 - lost[m] / lost['sparsegpt']):.0f}" for m in ("admm", "recovered")}
+    found["smollm2_closed"] = f"{100 * (1 - lost['admm'] / lost['sparsegpt']):.0f}"
     found |= {"smollm2_tokens": f"{int(rows[0]['tokens']):,}", "smollm2_dense": dense["perplexity"]}
     dense, *rows = read("results/one_shot_language_model")
     found["loss_dense"] = three(dense["loss"])

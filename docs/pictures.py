@@ -220,6 +220,23 @@ def plot_one_shot(path: pathlib.Path) -> None:
     _bars(path, names, series, "loss above dense")
 
 
+def plot_smollm2(path: pathlib.Path) -> None:
+    """Perplexity of SmolLM2 at 2:4, by the time that pruning took."""
+    dense, *rows = read("results/prune_smollm2")
+    figure, axes = _figure(3)
+    for r in rows:
+        place = float(r["seconds"]), float(r["perplexity"])
+        axes.plot(*place, "o", color="C0")
+        axes.annotate(r["method"], place, xytext=(6, 3), textcoords="offset points")
+    axes.axhline(float(dense["perplexity"]), color="0.6", lw=1)
+    axes.annotate("dense", (0, float(dense["perplexity"])), xytext=(6, 3), textcoords="offset points", color="0.4")
+    axes.set_yscale("log")
+    axes.set_xlim(0, 1.25 * max(float(r["seconds"]) for r in rows))
+    axes.set_xlabel("seconds, two CPU threads")
+    axes.set_ylabel("perplexity, 2:4")
+    _save(figure, path)
+
+
 def plot_sentences(path: pathlib.Path) -> None:
     """Cosine of MiniLM at 2:4 to the dense model, by the number of calibration sentences."""
     rows = [r for name in ("", "_more") for r in read(f"{MINILM['2_4']}{name}")]
@@ -306,7 +323,9 @@ def _figure(height: float):  # type: ignore[no-untyped-def]
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, height), layout="constrained")  # inches: text is read at the width of a phone
-    return figure, figure.add_subplot()
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 def _save(figure, path: pathlib.Path) -> None:  # type: ignore[no-untyped-def]
@@ -320,6 +339,7 @@ DRAWINGS = {"concepts": concepts, "rule": rule, "views": views, "coupling": coup
 PLOTS = {
     "mask_update": plot_mask_update,
     "one_shot": plot_one_shot,
+    "smollm2": plot_smollm2,
     "sentences": plot_sentences,
     "digits": plot_digits,
     "block_errors": plot_block_errors,
