@@ -117,9 +117,7 @@ def smollm2() -> Table:
     """Perplexity and seconds of SmolLM2, by structure and method."""
     dense, *rows = read("results/prune_smollm2")
     found = [["", "perplexity", "seconds", "peak memory, GiB"], ["dense", dense["perplexity"], "", ""]]
-    return found + [
-        [f"{r['structure']}, {r['method']}", r["perplexity"], r["seconds"], r["peak GiB"]] for r in rows
-    ]
+    return found + [[f"{r['structure']}, {r['method']}", r["perplexity"], r["seconds"], r["peak GiB"]] for r in rows]
 
 
 def llm_compressor() -> Table:
@@ -357,8 +355,8 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, language_model, llm_compressor, crepe, units),
-        *(units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, language_model, llm_compressor, crepe),
+        *(units, units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
     )
