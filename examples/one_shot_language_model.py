@@ -107,7 +107,9 @@ def prune(dense: LanguageModel, structure: str, method: str, calibration: Sequen
         one_shot(sparsifier, calibration, compensate=compensation)
         sparsifier.squash_mask()
     if method in ("recovered", "and logits"):
-        recover(model, dense, calibration, outputs="kl" if method == "and logits" else None)
+        recover(model, dense, calibration)
+    if method == "and logits":
+        recover(model, dense, calibration, outputs="kl")
     return model
 
 

@@ -32,8 +32,9 @@ METHODS: dict[str, dict[str, Any]] = {  # {name: arguments of `prune`}
     "sparsegpt": {"compensate": "sparsegpt"},
     "admm": {},
     "recovered": {"recover": True},
-    "and logits": {},
 }
+LOGITS = "and logits"  # the recovered model, trained once more as a whole
+RATE = 0.002  # of the learning rate of that training
 UNITS = {  # {name: arguments of `shrink`}
     "norms": {"score": "norm", "compensate": None},
     "obs": {"score": "obs"},
@@ -42,7 +43,7 @@ UNITS = {  # {name: arguments of `shrink`}
 SHRUNK = {"a quarter of the MLP units": 0.25, "half of the MLP units": 0.5}
 BLOCKS = "a quarter of the blocks"
 STRUCTURES = {
-    **dict.fromkeys(("2:4", "unstructured"), tuple(METHODS)),
+    **dict.fromkeys(("2:4", "unstructured"), (*METHODS, LOGITS)),
     **dict.fromkeys(SHRUNK, tuple(UNITS)),
     BLOCKS: ("influence", "recovered"),
 }
@@ -55,39 +56,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     print("| structure | method | tokens | perplexity | seconds | peak GiB | it writes |\n|" + "---|" * 7, flush=True)
-    pairs = [(structure, method) for structure in args.structures for method in STRUCTURES[structure]]
-    for structure, method in [("dense", ""), *pairs]:
-        if method in ("", *args.methods):
+    for structure, methods in {"dense": ("",), **{one: STRUCTURES[one] for one in args.structures}}.items():
+        for method in methods:
+            if method == LOGITS or method not in ("", *args.methods):  # logits are trained after "recovered"
+                continue
             if args.tiny:
-                rows.append(row_of(structure, method, args))
+                rows += rows_of(structure, method, args)
             else:
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    rows.append(pool.apply(row_of, (structure, method, args)))
-            print("| " + " | ".join(str(cell) for cell in rows[-1].values()) + " |", flush=True)
+                    rows += pool.apply(rows_of, (structure, method, args))
             write_rows(rows, args.out / "prune_smollm2.csv", {"threads": args.threads, "torch": torch.__version__})
 
 
-def row_of(structure: str, method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Prune in one way, and measure the result."""
+def rows_of(structure: str, method: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prune in one way, and measure the result; after "recovered", also train the logits and measure again."""
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     tokenizer, dense = load_model(2 if args.tiny else None)
     texts, held_out = split_texts()
     length, count = (32, 4) if args.tiny else (256, args.tokens // 256)
     batches = [{"input_ids": ids} for ids in windows(tokenizer, texts, length, count).split(args.batch)]
-    start = time.perf_counter()
-    model = dense if structure == "dense" else pruned(dense, structure, method, batches)
-    seconds, memory = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    error = perplexity(model, windows(tokenizer, held_out, 64 if args.tiny else 512, 2 if args.tiny else 16))
-    return {
-        "structure": structure,
-        "method": method,
-        "tokens": 0 if structure == "dense" else count * length,
-        "perplexity": f"{error:.2f}",
-        "seconds": f"{seconds:.0f}",
-        "peak GiB": f"{memory:.2f}",
-        "it writes": sentence(tokenizer, model),
-    }
+    measured = windows(tokenizer, held_out, 64 if args.tiny else 512, 2 if args.tiny else 16)
+    has_logits = method == "recovered" and LOGITS in STRUCTURES[structure] and LOGITS in args.methods
+    rows: list[dict[str, Any]] = []
+    model, seconds = dense, 0.0
+    for name in (method, LOGITS) if has_logits else (method,):
+        start = time.perf_counter()
+        if name == LOGITS:
+            recover(model, dense, batches, outputs="kl", passes=1, rate=RATE)
+        elif structure != "dense":
+            model = pruned(dense, structure, method, batches)
+        seconds += time.perf_counter() - start
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        row = {
+            "structure": structure,
+            "method": name,
+            "tokens": 0 if structure == "dense" else count * length,
+            "perplexity": f"{perplexity(model, measured):.2f}",
+            "seconds": f"{seconds:.0f}",
+            "peak GiB": f"{memory:.2f}",
+            "it writes": sentence(tokenizer, model),
+        }
+        print("| " + " | ".join(str(cell) for cell in row.values()) + " |", flush=True)
+        rows.append(row)
+    return rows
 
 
 def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any]) -> nn.Module:
@@ -100,10 +112,7 @@ def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any]) ->
             recover(small, dense, batches)
         return small
     how = {**METHODS[method], "batches": batches, "exclude": ["lm_head"]}
-    model, _ = prune(dense, 0.5 if structure == "unstructured" else structure, **how)
-    if method == "and logits":
-        recover(model, dense, batches, outputs="kl")
-    return model
+    return prune(dense, 0.5 if structure == "unstructured" else structure, **how)[0]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,7 +7,8 @@
 "same zeros" is the share of the pruned elements that are zero, or not, as with one process, without recovery. "solved"
 counts how often a layer was solved, over all ranks. The cosine of embeddings to the dense model's is of texts
 that were not used. With `recover=True` the steps are those of one process. One thread a process.
-In a second row of one process its batches come in reversed order, which changes sums by rounding alone.
+In a second row of one process its batches come in reversed order, which changes sums by rounding alone. Batches are
+ordered by length and dealt out to and fro, so that all ranks have as many tokens.
 """
 
 import argparse
@@ -35,6 +36,7 @@ def measure(sentences: int, layers: int, is_reversed: bool) -> dict[str, Any]:
     train, held_out = split_sentences(limit=sentences if layers < 6 else None)
     batches, texts = batched(tokenizer, shuffled(train)[:sentences]), batched(tokenizer, held_out)
     batches = batches[::-1] if is_reversed else batches
+    own = [batch for k, batch in enumerate(batches) if rank in (k % (2 * world), 2 * world - 1 - k % (2 * world))]
     solve, solved, found = solving.prune_layer, torch.zeros(1, dtype=torch.long), dict[str, Any]()
 
     def counted(*args: Any) -> None:
@@ -45,7 +47,7 @@ def measure(sentences: int, layers: int, is_reversed: bool) -> dict[str, Any]:
     for recover in (False, True):
         start = time.perf_counter()
         options: dict[str, Any] = {"exclude": ["pooler"], "recover": recover, "progress": False}
-        pruned, report = prune(dense, "2:4", batches=batches[rank::world], **options)
+        pruned, report = prune(dense, "2:4", batches=own, **options)
         found[f"seconds {recover}"] = time.perf_counter() - start
         found[f"cosine {recover}"] = similarity(embed(pruned, texts), embed(dense, texts)) if rank == 0 else None
         if not recover:

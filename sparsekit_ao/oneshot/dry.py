@@ -127,7 +127,7 @@ def _measured(
 
     def match() -> Any:
         if teacher is not None:
-            return teacher.finish([]) if block is None else teacher.match(at, block, walk.streams[-1])
+            return teacher.finish([], False) if block is None else teacher.match(at, block, walk.streams[-1])
 
     def hold(tensor: Tensor) -> Tensor:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -26,6 +26,7 @@ from ..distributed import full_tensor, has_process_group, is_sharded, rank
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import by_pattern, named_tensors, owner_of
+from ..models.progress import steps
 from ..models.running import TokenMask, eval_mode, first_tensor, import_dynamo, keyed_generator
 from ..tables import Table, lines_of_error
 from .chain import CalibrationData, Stream, captured
@@ -156,9 +157,9 @@ def recover(
             the error; if these batches have fewer than 2,048 rows, it is measured on all of their rows.
         rate: The highest learning rate, as a fraction of the root mean square of a block's kept weights; 0.02 by
             default. A whole model is trained with half of it.
-        outputs: If given, the whole model is trained once more in the end, to give the dense model's outputs (the first
-            tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the divergence of logits
-            (`"kl"`).
+        outputs: If given, the whole model is trained at once and not block by block, to give the dense model's outputs
+            (the first tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the
+            divergence of logits (`"kl"`). This takes more time and memory; it is for a last call, after the blocks.
         blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count, as for `one_shot`.
         seed: An int that determines the order of batches.
@@ -191,13 +192,16 @@ def recover(
         raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
     if outputs not in (None, "mse", "kl"):
         raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
+    of_blocks = {"blocks": blocks, "device": device, "stream_memory": stream_memory, "checkpoint": checkpoint}
+    if outputs is not None and (given := [name for name, value in of_blocks.items() if value is not None]):
+        raise SparsityError(f"recover: outputs= trains the whole model where it is; leave out {', '.join(given)}")
     check_options("recover", device, stream_memory, checkpoint)
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
     teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
     saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), blocks, device)
-    layers = _changed_layers(model, dense)
+    layers = _changed_layers(model, dense) if outputs is None else ()  # without layers there are no blocks
     walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
-    report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1])
+    report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1], progress)
     return replace(report, error_to_dense=data.error_to(replace(data, model=dense).first_output()))
 
 
@@ -319,7 +323,7 @@ class Teacher:
     def start(self, walk: Walk) -> None:
         """Begin the dense stream; if the model itself is the dense one and has no blocks, keep its outputs instead."""
         self._walk, dense = walk, walk.data.model if self.dense is None else self.dense
-        if is_elsewhere(walk.data.model) and (self.outputs is not None or not walk.blocks):
+        if is_elsewhere(walk.data.model) and not walk.blocks:
             raise SparsityError(
                 "recover: a model without repeated blocks, or with outputs=, is trained as a whole, so its weights "
                 "must be in memory; load it without offloading, and recover before fully_shard"
@@ -328,9 +332,9 @@ class Teacher:
         with eval_mode(dense):
             if walk.blocks:
                 self._begin_streams(walk, data)
-            if self.outputs is not None or not walk.blocks:
-                refuse_unfit(walk.data.output(0), data.output(0), "the model")
-            if self.dense is None and not walk.blocks:
+                return
+            refuse_unfit(walk.data.output(0), data.output(0), "the model")
+            if self.dense is None:
                 for k in range(len(data.batches)):
                     walk.kept.put(("outputs", k), _output_tensor(data.output(k)))
 
@@ -390,10 +394,10 @@ class Teacher:
         return _Training(self, student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, name).run()
 
     @torch.no_grad()
-    def finish(self, rows: Sequence[BlockRow]) -> RecoveryReport:
-        """Train the whole model if it has no blocks or `outputs` is given; return the report, with these rows first."""
+    def finish(self, rows: Sequence[BlockRow], progress: bool = True) -> RecoveryReport:
+        """Train the whole model if the walk had no blocks; return the report of these rows and the whole model's."""
         rows, model, dense = [*rows], self.data.model, self.dense
-        if self.outputs is not None or not self._walk.blocks:
+        if not self._walk.blocks:
             whole = _Student(model, lambda _, k: self.data.output(k))
             targets = replace(self.data, model=dense) if dense is not None else None
 
@@ -401,9 +405,8 @@ class Teacher:
                 return _output_tensor(self._walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
 
             with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
-                last = len(self._walk.blocks)
-                rows.append(_Training(self, whole, target, self.outputs or "mse", last, "").run())
-        outside = () if any(not row.block for row in rows) else self._walk.outside  # "" is the whole model
+                rows.append(_Training(self, whole, target, self.outputs or "mse", 0, "").run(progress))
+        outside = self._walk.outside if self._walk.blocks else ()
         return RecoveryReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
 
 
@@ -493,7 +496,7 @@ class _Training:
         self.optimizer.step()
         self.schedule.step()
 
-    def run(self) -> BlockRow:
+    def run(self, progress: bool = False) -> BlockRow:
         """Train, and keep the best weights."""
         start, before = time.perf_counter(), self.measured()
         best, best_pass = before, 0
@@ -502,32 +505,36 @@ class _Training:
         first = self.error(0, held_out=False)[0]
         total, rows = _over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
         scale = float(total / rows.clamp(min=1)) or 1.0
+        whole, after = self.batches * self.ranks, before
         try:
-            for number in range(1, self.passes + 1):
-                pieces = torch.randperm(self.batches * self.ranks, generator=self.draws, device="cpu")
-                for k in pieces.tolist():
-                    self.step(k, scale)
-                if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured
-                    continue
-                after = self.measured()
-                if after < best:
-                    best, best_pass = after, number
-                    self.student.save()
-                elif number - best_pass >= PATIENCE:
-                    break
+            with steps("recover", "step", self.passes * whole, progress and rank() == 0) as done:
+                for number in range(1, self.passes + 1):
+                    for k in torch.randperm(whole, generator=self.draws, device="cpu").tolist():
+                        self.step(k, scale)
+                        done(f"pass {number}", after)
+                    if (self.passes - number) % EVERY:  # counted from the end, so that the last pass is measured
+                        continue
+                    after = self.measured()
+                    if after < best:
+                        best, best_pass = after, number
+                        self.student.save()
+                    elif number - best_pass >= PATIENCE:
+                        break
         finally:  # also after an error: write the best weights so far
             self.student.write()
         seconds = time.perf_counter() - start
         return BlockRow(block=self.name, before=before, after=best, passes=best_pass, seconds=seconds)
 
 
-def _optimizer(student: "_Student", rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+def _optimizer(student: "_Student", rate: float, count: int) -> tuple[torch.optim.Optimizer, Any]:
     """Return Adam and its schedule, in which the learning rate rises linearly and then falls to `LAST` by a cosine."""
     import_dynamo()
-    optimizer = torch.optim.Adam(student.weights.values(), lr=rate)
+    weights = list(student.weights.values())
+    is_fused = all(weight.device.type in ("cpu", "cuda") for weight in weights)  # a fraction of the time
+    optimizer = torch.optim.Adam(weights, lr=rate, fused=is_fused)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda k: min(1, (k + 1) / (WARM * steps)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * k / steps)) / 2),
+        lambda k: min(1, (k + 1) / (WARM * count)) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * k / count)) / 2),
     )
     return optimizer, schedule
 
@@ -644,7 +651,12 @@ class _Student(nn.Module):
         for name, weight in self.weights.items():
             gradient = gradients.pop(0)  # popped, so that its memory is freed in this iteration
             gradient = torch.zeros_like(weight) if gradient is None else gradient  # every rank must reduce it
-            weight.grad = _over_ranks(gradient * self.kept[name] if name in self.kept else gradient)
+            weight.grad = gradient * self.kept[name] if name in self.kept else gradient
+        if has_process_group():  # one message takes a fraction of the time of one for each weight
+            weights = list(self.weights.values())
+            summed = _over_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
+            for weight, part in zip(weights, summed.split([w.numel() for w in weights]), strict=True):
+                weight.grad = part.view_as(weight).to(weight.dtype)
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""

@@ -356,7 +356,7 @@ def _pruned(
         walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
         layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)
-    recovery = None if teacher is None else teacher.finish(matched)
+    recovery = None if teacher is None else teacher.finish(matched, progress)
     seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
     weights, tokens = weights_by_name(data.model), data.counted()
     error = data.error_to(dense_output) if is_compared else math.nan

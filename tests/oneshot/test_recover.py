@@ -199,9 +199,10 @@ def test_language_models_blocks_first_and_then_logits_and_models_made_smaller():
     batches = [{"input_ids": torch.randint(0, 32, (4, 12), generator=generator), "use_cache": False} for _ in range(4)]
     for row in (small := prune(model, 0.5, batches=batches))[1]:
         assert row.density == pytest.approx(0.5, abs=0.02)
-    report = recover(small[0], model, batches, outputs="kl", rate=0.005)
-    assert [row.block for row in report] == ["model.layers.0", "model.layers.1", ""]
-    assert all(row.after < row.before for row in report)
+    blocks = recover(small[0], model, batches, rate=0.005)
+    assert [row.block for row in blocks] == ["model.layers.0", "model.layers.1"]
+    (logits,) = recover(small[0], model, batches, outputs="kl", rate=0.005)
+    assert logits.block == "" and all(row.after < row.before for row in (*blocks, logits))
     narrow, _ = removal.shrink(model, inputs, {"width": 0.5})
     with pytest.raises(SparsityError, match=r"exclude=\['width'\]"):
         recover(narrow, model, batches)
@@ -426,6 +427,10 @@ def mistakes():
     yield "passes must be an int >= 1, got 0", lambda: recover(model, dense, x, passes=0)
     yield "rate must be a positive number, got 0", lambda: recover(model, dense, x, rate=0)
     yield "outputs must be 'mse', 'kl' or None, got 'ce'", lambda: recover(model, dense, x, outputs="ce")
+    yield (
+        "outputs= trains the whole model where it is; leave out blocks, checkpoint",
+        lambda: recover(model, dense, x, outputs="mse", blocks="blocks", checkpoint="folder"),
+    )
     yield "recover: there are no batches", lambda: recover(model, dense, [])
     yield "the dense model has no module 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
     yield r"\(32, 16\), but the dense model returns \(32, 24\)", lambda: recover(model, Model(width=24), x)
@@ -448,13 +453,13 @@ def mistakes():
         yield "prune|one_shot|exclude", lambda bad=bad: prune(model, **{"batches": x, "inplace": True, **bad})
 
 
-@pytest.mark.parametrize("at", range(21))
+@pytest.mark.parametrize("at", range(22))
 def test_mistakes_change_nothing(at):
     torch.manual_seed(0)
     text, call = list(mistakes())[at]
     with pytest.raises(SparsityError, match=text):
         call()
-    assert len(list(mistakes())) == 21
+    assert len(list(mistakes())) == 22
 
 
 def test_an_error_in_the_middle_leaves_the_weights_as_they_were():
