@@ -5,6 +5,7 @@ Every mask is chosen by the library, and every plot reads a CSV of `examples/`, 
 """
 
 import pathlib
+import statistics
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,22 @@ README_PICTURE = HERE / "_static/patterns.svg"
 CELL = 8  # pixels of an element
 KEPT, DROPPED = "#2b3a67", "#e9ebf2"
 TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
+COLOURS = (KEPT, "#d95f02", "#1b7837", "#8a94b3", "#c9762f", "#5b9e72", "#b9bfd3")  # of plots: few, dark ones first
+STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Segoe UI", "Helvetica", "Arial", "DejaVu Sans"],  # the site's font where it is installed
+    "font.size": 9,
+    "text.color": "#222",
+    "axes.labelcolor": "#222",
+    "axes.edgecolor": "#999",
+    "xtick.color": "#555",
+    "ytick.color": "#555",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",  # text stays text: light files
+    "svg.hashsalt": "0",
+}
 
 
 def draw_matrix(mask: Tensor, *, outlines: Mapping[str, Tensor] | None = None) -> str:
@@ -226,15 +243,15 @@ def plot_smollm2(path: pathlib.Path) -> None:
     figure, axes = _figure(3)
     for r in rows:
         place = float(r["seconds"]), float(r["perplexity"])
-        axes.plot(*place, "o", color="C0")
+        axes.plot(*place, "o", color=KEPT)
         axes.annotate(r["method"], place, xytext=(6, 3), textcoords="offset points")
-    axes.axhline(float(dense["perplexity"]), color="0.6", lw=1)
-    axes.annotate("dense", (0, float(dense["perplexity"])), xytext=(6, 3), textcoords="offset points", color="0.4")
+    axes.axhline(float(dense["perplexity"]), color="#999", lw=1)
+    axes.annotate("dense", (0, float(dense["perplexity"])), xytext=(6, 3), textcoords="offset points")
     axes.set_yscale("log")
     axes.set_xlim(0, 1.25 * max(float(r["seconds"]) for r in rows))
     axes.set_xlabel("seconds, two CPU threads")
     axes.set_ylabel("perplexity, 2:4")
-    _save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def plot_sentences(path: pathlib.Path) -> None:
@@ -247,8 +264,8 @@ def plot_sentences(path: pathlib.Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("calibration sentences")
     axes.set_ylabel("cosine to the dense model, 2:4")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _save(figure, path)
+    _name_lines(axes)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def plot_digits(path: pathlib.Path) -> None:
@@ -256,10 +273,13 @@ def plot_digits(path: pathlib.Path) -> None:
     rows = [r for r in read("results/rigl_digits") if r["level"] == "0.95"]
     names = list(dict.fromkeys(r["method"] for r in rows))
     figure, axes = _figure(3)
-    axes.boxplot([[float(r["accuracy"]) for r in rows if r["method"] == n] for n in names])
-    axes.set_xticks(range(1, len(names) + 1), names)
+    for k, name in enumerate(names):
+        runs = [float(r["accuracy"]) for r in rows if r["method"] == name]
+        axes.plot([k] * len(runs), runs, "o", color=KEPT, alpha=0.35, markeredgewidth=0)
+        axes.plot([k - 0.25, k + 0.25], [statistics.median(runs)] * 2, color=COLOURS[1])
+    axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("accuracy (%), digits, 95 % sparse")
-    _save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def plot_block_errors(path: pathlib.Path) -> None:
@@ -279,8 +299,9 @@ def plot_quality(path: pathlib.Path) -> None:
         axes.plot(kept, [float(own[k]["cosine"]) for own in rows.values()], "o-", label=first["method"])
     axes.set_xlabel("single weights kept, %")
     axes.set_ylabel("cosine to the dense model")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _save(figure, path)
+    axes.invert_xaxis()
+    _name_lines(axes)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def plot_walk_memory(path: pathlib.Path) -> None:
@@ -293,8 +314,8 @@ def plot_walk_memory(path: pathlib.Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("blocks of the model")
     axes.set_ylabel("MiB")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _save(figure, path)
+    _name_lines(axes)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def _bars(  # type: ignore[no-untyped-def]
@@ -316,23 +337,28 @@ def _bars(  # type: ignore[no-untyped-def]
     if log:
         axes.set_yscale("log")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _name_lines(axes) -> None:  # type: ignore[no-untyped-def]
+    """Write the name of each line beside its last point, in its colour, without overlaps."""
+    low, high = axes.get_ylim()
+    least, place = 0.065 * (high - low), low  # between two names
+    for line in sorted(axes.lines, key=lambda line: line.get_ydata()[-1]):
+        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
+        place = max(y, place + least)
+        keys = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "color": line.get_color()}
+        axes.annotate(line.get_label(), (x, place), annotation_clip=False, **keys)
 
 
 def _figure(height: float):  # type: ignore[no-untyped-def]
+    from matplotlib import cycler
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, height), layout="constrained")  # inches: text is read at the width of a phone
     axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_prop_cycle(cycler(color=COLOURS))
     return figure, axes
-
-
-def _save(figure, path: pathlib.Path) -> None:  # type: ignore[no-untyped-def]
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "0"}):  # text stays text: light files
-        figure.savefig(path, metadata={"Date": None})
 
 
 DRAWINGS = {"concepts": concepts, "rule": rule, "views": views, "coupling": coupling, "one_budget": one_budget}
@@ -353,8 +379,11 @@ def write_all(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWINGS.items():
         (folder / f"{name}.svg").write_text(draw())
-    for name, plot in PLOTS.items():
-        plot(folder / f"{name}.svg")
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        for name, plot in PLOTS.items():
+            plot(folder / f"{name}.svg")
 
 
 if __name__ == "__main__":
