@@ -331,7 +331,7 @@ def _bars(  # type: ignore[no-untyped-def]
     width = 0.8 / len(series)
     for k, (kind, values) in enumerate(series.items()):
         axes.bar([i + width * (k - (len(series) - 1) / 2) for i in range(len(names))], values, width, label=kind)
-    axes.set_xticks(range(len(names)), [textwrap.fill(name, 11) for name in names])
+    axes.set_xticks(range(len(names)), [textwrap.fill(name, 8) for name in names])
     axes.set_xlabel(x)
     axes.set_ylabel(label)
     if log:

@@ -654,7 +654,7 @@ class _Student(nn.Module):
             weight.grad = gradient * self.kept[name] if name in self.kept else gradient
         if has_process_group():  # one message takes a fraction of the time of one for each weight
             weights = list(self.weights.values())
-            summed = _over_ranks(torch.cat([weight.grad.flatten() for weight in weights]))
+            summed = _over_ranks(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
             for weight, part in zip(weights, summed.split([w.numel() for w in weights]), strict=True):
                 weight.grad = part.view_as(weight).to(weight.dtype)
 
