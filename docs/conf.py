@@ -25,6 +25,7 @@ pictures.write_all(GENERATED)
 figures.write_all(GENERATED)
 gallery.write(GENERATED)
 tutorial_pages.write_all(GENERATED)
+printed.run_all(HERE.parent)
 
 project = "sparsekit_ao"
 copyright = "the authors, BSD-3-Clause"

@@ -1,7 +1,7 @@
 """What the Python blocks of a page print, which the site shows below each block.
 
 The tests run the blocks of all pages (`run`) and keep what they print in `docs/_generated/printed`. The site reads it
-from there; if a page has changed since, or was not run, building the site runs it.
+from there; pages that have changed since, or were not run, are run before Sphinx replaces modules for the reference.
 """
 
 import contextlib
@@ -56,17 +56,25 @@ def save(name: str, text: str, outputs: list[str]) -> None:
     (SAVED / f"{name.replace('/', '.')}.json").write_text(json.dumps([text, outputs]))
 
 
+def saved(name: str, text: str) -> list[str] | None:
+    """Return what the blocks of a page print; None if it has changed since, or was not run."""
+    file = SAVED / f"{name.replace('/', '.')}.json"
+    of_text, outputs = json.loads(file.read_text()) if file.exists() else ("", None)
+    return outputs if of_text == text else None
+
+
+def run_all(root: pathlib.Path) -> None:
+    """Run the pages below `docs/` that print, if they were not run since they changed."""
+    for path in sorted((root / "docs").rglob("*.md")):
+        name, text = str(path.relative_to(root)), path.read_text()
+        if "_generated" not in name and "print(" in text and saved(name, text) is None:
+            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+                save(name, text, run(name, text))
+
+
 def page(name: str, text: str) -> str:
     """Return a page with what its blocks print."""
-    if "print(" not in text:
-        return text
-    file = SAVED / f"{name.replace('/', '.')}.json"
-    of_text, outputs = json.loads(file.read_text()) if file.exists() else ("", [])
-    if of_text != text:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            outputs = run(name, text)
-        save(name, text, outputs)
-    left = iter(outputs)
+    left = iter(saved(name, text) or [""] * len(BLOCK.findall(text)))
 
     def with_output(found: re.Match[str]) -> str:
         lines = next(left).rstrip().splitlines()
