@@ -43,15 +43,12 @@ def mask_update() -> Table:
     rows = read("benchmarks/results/cpu_step")
     cells = {(r["pattern"], r["kind"]): r for r in rows}
     kinds = ("ScopeSparsifier", "WeightNormSparsifier")
-    found = [["pattern", "torch.ao"]]
-    found[0] += [cell for kind in kinds for cell in (kind, "faster", "copies")]
-    found[0] += ["memory: torch.ao", "memory: ScopeSparsifier", "memory: WeightNormSparsifier"]
+    found = [["pattern", "torch.ao", *kinds, "memory of the three"]]
     for pattern in dict.fromkeys(r["pattern"] for r in rows):
         stock, *ours = (cells[pattern, kind] for kind in ("stock", *kinds))
         line = [pattern, f"{float(stock['ms']):.0f} ms"]
-        for r in ours:
-            line += [f"{float(r['ms']):.0f} ms", f"{r['times faster than stock']}x", r["times one copy"]]
-        found.append(line + [r["extra peak / weight"] for r in (stock, *ours)])
+        line += [f"{float(r['ms']):.0f} ms ({r['times faster than stock']}x)" for r in ours]
+        found.append([*line, ", ".join(r["extra peak / weight"] for r in (stock, *ours))])
     return found
 
 

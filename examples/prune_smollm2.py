@@ -83,7 +83,7 @@ def rows_of(structure: str, method: str, args: argparse.Namespace) -> list[dict[
     for name in (method, LOGITS) if has_logits else (method,):
         start = time.perf_counter()
         if name == LOGITS:
-            recover(model, dense, batches, outputs="kl", passes=1, rate=RATE)
+            recover(model, dense, batches, outputs="kl", passes=2, rate=RATE)
         elif structure != "dense":
             model = pruned(dense, structure, method, batches)
         seconds += time.perf_counter() - start

@@ -15,7 +15,7 @@ from .errors import is_number
 
 FAR = 0.7  # from this relative error on, half of the variation of the dense model's outputs is lost
 Row = TypeVar("Row")
-_NUMBER = re.compile(r"([-\d.,]|nan|inf)*( to [\d.]+)?")
+_NUMBER = re.compile(r"([-\d.,]|inf)*( to [\d.]+)?")
 
 
 def both(dense: Mapping[str, float], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -175,7 +175,8 @@ def _csv_cell(value: Any) -> Any:
 def _text(value: Any, name: str) -> str:
     """A value of the field of this name as the text of a cell."""
     if isinstance(value, float):
-        return f"{value:.2f}" if name == "seconds" else f"{value:.4f}"
+        text = f"{value:.2f}" if name == "seconds" else f"{value:.4f}"
+        return "-" if math.isnan(value) else text
     if name == "block":
         return value or "(model)"
     return f"{value:,}" if isinstance(value, int) else str(_csv_cell(value))

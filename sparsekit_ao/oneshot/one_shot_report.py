@@ -136,7 +136,8 @@ class DryRun(OneShotReport):
 
     def above(self) -> list[str]:
         """Return what the call would take."""
-        takes = f"{self.seconds / 60:.1f} minutes, and {self.memory / 2**30:.2f} GiB of memory beside what is in use"
+        time = f"{self.seconds:.1f} seconds" if self.seconds < 60 else f"{self.seconds / 60:.1f} minutes"
+        takes = f"{time}, and {self.memory / 2**20:,.1f} MiB of memory beside what is in use"
         return ["dry run: nothing was changed", f"the call would take about {takes}"]
 
     def _about_run(self, time: str) -> list[str]:
