@@ -99,17 +99,6 @@ LAYERS = {
 }
 
 
-def language_model() -> Table:
-    """Loss of the small transformer, by structure and method."""
-    dense, *rows = read("results/one_shot_language_model")
-    methods = list(dict.fromkeys(r["method"] for r in rows))
-    found = [["structure", *methods], ["dense", three(dense["loss"]), *[""] * (len(methods) - 1)]]
-    for structure in dict.fromkeys(r["structure"] for r in rows):
-        loss = {r["method"]: three(r["loss"]) for r in rows if r["structure"] == structure}
-        found.append([structure, *(loss.get(method, "-") for method in methods)])
-    return found
-
-
 def smollm2() -> Table:
     """Perplexity and seconds of SmolLM2, by structure and method."""
     dense, *rows = read("results/prune_smollm2")
@@ -117,14 +106,12 @@ def smollm2() -> Table:
     return found + [[f"{r['structure']}, {r['method']}", r["perplexity"], r["seconds"], r["peak GiB"]] for r in rows]
 
 
-def llm_compressor() -> Table:
-    """The same model by LLM Compressor and by this library."""
-    _, *rows = read("benchmarks/results/compare_llmcompressor")
-    found = [["structure", *dict.fromkeys(r["method"] for r in rows)]]
-    for structure in dict.fromkeys(r["structure"] for r in rows):
-        own = [r for r in rows if r["structure"] == structure]
-        found.append([structure, *(f"{three(r['loss'])}, {r['seconds']} s" for r in own)])
-    return found
+def look_first() -> Table:
+    """What sensitivity and the dry run say of two models, and what then happens."""
+    rows = read("benchmarks/results/look_first")
+    names = {"model": "model", "left dense": "left dense", "quality": "cosine or perplexity"}
+    names |= {"seconds": "seconds", "estimated": "estimated", "MiB": "MiB", "MiB, estimated": "MiB, estimated"}
+    return [list(names.values()), *([r[name] for name in names] for r in rows)]
 
 
 def crepe() -> Table:
@@ -149,13 +136,6 @@ def units_recovered() -> Table:
         ["removed", "before", "recovered"],
         *([name, three(r["before"]), three(r["recovered"])] for name, r in zip((HALF, BOTH), rows, strict=True)),
     ]
-
-
-def recover_rate() -> Table:
-    """Recovery with other learning rates."""
-    rows = read("benchmarks/results/recover_rate")
-    names = list(rows[0])[1:6]
-    return [["model", *names], *([r["model"], *(three(r[name]) for name in names)] for r in rows)]
 
 
 def digits() -> Table:
@@ -254,18 +234,14 @@ def pattern_cost() -> Table:
     """What patterns cost in one pass with recovery."""
     cosine = {name: three(read(path)[-1]["cosine"]) for name, path in MINILM.items()}
     removed = {r["removed"]: three(r["recovered"]) for r in read("results/shrink_minilm_recovered")}
-    rows = [r for r in read("results/one_shot_language_model") if r["method"] == "recovered"]
-    loss = {r["structure"]: three(r["loss"]) for r in rows}
-    columns = "8 rows x 1 column, 8 of 16"
     return [
-        ["for", "pattern and level", "cosine of MiniLM", "loss of the small transformer"],
-        ["smaller files; the least loss of quality", "50 %, single weights", cosine["unstructured"], loss["50 %"]],
-        ["sparse tensor cores of NVIDIA", "2:4", cosine["2_4"], loss["2:4"]],
-        ["any device, as a smaller dense model", HALF, removed[HALF], loss[HALF]],
-        ["the same, smaller still", BOTH, removed["and a third of the heads"], ""],
-        ["vector kernels", "1x4 blocks at 50 %", cosine["1x4"], ""],
-        ["vector kernels", columns, "", loss[columns]],
-        ["block kernels", "16x16 blocks at 50 %", cosine["16x16"], ""],
+        ["for", "pattern and level", "cosine of MiniLM"],
+        ["smaller files; the least loss of quality", "50 %, single weights", cosine["unstructured"]],
+        ["sparse tensor cores of NVIDIA", "2:4", cosine["2_4"]],
+        ["any device, as a smaller dense model", HALF, removed[HALF]],
+        ["the same, smaller still", BOTH, removed["and a third of the heads"]],
+        ["vector kernels", "1x4 blocks at 50 %", cosine["1x4"]],
+        ["block kernels", "16x16 blocks at 50 %", cosine["16x16"]],
     ]
 
 
@@ -352,8 +328,8 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, language_model, llm_compressor, crepe),
-        *(units, units_recovered, recover_rate, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, look_first, crepe),
+        *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
     )
@@ -380,11 +356,7 @@ def _of_pruning() -> dict[str, str]:
     lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in rows if r["structure"] == "2:4"}
     found["smollm2_closed"] = f"{100 * (1 - lost['admm'] / lost['sparsegpt']):.0f}"
     found |= {"smollm2_tokens": f"{int(rows[0]['tokens']):,}", "smollm2_dense": dense["perplexity"]}
-    dense, *rows = read("results/one_shot_language_model")
-    found["loss_dense"] = three(dense["loss"])
-    found |= {
-        f"loss_2_4_{r['method']}": three(r["loss"]) for r in rows if r["structure"] == "2:4" and " " not in r["method"]
-    }
+    found["loss_dense"] = three(read("results/dst_language_model")[0]["loss"])
     layers = [r for r in read("benchmarks/results/one_shot_layers") if (r["structure"], r["method"]) == ("2:4", "admm")]
     seconds = {r["layer"].removeprefix("encoder.layer."): f"{float(r['seconds']):.2f}" for r in layers}
     found |= {

@@ -1,6 +1,6 @@
 """The pictures of the site: masks and drawings as small SVG files, plots of the committed CSVs.
 
-`python docs/pictures.py FOLDER` writes all of them; `python docs/pictures.py` writes the picture of the README anew.
+`python docs/pictures.py FOLDER` writes all of them; `python docs/pictures.py` writes those of the README anew.
 Every mask is chosen by the library, and every plot reads a CSV of `examples/`, which the page below it names.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsekit_ao import BlockSpec, Coupling, ScopeCoupling, ScopeSparsifier, ScopeSpec, keep_mask, patterns
 
 HERE = pathlib.Path(__file__).parent
-README_PICTURE = HERE / "_static/patterns.svg"
+README_PICTURE, README_PLOT = HERE / "_static/patterns.svg", HERE / "_static/models.svg"
 CELL = 8  # pixels of an element
 KEPT, DROPPED = "#2b3a67", "#e9ebf2"
 TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
@@ -227,30 +227,72 @@ def plot_mask_update(path: pathlib.Path) -> None:
     _bars(path, names, {k: [ms[n, kind] for n in names] for k, kind in kinds.items()}, "ms, one mask update", log=True)
 
 
-def plot_one_shot(path: pathlib.Path) -> None:
-    """Loss of the pruned language model, by structure and method."""
-    dense, *rows = read("results/one_shot_language_model")
-    names = list(dict.fromkeys(r["structure"] for r in rows))
-    loss = {(r["structure"], r["method"]): float(r["loss"]) - float(dense["loss"]) for r in rows}
-    methods = list(dict.fromkeys(r["method"] for r in rows))
-    series = {m: [loss.get((n, m), float("nan")) for n in names] for m in methods}
-    _bars(path, names, series, "loss above dense")
-
-
 def plot_smollm2(path: pathlib.Path) -> None:
-    """Perplexity of SmolLM2 at 2:4, by the time that pruning took."""
+    """Perplexity of SmolLM2 at 2:4, by the time that pruning took, with few tokens and with more."""
     dense, *rows = read("results/prune_smollm2")
-    figure, axes = _figure(3)
-    for r in rows:
-        place = float(r["seconds"]), float(r["perplexity"])
-        axes.plot(*place, "o", color=KEPT)
-        axes.annotate(r["method"], place, xytext=(6, 3), textcoords="offset points")
+    figure, axes = _figure(3.4)
+    for method in dict.fromkeys(r["method"] for r in rows if r["structure"] == "2:4"):
+        own = [r for r in rows if (r["structure"], r["method"]) == ("2:4", method)]
+        axes.plot(*zip(*((float(r["seconds"]), float(r["perplexity"])) for r in own), strict=True), "o-", label=method)
     axes.axhline(float(dense["perplexity"]), color="#999", lw=1)
-    axes.annotate("dense", (0, float(dense["perplexity"])), xytext=(6, 3), textcoords="offset points")
+    axes.annotate("dense", (60, float(dense["perplexity"])), xytext=(0, 3), textcoords="offset points")
+    axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(0, 1.25 * max(float(r["seconds"]) for r in rows))
-    axes.set_xlabel("seconds, two CPU threads")
+    axes.set_xticks([60, 300, 1800], ["1 minute", "5", "30"])
+    axes.set_yticks([20, 50, 100, 500, 2000], ["20", "50", "100", "500", "2,000"])
+    axes.minorticks_off()
     axes.set_ylabel("perplexity, 2:4")
+    for line in axes.lines[:-1]:
+        place = line.get_xdata()[-1], line.get_ydata()[-1]
+        keys = {"xytext": (6, 4), "textcoords": "offset points", "color": line.get_color()}
+        axes.annotate(line.get_label(), place, annotation_clip=False, **keys)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def plot_models(path: pathlib.Path) -> None:
+    """Quality of MiniLM and SmolLM2: dense, smaller, and at 2:4, with what it took."""
+    from matplotlib.figure import Figure
+
+    dense, small = read("results/shrink_minilm")
+    file = 100 * int(small["file bytes"]) / int(dense["file bytes"])
+    size = f"file {file:.0f} %, time {100 * float(small['of dense']):.0f} %"
+    bars = [("dense", 1.0, ""), ("fewer units and heads", float(small["cosine"]), size)]
+    rows = read(MINILM["2_4"])
+    for label, r in (("2:4, smallest weights", rows[0]), ("2:4, prune", rows[-2]), ("2:4, and recover", rows[-1])):
+        bars.append((label, float(r["cosine"]), f"{float(r['seconds']):.0f} s"))
+    panels = {"MiniLM: cosine to the dense model, higher is better": bars}
+    named = {(r["structure"], r["method"]): r for r in read("results/prune_smollm2")}
+    labels = {
+        "dense": ("dense", ""),
+        "a quarter of the MLP units less": ("a quarter of the MLP units", "recovered"),
+        "2:4, smallest weights": ("2:4", "magnitude"),
+        "2:4, prune": ("2:4", "admm"),
+        "2:4, and recover": ("2:4", "recovered"),
+    }
+    panels["SmolLM2: perplexity, lower is better"] = [
+        (label, float(named[key]["perplexity"]), f"{float(named[key]['seconds']) / 60:.0f} min" * bool(key[1]))
+        for label, key in labels.items()
+        if key in named
+    ]
+    figure = Figure(figsize=(4.8, 4), layout="constrained")
+    for axes, (title, own) in zip(figure.subplots(len(panels)), panels.items(), strict=True):
+        values = [value for _, value, _ in own]
+        is_perplexity = max(values) > 1
+        start = 10 if is_perplexity else 0
+        colours = [COLOURS[3], *[KEPT] * (len(own) - 1)]
+        axes.barh(range(len(own)), [value - start for value in values], 0.7, left=start, color=colours)
+        for k, (_, value, note) in enumerate(own):
+            text = f"{value:,.4g}" if is_perplexity else f"{value:.3f}"
+            keys = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(f"{text}{', ' * bool(note)}{note}", (value, k), **keys)
+        if is_perplexity:
+            axes.set_xscale("log")
+        axes.set_yticks(range(len(own)), [label for label, _, _ in own])
+        axes.invert_yaxis()
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.spines[["bottom", "left"]].set_visible(False)
+        axes.tick_params(length=0, labelbottom=False)
+        axes.minorticks_off()
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -364,8 +406,8 @@ def _figure(height: float):  # type: ignore[no-untyped-def]
 DRAWINGS = {"concepts": concepts, "rule": rule, "views": views, "coupling": coupling, "one_budget": one_budget}
 PLOTS = {
     "mask_update": plot_mask_update,
-    "one_shot": plot_one_shot,
     "smollm2": plot_smollm2,
+    "models": plot_models,
     "sentences": plot_sentences,
     "digits": plot_digits,
     "block_errors": plot_block_errors,
@@ -379,11 +421,16 @@ def write_all(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWINGS.items():
         (folder / f"{name}.svg").write_text(draw())
+    for name in PLOTS:
+        write_plot(name, folder / f"{name}.svg")
+
+
+def write_plot(name: str, path: pathlib.Path) -> None:
+    """Write a plot in the style of the site."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        for name, plot in PLOTS.items():
-            plot(folder / f"{name}.svg")
+        PLOTS[name](path)
 
 
 if __name__ == "__main__":
@@ -391,3 +438,4 @@ if __name__ == "__main__":
         write_all(pathlib.Path(sys.argv[1]))
     else:
         README_PICTURE.write_text(overview())
+        write_plot("models", README_PLOT)

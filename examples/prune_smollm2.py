@@ -11,10 +11,12 @@ its peak memory is its own. Writes a CSV.
 """
 
 import argparse
+import copy
 import multiprocessing
 import resource
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch import nn
 from sparsekit_ao import prune, recover
 from sparsekit_ao.removal import shrink, shrink_layers
 
+THEIRS = "SparseGPT of LLM Compressor"  # with its default settings, where it is installed
 METHODS: dict[str, dict[str, Any]] = {  # {name: arguments of `prune`}
     "magnitude": {"score": "magnitude", "compensate": None},
     "wanda": {"score": "wanda", "compensate": None},
@@ -43,7 +46,7 @@ UNITS = {  # {name: arguments of `shrink`}
 SHRUNK = {"a quarter of the MLP units": 0.25, "half of the MLP units": 0.5}
 BLOCKS = "a quarter of the blocks"
 STRUCTURES = {
-    **dict.fromkeys(("2:4", "unstructured"), (*METHODS, LOGITS)),
+    **dict.fromkeys(("2:4", "unstructured"), (*METHODS, LOGITS, THEIRS)),
     **dict.fromkeys(SHRUNK, tuple(UNITS)),
     BLOCKS: ("influence", "recovered"),
 }
@@ -59,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for structure, methods in {"dense": ("",), **{one: STRUCTURES[one] for one in args.structures}}.items():
         for method in methods:
             if method == LOGITS or method not in ("", *args.methods):  # logits are trained after "recovered"
+                continue
+            if method == THEIRS and find_spec("llmcompressor") is None:
+                print(f"{THEIRS}: llmcompressor is not installed (pip install llmcompressor), so it is left out")
                 continue
             if args.tiny:
                 rows += rows_of(structure, method, args)
@@ -111,8 +117,30 @@ def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any]) ->
         if method == "recovered":
             recover(small, dense, batches)
         return small
+    if method == THEIRS:
+        return by_llmcompressor(dense, structure, batches)
     how = {**METHODS[method], "batches": batches, "exclude": ["lm_head"]}
     return prune(dense, 0.5 if structure == "unstructured" else structure, **how)[0]
+
+
+def by_llmcompressor(dense: nn.Module, structure: str, batches: list[Any]) -> nn.Module:
+    """A copy, pruned by SparseGPT of LLM Compressor."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import SparseGPTModifier
+    from torch.utils.data import DataLoader
+    from transformers import ProcessorMixin
+
+    model = copy.deepcopy(dense)
+    mask = "2:4" if structure == "2:4" else "0:0"
+    oneshot(
+        model=model,
+        processor=ProcessorMixin(),
+        dataset=DataLoader(batches, batch_size=None),
+        num_calibration_samples=len(batches),
+        recipe=SparseGPTModifier(sparsity=0.5, mask_structure=mask, targets=["Linear"], ignore=["lm_head"]),
+        pipeline="sequential",
+    )
+    return model
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -54,8 +54,14 @@ def test_every_notation_of_the_gallery_gives_the_same_mask(entry):
     assert bool((scope >= block).all()) and int(block.sum()) > 0
 
 
-def test_the_picture_of_the_readme_is_what_its_script_draws():
+def test_the_pictures_of_the_readme_are_what_the_script_draws(tmp_path):
     assert pictures.README_PICTURE.read_text() == pictures.overview()
+    pictures.write_plot("models", tmp_path / "models.svg")
+    committed, drawn = (
+        re.findall("<text.*?>(.*?)</text>", path.read_text())
+        for path in (pictures.README_PLOT, tmp_path / "models.svg")
+    )
+    assert committed == drawn and len(committed) > 10
 
 
 def test_drawings_are_small_svg_files():
@@ -64,8 +70,8 @@ def test_drawings_are_small_svg_files():
 
 
 def test_plots_read_the_csvs(tmp_path):
-    for name, plot_one in pictures.PLOTS.items():
-        plot_one(tmp_path / f"{name}.svg")
+    for name in pictures.PLOTS:
+        pictures.write_plot(name, tmp_path / f"{name}.svg")
         assert 1000 < (tmp_path / f"{name}.svg").stat().st_size < 50_000
 
 

@@ -72,9 +72,6 @@ def test_what_pages_say_about_tables_is_true():
     for name in ("2_4", "unstructured"):
         rows = table_rows(f"results/prune_minilm_{name}")
         assert [r["method"] for r in rows] == methods and [r["sentences"] for r in rows] == ["192"] * 5 + ["1024"] * 2
-    dense, *rows = table_rows("benchmarks/results/compare_llmcompressor")
-    more = [float(r["loss"]) - float(dense["loss"]) for r in rows if r["structure"] == "2:4"]
-    assert abs(more[0] - more[1]) < 1e-3 and 0.45 < more[2] / more[0] < 0.55 and 0.2 < more[3] / more[0] < 0.3
     assert all(r["the same"] == r["of kept tokens"] for r in table_rows("results/shrink_vocabulary"))
     runs = [r for r in table_rows("results/proximal") if r["method"] == "Adam, conditioned"]
     assert not any(int(r["inputs left"]) for r in runs if float(r["strength"]) == 15)  # "15 leaves none"
