@@ -83,21 +83,23 @@ def _run(args: argparse.Namespace) -> None:
     if (args.folder / MANIFEST).exists():
         raise SparsityError(f"the config in {args.folder} does not describe its model; begin with the dense model")
     with tempfile.TemporaryDirectory() as offload_folder:
-        tokenizer, model, is_causal = _loaded(args.folder, offload_folder)
+        model, is_causal = _loaded(args.folder, offload_folder)
+        tokenizer = _tokenizer(args.folder, is_needed=args.data is not None)
         batches = None
         if args.data is not None:
             used, held_out = _windows(tokenizer, model, args)
             batches = [{"input_ids": ids} for ids in used.split(BATCH)]
             print(f"{used.numel():,} tokens to calibrate on, {held_out.numel():,} held out")
+        keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
         if args.dry_run:
             print(call(model, batches=batches, dry_run=True, **keys)[1])
             return
-        keys |= {} if batches is None else {"evaluate": _measure(model, held_out, is_causal)}
-        keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
+        keys |= {} if batches is None else {"evaluate": _evaluation(model, held_out, is_causal)}
         result, found = call(model, batches=batches, **keys)
         print(found)
         print(save_pretrained(result, found, args.out))
-        tokenizer.save_pretrained(args.out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(args.out)
 
 
 def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
@@ -121,8 +123,8 @@ def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
     return {name: texts[name] if ":" in texts[name] else value for name, value in values.items()}
 
 
-def _loaded(path: Path, offload_folder: str) -> tuple[Any, Any, bool]:
-    """Return the tokenizer and the model of a folder or GGUF file, and whether it predicts the next token."""
+def _loaded(path: Path, offload_folder: str) -> tuple[Any, bool]:
+    """Return the model of a folder or GGUF file, and whether it predicts the next token."""
     try:
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -134,15 +136,29 @@ def _loaded(path: Path, offload_folder: str) -> tuple[Any, Any, bool]:
     keys: dict[str, Any] = {} if path.is_dir() else {"gguf_file": path.name}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **keys)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **keys)
         name = (config.architectures or ["AutoModelForCausalLM" if keys else "AutoModel"])[0]
         model_class = getattr(transformers, name)
     except Exception as error:  # damaged and foreign files raise errors of many classes
         raise SparsityError(f"{path} is not a checkpoint that transformers reads: {error}") from error
-    if not keys and sum(file.stat().st_size for file in folder.glob("*.safetensors")) > (free := _free_memory()):
+    size, free = sum(file.stat().st_size for file in folder.glob("*.safetensors")), _free_memory()
+    if not keys and not (folder / MANIFEST).exists() and size > free:
         keys = {"device_map": "auto", "max_memory": {"cpu": free // 2}, "offload_folder": offload_folder}
     model = load_pretrained(folder, model_class, **keys).eval()
-    return tokenizer, model, type(model).__name__ in CAUSAL.values()
+    return model, type(model).__name__ in CAUSAL.values()
+
+
+def _tokenizer(path: Path, is_needed: bool) -> Any:
+    """Return the tokenizer of a folder or GGUF file; None if it has none and none is needed."""
+    from transformers import AutoTokenizer
+
+    try:
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # damaged and foreign files raise errors of many classes
+        if is_needed:
+            raise SparsityError(f"--data needs a tokenizer, and {path} has none: {error}") from error
+        return None
 
 
 def _free_memory() -> int:
@@ -159,7 +175,8 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
     if model.config.is_encoder_decoder or not getattr(tokenizer, "is_fast", False):
         kind = "decoder or an encoder" if model.config.is_encoder_decoder else "model with a fast tokenizer"
         raise SparsityError(f"--data needs a {kind}, got {type(model).__name__} with {type(tokenizer).__name__}")
-    longest = min(args.tokens, getattr(model.config, "max_position_embeddings", None) or args.tokens)
+    most = getattr(model.config, "max_position_embeddings", None) or args.tokens
+    longest = min(args.tokens, most, tokenizer.model_max_length)  # RoBERTa's has more positions than it can use
     length = min(256, longest) if args.length is None else args.length
     if not 2 <= length <= longest:
         raise SparsityError(f"--length must be from 2 to {longest} (--tokens, or the model's maximum), got {length}")
@@ -211,7 +228,7 @@ def _embeddings(model: Any, windows: Tensor) -> Tensor:
     return F.normalize(torch.cat([hidden.float().mean(1).cpu() for hidden in outputs]), dim=-1)
 
 
-def _measure(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any], dict[str, float]]:
+def _evaluation(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any], dict[str, float]]:
     """Return a function that measures a model on held-out tokens."""
     if is_causal:
         return lambda other: {"perplexity on held-out tokens": _perplexity(other, held_out)}
@@ -223,7 +240,7 @@ def _measure(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any], d
 def _report(path: Path) -> None:
     """Print what the weights of a folder look like, and how the card says it was made."""
     with tempfile.TemporaryDirectory() as offload_folder:
-        _, model, _ = _loaded(path, offload_folder)
+        model, _ = _loaded(path, offload_folder)
         print(report(model))
     card = path / "README.md"
     made = (

@@ -92,6 +92,12 @@ def save_pretrained(
         )
     if adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
+    did_something = sparsifier.manifest if isinstance(sparsifier, Compaction) else getattr(sparsifier, "call", True)
+    if not did_something:
+        raise SparsityError(
+            f"save_pretrained: this {type(sparsifier).__name__} is of a call that returned no changed model, such as a "
+            "dry run; give the report that prune or shrink returned with the model, or the sparsifier"
+        )
     read_from = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "quant_method", None)
     with ExitStack() as stack:
         if read_from == "gguf" and all(p.is_floating_point() for p in model.parameters()):  # transformers refuses it
@@ -106,13 +112,14 @@ def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **
     from safetensors.torch import save_file
 
     masks: dict[str, Tensor] = {}  # `prune` registers none
-    if not isinstance(sparsifier, OneShotReport):
+    if isinstance(sparsifier, OneShotReport):
+        names = dict.fromkeys(row.tensor for row in sparsifier).keys()
+        lines = [*sparsifier.above(), *sparsifier.below()[:2]]
+    else:
         masks = {name: mask for name, _, _, mask in masked_tensors([model], sparsifier, "save_pretrained")}
-    names = (
-        dict.fromkeys(row.tensor for row in sparsifier).keys()
-        if isinstance(sparsifier, OneShotReport)
-        else masks.keys()
-    )
+        names = masks.keys()
+        kept, total = (sum(int(of(mask)) for mask in masks.values()) for of in (Tensor.count_nonzero, Tensor.numel))
+        lines = [f"{len(masks)} masks drop {1 - kept / max(total, 1):.1%} of the elements of their tensors"]
     # Only transformers is known to read the values of a state dict file by file, so only its models get lazy values.
     lazy = _LazyMasked.of if is_of_transformers(model, "PreTrainedModel") else select
     values = _to_write(model, dense_state_dict_of(model, lazy))
@@ -139,10 +146,6 @@ def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **
             compared.add(name)
         if missing := names - compared:
             raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {min(missing)}")
-        kept, total = (sum(int(of(mask)) for mask in masks.values()) for of in (Tensor.count_nonzero, Tensor.numel))
-        lines = [f"{len(masks)} masks drop {1 - kept / max(total, 1):.1%} of the elements of their tensors"]
-        if isinstance(sparsifier, OneShotReport):
-            lines = [*sparsifier.above(), *sparsifier.below()[:2]]
         _write_card(unchecked, folder, model, sparsifier, lines)
     dense_bytes = sum(getattr(*owner_of(model, name)).nbytes for name in names)
     mask_bytes = (folder / MASKS).stat().st_size if masks else 0
@@ -191,7 +194,8 @@ def _write_card(
     packages = ("torch", "transformers") if is_transformers else ("torch",)
     versions = ", ".join([*(f"{package} {version(package)}" for package in packages), f"sparsekit_ao {__version__}"])
     load = f"{name}.from_pretrained(folder)"
-    imports = f"from {'transformers' if is_transformers else type(model).__module__} import {name}\n"
+    module = type(model).__module__
+    imports = f"from {'transformers' if module.startswith('transformers.') else module} import {name}\n"
     if (unchecked / MANIFEST).exists():
         load, imports = f"export.load_pretrained(folder, {name})", f"{imports}from sparsekit_ao import export\n"
     fast = "It is a smaller dense model, which runs faster everywhere."

@@ -55,7 +55,7 @@ def planned_run(
         memory += sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
     seconds, flops, runs = time.perf_counter() - start, (0, 0), 0
     if all_data.batches:
-        seconds *= len(all_data.batches) if layers.gradients() else 1
+        seconds *= all_data.one_batch()[1] if layers.gradients() else 1
         runs = 1 + len(chains) + sum(step.is_recorded for step in steps if step.block is None)
         runs += (1 + PASSES) * (recover and not chains)
         with eval_mode(model), without_autocast_cache():
@@ -79,13 +79,25 @@ def planned_run(
 
 def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[int, int]:
     """Return the FLOPs of a forward pass, and those without the products of zeros in Linear layers and convolutions."""
-    with flop_counter() as counter, unfused_attention():
+    saved, started = 0.0, 0
+    with flop_counter() as counter, unfused_attention(), ExitStack() as hooks:
+
+        def begin(*_: Any) -> None:
+            nonlocal started
+            started = counter.get_total_flops()
+
+        for row in rows:  # other modules have more products than those of a weight
+            module = layers.groups[row.tensor]["module"]
+            if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+                continue
+
+            def end(*_: Any, dropped: float = 1 - row.density) -> None:
+                nonlocal saved
+                saved += (counter.get_total_flops() - started) * dropped
+
+            hooks.enter_context(module.register_forward_pre_hook(begin))
+            hooks.enter_context(module.register_forward_hook(end))
         data.output(0)
-    of_modules = {name.partition(".")[2]: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-    saved = 0.0
-    for row in rows:  # other modules have more products than those of a weight
-        if isinstance(layers.groups[row.tensor]["module"], (nn.Linear, *CONVOLUTIONS)):
-            saved += of_modules.get(row.tensor.rpartition(".")[0], 0) * (1 - row.density)
     return counter.get_total_flops(), counter.get_total_flops() - round(saved)
 
 
@@ -150,11 +162,11 @@ def _measured(
             held.pop(p.untyped_storage().data_ptr(), None)  # what remains are the activations that training keeps
     counts = [sum(p.numel() for p in b.parameters()) for b in walk.blocks] or [1]
     alike = sum(counts) / counts[at]
-    seconds = solving * sum(numel.values()) / sum(numel[name] for name in step.tensors) + 2 * alike * loading
+    seconds = solving * sum(numel.values()) / sum(numel[name] for name in step.tensors)
     if block is None:
-        seconds += len(steps) * total * recording
+        seconds += len(steps) * (total * recording + 2 * loading)
     else:
-        seconds += alike * total * (recording + forward * (2 if recover else 1))
+        seconds += alike * (total * (recording + forward * (2 if recover else 1)) + 2 * loading)
     if teacher is not None:  # one pass: a step, two runs before it and one after it, which measure the error
         measured = (PASSES // EVERY + 2) * min(1.0, MEASURED / len(all_data.batches))
         seconds += alike * total * (PASSES * max(matching - 3 * forward, 0.0) + measured * forward)

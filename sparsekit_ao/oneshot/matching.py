@@ -192,15 +192,17 @@ def recover(
         raise SparsityError(f"recover: rate must be a positive number, got {rate!r}")
     if outputs not in (None, "mse", "kl"):
         raise SparsityError(f"recover: outputs must be 'mse', 'kl' or None, got {outputs!r}")
-    of_blocks = {"blocks": blocks, "device": device, "stream_memory": stream_memory, "checkpoint": checkpoint}
-    if outputs is not None and (given := [name for name, value in of_blocks.items() if value is not None]):
-        raise SparsityError(f"recover: outputs= trains the whole model where it is; leave out {', '.join(given)}")
     check_options("recover", device, stream_memory, checkpoint)
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
     teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
-    saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), blocks, device)
     layers = _changed_layers(model, dense) if outputs is None else ()  # without layers there are no blocks
-    walk = Walk(data, (), blocks=blocks, layers=layers, device=device, stream_memory=stream_memory)
+    listed = blocks if outputs is None else None
+    walk = Walk(data, (), blocks=listed, layers=layers, device=device, stream_memory=stream_memory)
+    of_blocks = {"blocks": blocks, "device": device, "stream_memory": stream_memory, "checkpoint": checkpoint}
+    if not walk.blocks and (given := [name for name, value in of_blocks.items() if value is not None]):
+        why = "has no repeated blocks" if outputs is None else "is trained on its outputs"
+        raise SparsityError(f"recover: the model {why}, so it is trained as a whole; leave out {', '.join(given)}")
+    saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), blocks, device)
     report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1], progress)
     return replace(report, error_to_dense=data.error_to(replace(data, model=dense).first_output()))
 
@@ -530,7 +532,9 @@ def _optimizer(student: "_Student", rate: float, count: int) -> tuple[torch.opti
     """Return Adam and its schedule, in which the learning rate rises linearly and then falls to `LAST` by a cosine."""
     import_dynamo()
     weights = list(student.weights.values())
-    is_fused = all(weight.device.type in ("cpu", "cuda") for weight in weights)  # a fraction of the time
+    # The fused optimizer takes a fraction of the time, but on a CPU it reads weights without gaps in their memory.
+    has_gaps = any(torch.empty_like(w, device="meta").stride() != w.stride() for w in weights)
+    is_fused = not has_gaps and all(w.device.type in ("cpu", "cuda") for w in weights)
     optimizer = torch.optim.Adam(weights, lr=rate, fused=is_fused)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -647,16 +651,21 @@ class _Student(nn.Module):
         """Compute the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
         if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
-        gradients = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
+        found = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
+        gradients = list[Tensor]()
         for name, weight in self.weights.items():
-            gradient = gradients.pop(0)  # popped, so that its memory is freed in this iteration
-            gradient = torch.zeros_like(weight) if gradient is None else gradient  # every rank must reduce it
-            weight.grad = gradient * self.kept[name] if name in self.kept else gradient
+            # In the memory format of the weight, which fused optimizers require; zeros, since every rank must reduce it.
+            gradients.append(torch.zeros_like(weight))
+            if (gradient := found.pop(0)) is not None:  # popped, so that its memory is freed in this iteration
+                gradients[-1].copy_(gradient * self.kept[name] if name in self.kept else gradient)
         if has_process_group():  # one message takes a fraction of the time of one for each weight
-            weights = list(self.weights.values())
-            summed = _over_ranks(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
-            for weight, part in zip(weights, summed.split([w.numel() for w in weights]), strict=True):
-                weight.grad = part.view_as(weight).to(weight.dtype)
+            for device in dict.fromkeys(gradient.device for gradient in gradients):
+                own = [gradient for gradient in gradients if gradient.device == device]
+                summed = _over_ranks(torch.cat([gradient.flatten() for gradient in own]))
+                for gradient, part in zip(own, summed.split([g.numel() for g in own]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+            weight.grad = gradient
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""

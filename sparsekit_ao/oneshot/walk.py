@@ -185,7 +185,7 @@ class Walk:
         matched: list[Any] = []
         finished = 0
         what = "block" if any(True for block in self.blocks for _ in block.children()) else "layer"
-        shows = progress and rank() == 0
+        shows = progress and rank() == 0 and bool(plan)
         if checkpoint is not None and checkpoint.count and shows:
             say(f"{caller}: continues an earlier call, of which {checkpoint.count} of {len(plan)} steps are finished")
         with (

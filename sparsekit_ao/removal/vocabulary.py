@@ -15,7 +15,9 @@ from ..errors import SparsityError, checked_model
 from .compaction import check_comparable
 
 WHERE = "shrink_vocabulary: "
-_IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)")  # entries of configs
+_IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs
+# Entries of generation configs that hold ids in other forms.
+_OTHER_IDS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias", "lang_to_id", "task_to_id")
 _SINGLE = re.compile(r"(##)?.|<0x[0-9A-F]{2}>", re.DOTALL)  # a character, one inside of a word, or a byte
 
 
@@ -43,8 +45,8 @@ def shrink_vocabulary(
         there is no tokenizer if one was given.
 
     Raises:
-        SparsityError: An argument does not fit, another tensor of the model has a row for each token, or a text is
-            encoded otherwise.
+        SparsityError: An argument does not fit, another tensor of the model has a row for each token, the model has
+            two vocabularies, its generation config has ids that cannot follow, or a text is encoded otherwise.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -69,8 +71,19 @@ def shrink_vocabulary(
     owners.append(getattr(small, "generation_config", None))
     configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
     kept = {*(itertools.chain(*encoded) if texts else items), *itertools.chain(*map(_ids_in, configs))}
+    if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:
+        raise SparsityError(f"{WHERE}the generation config has ids in {found[0]}, which cannot follow; set it to None")
+    sizes = {(name, size) for config in configs for name, size in config.items() if "vocab_size" in name and size}
+    sizes |= {("the output layer", len(layer.weight)) for layer in [small.get_output_embeddings()] if layer is not None}
+    if others := [f"{name} is {size}" for name, size in sorted(sizes) if size != count]:
+        raise SparsityError(f"{WHERE}the input embedding has {count} rows, but {others[0]}: these are other tokens")
     data, reason = None, ""
     if tokenizer is not None:
+        if (last := max(tokenizer.get_vocab().values())) >= count:
+            raise SparsityError(
+                f"{WHERE}the tokenizer has a token with the id {last}, but the input embedding has {count} rows; call "
+                "model.resize_token_embeddings(len(tokenizer)) first"
+            )
         kept |= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *tokenizer("")["input_ids"]}
         data, reason = _data_of(tokenizer)
         kept |= set() if data is None else _needed(data["model"], kept)
@@ -85,7 +98,7 @@ def shrink_vocabulary(
         for name in filter(_IDS.fullmatch, config):
             value = config[name]
             config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
-        config.update({"vocab_size": len(new)} if config.get("vocab_size") == count else {})
+        config.update({name: len(new) for name, size in config.items() if "vocab_size" in name and size})
     if reason:
         warnings.warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}", stacklevel=3)
     return small, None if data is None else tokenizer, new
@@ -133,7 +146,8 @@ def _data_of(tokenizer: Any) -> tuple[Any, str]:
 def _needed(model: Any, kept: Set[int]) -> set[int]:
     """Return the tokens that kept ones need, and single characters; leave only the merges of BPE that make them."""
     if model["type"] == "Unigram":
-        return {at for at, (token, _) in enumerate(model["vocab"]) if len(token) == 1 or at == model["unk_id"]}
+        entries = enumerate(model["vocab"])
+        return {at for at, (token, _) in entries if _SINGLE.fullmatch(token) or at == model["unk_id"]}
     vocabulary: dict[str, int] = model["vocab"]
     needed = {at for token, at in vocabulary.items() if _SINGLE.fullmatch(token) or token == model.get("unk_token")}
     if model["type"] == "BPE":

@@ -20,11 +20,11 @@ import yaml
 from export_models import TWO_FOUR, batches, looks, masked, mlp, pruned, same
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 import sparsekit_ao
-from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns, prune
+from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns, prune, sensitivity
 from sparsekit_ao.export import pretrained
 from sparsekit_ao.masking import select, weight_mask
 from sparsekit_ao.removal import compact, shrink, shrink_layers
@@ -773,3 +773,27 @@ def test_a_model_of_prune_is_saved_without_masks_and_a_card_is_never_overwritten
     assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "masks.safetensors").exists()
     export.save_pretrained(pruned_model, masks, tmp_path / "masked")
     assert "masks drop 50.0% of the elements" in sections_of(tmp_path / "masked")[1]["Report"]
+
+
+def test_reports_of_calls_that_changed_nothing_are_refused(tmp_path):
+    model, inputs = hf_models.make("Llama")
+    for report in (
+        prune(model, "2:4", batches=[inputs], dry_run=True)[1],
+        shrink(model, inputs, 0.5, dry_run=True)[1],
+        sensitivity(model, [inputs], "2:4"),
+    ):
+        with pytest.raises(SparsityError, match=f"this {type(report).__name__} is of a call that returned no changed"):
+            export.save_pretrained(model, report, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Own(LlamaForCausalLM):
+    """A class of a user's own module."""
+
+
+def test_a_card_imports_a_class_from_its_module(tmp_path):
+    model, inputs = hf_models.make("Llama")
+    model.__class__ = Own
+    pruned_model, report = prune(model, "2:4", batches=[inputs])
+    export.save_pretrained(pruned_model, report, tmp_path)
+    assert f"from {__name__} import Own\n" in sections_of(tmp_path)[1]["How to load it"]

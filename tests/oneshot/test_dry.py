@@ -171,3 +171,12 @@ def test_an_offloaded_model_is_read_and_not_written(tmp_path):
     assert (plan.chains, plan.parameters, plan.flops) == (here.chains, here.parameters, here.flops)
     outside = 4 * (2 * 50 * 32 + 32)  # the embedding, the head and the last norm are read, too
     assert plan.memory == pytest.approx(here.memory + outside, rel=0.05)
+
+
+def test_flops_are_counted_wherever_forward_begins():
+    model, batches = nn.Sequential(Model()), correlated()
+    plans = [
+        prune(model, "2:4", batches=batches, forward=forward, dry_run=True)[1]
+        for forward in (None, lambda m, batch: m[0](batch))
+    ]
+    assert plans[0].flops == plans[1].flops and plans[0].flops[1] < plans[0].flops[0]

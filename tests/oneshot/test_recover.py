@@ -1,6 +1,7 @@
 """Recovery: blocks come closer to the dense model's, masks and zeros stay, and interruptions lose nothing."""
 
 import copy
+import itertools
 import functools
 import random
 from types import SimpleNamespace
@@ -428,8 +429,8 @@ def mistakes():
     yield "rate must be a positive number, got 0", lambda: recover(model, dense, x, rate=0)
     yield "outputs must be 'mse', 'kl' or None, got 'ce'", lambda: recover(model, dense, x, outputs="ce")
     yield (
-        "outputs= trains the whole model where it is; leave out blocks, checkpoint",
-        lambda: recover(model, dense, x, outputs="mse", blocks="blocks", checkpoint="folder"),
+        "trained on its outputs, so it is trained as a whole; leave out blocks, stream_memory",
+        lambda: recover(model, dense, x, outputs="mse", blocks="blocks", stream_memory=0),
     )
     yield "recover: there are no batches", lambda: recover(model, dense, [])
     yield "the dense model has no module 'blocks.1'", lambda: recover(model, Model(blocks=1), x)
@@ -541,3 +542,45 @@ def test_gradients_beyond_the_range_of_float16_are_skipped(scale):
     pruned, report = prune(dense, 0.5, batches=[torch.randn(32, 16).half()], recover=True)
     assert len(report.recovery) == 3 and all(row.after <= row.before for row in report.recovery)
     assert all(bool(p.isfinite().all()) for p in pruned.parameters())
+
+
+def test_weights_in_any_memory_format_are_trained_alike():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    batches = [torch.randn(16, 3, 10, 10) for _ in range(4)]
+    pruned = prune(dense, 0.5, batches=batches)[0]
+    weights, formats = [], (torch.contiguous_format, torch.channels_last)
+    for of_weights, of_inputs in itertools.product(formats, formats):
+        model = copy.deepcopy(pruned).to(memory_format=of_weights)
+        (row,) = recover(model, dense, [batch.contiguous(memory_format=of_inputs) for batch in batches])
+        assert row.after < row.before
+        weights.append(model[0].weight.detach().clone())
+    for weight in weights[1:]:
+        torch.testing.assert_close(weight, weights[0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_weight_that_is_a_part_of_a_larger_tensor_is_trained_alone():
+    torch.manual_seed(0)
+    whole, batches = torch.randn(8, 24), [torch.randn(64, 16) for _ in range(4)]
+    dense = nn.Sequential(nn.Linear(16, 8), nn.ReLU())
+    dense[0].weight.data = whole[:, :16].clone()
+    model = copy.deepcopy(dense)
+    model[0].weight.data = whole[:, :16]
+    rest, (first, second) = whole[:, 16:].clone(), (copy.deepcopy(model), model)
+    with torch.no_grad():
+        for one in (first, second):
+            one[0].weight[:, ::2] = 0
+    first[0].weight.data = first[0].weight.data.clone()
+    rows = [recover(one, dense, batches).rows[0] for one in (first, second)]
+    assert torch.equal(whole[:, 16:], rest) and rows[0].after < rows[0].before
+    torch.testing.assert_close(second[0].weight, first[0].weight, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_without_blocks_has_nothing_to_continue_from(tmp_path):
+    layer = nn.Linear(8, 8)
+    half = prune(layer, 0.5)[0]
+    with pytest.raises(
+        SparsityError, match="has no repeated blocks, so it is trained as a whole; leave out checkpoint"
+    ):
+        recover(half, layer, [torch.randn(16, 8)], checkpoint=tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

@@ -71,6 +71,7 @@ def test_a_model_larger_than_memory_is_offloaded_and_pruned_the_same(llama, data
     argv = ["prune", llama, "--pattern", "2:4", *short(data), "--recover"]
     assert run(*argv, "--out", tmp_path / "a") == 0
     monkeypatch.setattr(command, "_free_memory", lambda: 30_000)
+    assert run(*argv, "--dry-run") == 0
     assert run(*argv, "--out", tmp_path / "b") == 0
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -104,7 +105,7 @@ def test_a_recipe_takes_the_names_of_the_call_and_the_command_line_comes_first(l
     spy.__wrapped__ = command.prune
     assert run("prune", llama, "--recipe", recipe, "--exclude", "a", "--dry-run") == 0
     expected = {"pattern": "2:4", "score": "wanda", "compensate": None, "exclude": ["a"]}
-    assert seen == {**expected, "batches": None, "dry_run": True}
+    assert seen == {**expected, "batches": None, "dry_run": True, "inplace": True}
 
 
 def test_the_commands_of_the_page_run(llama, data, tmp_path, monkeypatch):
@@ -154,3 +155,12 @@ def test_a_dry_run_prints_what_would_be_done_and_writes_nothing(name, llama, dat
     printed = capsys.readouterr().out
     assert {"prune": "model.layers.1.mlp.up_proj.weight", "shrink": "dry run: nothing was removed"}[name] in printed
     assert not (tmp_path / "out").exists() and "perplexity" not in printed
+
+
+def test_a_folder_without_a_tokenizer_needs_none_without_data(tmp_path, capsys):
+    hf_models.make("BERT")[0].save_pretrained(tmp_path / "bert")
+    assert run("prune", tmp_path / "bert", "--pattern", "2:4", "--out", tmp_path / "out") == 0
+    assert run("report", tmp_path / "out") == 0 and "prune(..., pattern='2:4'" in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text(text())
+    assert run("prune", tmp_path / "bert", *short(tmp_path / "text.txt"), "--dry-run") == 2
+    assert "--data needs a tokenizer" in capsys.readouterr().err

@@ -141,3 +141,20 @@ def test_what_is_refused():
     assert tokenizer("abz")["input_ids"] == [0]
     with pytest.raises(SparsityError, match="encodes this text otherwise: 'abz'"):
         shrink_vocabulary(decoder_of(tokenizer), ["a cbz", "abz"], tokenizer)
+
+
+def test_models_whose_ids_cannot_follow_are_refused():
+    model = made("Llama")
+    model.generation_config.bad_words_ids = [[7]]
+    with pytest.raises(SparsityError, match="ids in bad_words_ids, which cannot follow; set it to None"):
+        shrink_vocabulary(model, KEEP)
+    model.generation_config.bad_words_ids = None
+    model.config.vocab_size_per_layer_input = 30
+    with pytest.raises(
+        SparsityError, match="has 50 rows, but vocab_size_per_layer_input is 30: these are other tokens"
+    ):
+        shrink_vocabulary(model, KEEP)
+    del model.config.vocab_size_per_layer_input
+    model.lm_head = torch.nn.Linear(16, 60)
+    with pytest.raises(SparsityError, match="has 50 rows, but the output layer is 60"):
+        shrink_vocabulary(model, KEEP)
