@@ -654,7 +654,7 @@ class _Student(nn.Module):
         found = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
         gradients = list[Tensor]()
         for name, weight in self.weights.items():
-            # In the memory format of the weight, which fused optimizers require; zeros, since every rank must reduce it.
+            # In the memory format of the weight, as fused optimizers require; zeros, since every rank must reduce it.
             gradients.append(torch.zeros_like(weight))
             if (gradient := found.pop(0)) is not None:  # popped, so that its memory is freed in this iteration
                 gradients[-1].copy_(gradient * self.kept[name] if name in self.kept else gradient)

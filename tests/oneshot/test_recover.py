@@ -1,8 +1,8 @@
 """Recovery: blocks come closer to the dense model's, masks and zeros stay, and interruptions lose nothing."""
 
 import copy
-import itertools
 import functools
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -579,8 +579,6 @@ def test_a_weight_that_is_a_part_of_a_larger_tensor_is_trained_alone():
 def test_a_model_without_blocks_has_nothing_to_continue_from(tmp_path):
     layer = nn.Linear(8, 8)
     half = prune(layer, 0.5)[0]
-    with pytest.raises(
-        SparsityError, match="has no repeated blocks, so it is trained as a whole; leave out checkpoint"
-    ):
+    with pytest.raises(SparsityError, match="has no repeated blocks, .*; leave out checkpoint"):
         recover(half, layer, [torch.randn(16, 8)], checkpoint=tmp_path / "folder")
     assert not (tmp_path / "folder").exists()

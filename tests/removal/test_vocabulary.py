@@ -150,9 +150,7 @@ def test_models_whose_ids_cannot_follow_are_refused():
         shrink_vocabulary(model, KEEP)
     model.generation_config.bad_words_ids = None
     model.config.vocab_size_per_layer_input = 30
-    with pytest.raises(
-        SparsityError, match="has 50 rows, but vocab_size_per_layer_input is 30: these are other tokens"
-    ):
+    with pytest.raises(SparsityError, match="50 rows, but vocab_size_per_layer_input is 30: these are other tokens"):
         shrink_vocabulary(model, KEEP)
     del model.config.vocab_size_per_layer_input
     model.lm_head = torch.nn.Linear(16, 60)
