@@ -102,8 +102,9 @@ LAYERS = {
 def smollm2() -> Table:
     """Perplexity and seconds of SmolLM2, by structure and method."""
     dense, *rows = read("results/prune_smollm2")
-    found = [["", "perplexity", "seconds", "peak memory, GiB"], ["dense", dense["perplexity"], "", ""]]
-    return found + [[f"{r['structure']}, {r['method']}", r["perplexity"], r["seconds"], r["peak GiB"]] for r in rows]
+    names = ["tokens", "perplexity", "seconds", "threads", "peak GiB"]
+    found = [["", *names], ["dense", "", dense["perplexity"], "", "", ""]]
+    return found + [[f"{r['structure']}, {r['method']}", *(r[name] for name in names)] for r in rows]
 
 
 def look_first() -> Table:
@@ -353,9 +354,13 @@ def _of_pruning() -> dict[str, str]:
     more = read("results/prune_minilm_2_4_more")[-1]
     found |= {"cosine_more": three(more["cosine"]), "seconds_more": f"{float(more['seconds']):.0f}"}
     dense, *rows = read("results/prune_smollm2")
-    lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in rows if r["structure"] == "2:4"}
-    found["smollm2_closed"] = f"{100 * (1 - lost['admm'] / lost['sparsegpt']):.0f}"
-    found |= {"smollm2_tokens": f"{int(rows[0]['tokens']):,}", "smollm2_dense": dense["perplexity"]}
+    most = max(int(r["tokens"]) for r in rows)
+    at_most = [r for r in rows if (r["structure"], int(r["tokens"])) == ("2:4", most)]
+    lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in at_most}
+    for name, method in {"closed": "admm", "recovered": "recovered"}.items():
+        found[f"smollm2_{name}"] = f"{100 * (1 - lost[method] / lost['sparsegpt']):.0f}"
+    found |= {"smollm2_tokens": f"{most:,}", "smollm2_dense": dense["perplexity"]}
+    found["smollm2_minutes"] = f"{max(float(r['seconds']) for r in at_most if r['method'] == 'recovered') / 60:.0f}"
     found["loss_dense"] = three(read("results/dst_language_model")[0]["loss"])
     layers = [r for r in read("benchmarks/results/one_shot_layers") if (r["structure"], r["method"]) == ("2:4", "admm")]
     seconds = {r["layer"].removeprefix("encoder.layer."): f"{float(r['seconds']):.2f}" for r in layers}

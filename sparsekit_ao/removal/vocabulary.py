@@ -16,6 +16,7 @@ from .compaction import check_comparable
 
 WHERE = "shrink_vocabulary: "
 _IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs
+_SIZES = re.compile(r"(?!.*type_vocab).*vocab_size.*")  # the entries that hold the number of tokens
 # Entries of generation configs that hold ids in other forms.
 _OTHER_IDS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias", "lang_to_id", "task_to_id")
 _SINGLE = re.compile(r"(##)?.|<0x[0-9A-F]{2}>", re.DOTALL)  # a character, one inside of a word, or a byte
@@ -73,7 +74,7 @@ def shrink_vocabulary(
     kept = {*(itertools.chain(*encoded) if texts else items), *itertools.chain(*map(_ids_in, configs))}
     if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:
         raise SparsityError(f"{WHERE}the generation config has ids in {found[0]}, which cannot follow; set it to None")
-    sizes = {(name, size) for config in configs for name, size in config.items() if "vocab_size" in name and size}
+    sizes = {(name, size) for config in configs for name, size in config.items() if _SIZES.fullmatch(name) and size}
     sizes |= {("the output layer", len(layer.weight)) for layer in [small.get_output_embeddings()] if layer is not None}
     if others := [f"{name} is {size}" for name, size in sorted(sizes) if size != count]:
         raise SparsityError(f"{WHERE}the input embedding has {count} rows, but {others[0]}: these are other tokens")
@@ -98,7 +99,7 @@ def shrink_vocabulary(
         for name in filter(_IDS.fullmatch, config):
             value = config[name]
             config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
-        config.update({name: len(new) for name, size in config.items() if "vocab_size" in name and size})
+        config.update({name: len(new) for name, size in config.items() if _SIZES.fullmatch(name) and size})
     if reason:
         warnings.warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}", stacklevel=3)
     return small, None if data is None else tokenizer, new

@@ -158,9 +158,9 @@ def test_a_dry_run_prints_what_would_be_done_and_writes_nothing(name, llama, dat
 
 
 def test_a_folder_without_a_tokenizer_needs_none_without_data(tmp_path, capsys):
-    hf_models.make("BERT")[0].save_pretrained(tmp_path / "bert")
-    assert run("prune", tmp_path / "bert", "--pattern", "2:4", "--out", tmp_path / "out") == 0
+    hf_models.make("ViT")[0].save_pretrained(tmp_path / "vit")
+    assert run("prune", tmp_path / "vit", "--pattern", "2:4", "--out", tmp_path / "out") == 0
     assert run("report", tmp_path / "out") == 0 and "prune(..., pattern='2:4'" in capsys.readouterr().out
     (tmp_path / "text.txt").write_text(text())
-    assert run("prune", tmp_path / "bert", *short(tmp_path / "text.txt"), "--dry-run") == 2
+    assert run("prune", tmp_path / "vit", *short(tmp_path / "text.txt"), "--dry-run") == 2
     assert "--data needs a tokenizer" in capsys.readouterr().err
