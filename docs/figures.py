@@ -99,9 +99,15 @@ LAYERS = {
 }
 
 
+def of_smollm2() -> tuple[Row, list[Row]]:
+    """The row of the dense SmolLM2 and those of pruned ones; each run of the script has measured the dense one."""
+    dense, *rows = read("results/prune_smollm2")
+    return dense, [r for r in rows if r["structure"] != "dense"]
+
+
 def smollm2() -> Table:
     """Perplexity and seconds of SmolLM2, by structure and method."""
-    dense, *rows = read("results/prune_smollm2")
+    dense, rows = of_smollm2()
     names = ["tokens", "perplexity", "seconds", "threads", "peak GiB"]
     found = [["", *names], ["dense", "", dense["perplexity"], "", "", ""]]
     return found + [[f"{r['structure']}, {r['method']}", *(r[name] for name in names)] for r in rows]
@@ -353,7 +359,7 @@ def _of_pruning() -> dict[str, str]:
         found |= {f"seconds_{name}_recovered": f"{float(recovered['seconds']):.0f}"}
     more = read("results/prune_minilm_2_4_more")[-1]
     found |= {"cosine_more": three(more["cosine"]), "seconds_more": f"{float(more['seconds']):.0f}"}
-    dense, *rows = read("results/prune_smollm2")
+    dense, rows = of_smollm2()
     most = max(int(r["tokens"]) for r in rows)
     at_most = [r for r in rows if (r["structure"], int(r["tokens"])) == ("2:4", most)]
     lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in at_most}

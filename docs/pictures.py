@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 import torch
-from figures import MINILM, read
+from figures import MINILM, of_smollm2, read
 from torch import Tensor, nn
 
 from sparsekit_ao import BlockSpec, Coupling, ScopeCoupling, ScopeSparsifier, ScopeSpec, keep_mask, patterns
@@ -229,7 +229,7 @@ def plot_mask_update(path: pathlib.Path) -> None:
 
 def plot_smollm2(path: pathlib.Path) -> None:
     """Perplexity of SmolLM2 at 2:4, by the time that pruning took, with few tokens and with more."""
-    dense, *rows = read("results/prune_smollm2")
+    dense, rows = of_smollm2()
     figure, axes = _figure(3.4)
     for method in dict.fromkeys(r["method"] for r in rows if r["structure"] == "2:4"):
         own = [r for r in rows if (r["structure"], r["method"]) == ("2:4", method)]
@@ -239,6 +239,7 @@ def plot_smollm2(path: pathlib.Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([60, 300, 1800], ["1 minute", "5", "30"])
+    axes.set_xlim(right=3000)
     axes.set_yticks([20, 50, 100, 500, 2000], ["20", "50", "100", "500", "2,000"])
     axes.minorticks_off()
     axes.set_ylabel("perplexity, 2:4")
@@ -260,7 +261,7 @@ def plot_models(path: pathlib.Path) -> None:
     rows = read(MINILM["2_4"])
     for label, r in (("2:4, smallest weights", rows[0]), ("2:4, prune", rows[-2]), ("2:4, and recover", rows[-1])):
         bars.append((label, float(r["cosine"]), f"{float(r['seconds']):.0f} s"))
-    panels = {"MiniLM: cosine to the dense model, higher is better": bars}
+    panels = {"MiniLM: cosine to dense, higher is better": bars}
     named = {(r["structure"], r["method"]): r for r in read("results/prune_smollm2")}
     labels = {
         "dense": ("dense", ""),

@@ -63,7 +63,10 @@ def _example(name: str, minutes: float, *tables: str) -> Job:
 RECOMMENDED = ("--methods", "")
 FEW = ("--sentences", "192", "--methods", "magnitude,wanda,sparsegpt")
 MORE = tuple((*RECOMMENDED, "--sentences", count) for count in ("256", "512", "4096"))
-SMOLLM2 = ("--tokens", "8192", "--structures", "2:4", "--methods", "magnitude,wanda,sparsegpt,admm")
+SMOLLM2 = (
+    ("--tokens", "8192", "--structures", "2:4", "--methods", "magnitude,wanda,sparsegpt,admm"),
+    ("--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
+)
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
     "prune_minilm_2_4_more": _minilm("2:4", 8, "prune_minilm_2_4_more.csv", *MORE),
@@ -80,7 +83,7 @@ JOBS: dict[str, Job] = {
     ),
     "export_minilm": _example("export_minilm", 2),
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
-    "prune_smollm2": Job("prune_smollm2.py", 20, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, (SMOLLM2,)),
+    "prune_smollm2": Job("prune_smollm2.py", 55, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
     "prune_crepe": _example("prune_crepe", 15),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
