@@ -265,16 +265,16 @@ def plot_models(path: pathlib.Path) -> None:
     named = {(r["structure"], r["method"]): r for r in read("results/prune_smollm2")}
     labels = {
         "dense": ("dense", ""),
-        "a quarter of the MLP units less": ("a quarter of the MLP units", "recovered"),
+        "fewer units": ("a quarter of the MLP units", "obs"),
         "2:4, smallest weights": ("2:4", "magnitude"),
         "2:4, prune": ("2:4", "admm"),
         "2:4, and recover": ("2:4", "recovered"),
     }
-    panels["SmolLM2: perplexity, lower is better"] = [
-        (label, float(named[key]["perplexity"]), f"{float(named[key]['seconds']) / 60:.0f} min" * bool(key[1]))
-        for label, key in labels.items()
-        if key in named
-    ]
+    bars = panels["SmolLM2: perplexity, lower is better"] = []
+    for label, key in labels.items():
+        r = named[key]
+        has_time = bool(key[1]) and r["threads"] == "2"
+        bars.append((label, float(r["perplexity"]), f"{float(r['seconds']) / 60:.0f} min" * has_time))
     figure = Figure(figsize=(4.8, 4), layout="constrained")
     for axes, (title, own) in zip(figure.subplots(len(panels)), panels.items(), strict=True):
         values = [value for _, value, _ in own]

@@ -66,6 +66,7 @@ MORE = tuple((*RECOMMENDED, "--sentences", count) for count in ("256", "512", "4
 SMOLLM2 = (
     ("--tokens", "8192", "--structures", "2:4", "--methods", "magnitude,wanda,sparsegpt,admm"),
     ("--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
+    ("--tokens", "16384", "--structures", "a quarter of the MLP units", "--methods", "obs", "--threads", "1"),
 )
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
