@@ -100,7 +100,7 @@ JOBS: dict[str, Job] = {
     "proximal_map": _own(1, "proximal_map"),
     "one_shot_layers": _own(3, "one_shot_layers"),
     "look_first": _own(20, "look_first"),
-    "walk_memory": _own(14, "walk_memory"),
+    "walk_memory": _own(9, "walk_memory"),
     "walk_memory_large": _own(10, "walk_memory_large", script="walk_memory", run=("--large",)),
     "prune_ranks": _own(10, "prune_ranks"),
     "selection_bytes": _own(1, "selection_bytes"),

@@ -1,6 +1,6 @@
 """Memory and time of pruning language models that lie on disk: `prune` of Llamas that accelerate offloads, on a CPU.
 
-    python examples/benchmarks/walk_memory.py            # Llamas of 12, 24, 48 and 96 equal blocks: some minutes
+    python examples/benchmarks/walk_memory.py            # Llamas of 12, 24 and 48 equal blocks: some minutes
     python examples/benchmarks/walk_memory.py --large    # one of 8 GiB, by wanda; needs 17 GiB of disk, takes long
     python examples/benchmarks/walk_memory.py --tiny     # two small ones in this process; writes no CSV
 
@@ -163,7 +163,7 @@ def main() -> None:
             show(measure("tiny", blocks))
         return
     rows = []
-    for size, blocks in [("large", 21)] if args.large else [("small", count) for count in (12, 24, 48, 96)]:
+    for size, blocks in [("large", 21)] if args.large else [("small", count) for count in (12, 24, 48)]:
         command = [sys.executable, __file__, "--measure", size, str(blocks)]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
