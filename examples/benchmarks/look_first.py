@@ -42,10 +42,10 @@ def sentences(is_tiny: bool) -> tuple[Any, list[Any], Callable[[Any], float]]:
 
 
 def tokens(is_tiny: bool) -> tuple[Any, list[Any], Callable[[Any], float]]:
-    """SmolLM2, batches of 8,192 tokens, and the perplexity of a model."""
+    """SmolLM2, batches of 4,096 tokens, and the perplexity of a model."""
     tokenizer, dense = smollm2.load_model()
     texts, held_out = smollm2.split_texts()
-    batches = [{"input_ids": ids} for ids in smollm2.windows(tokenizer, texts, 256, 32).split(4)]
+    batches = [{"input_ids": ids} for ids in smollm2.windows(tokenizer, texts, 256, 16).split(4)]
     measured = smollm2.windows(tokenizer, held_out, 512, 16)
     return dense, batches, lambda model: smollm2.perplexity(model, measured)
 

@@ -524,6 +524,10 @@ class _Training:
                         break
         finally:  # also after an error: write the best weights so far
             self.student.write()
+            # Schedules make a reference cycle with the optimizer, which would keep all of its memory for a while.
+            self.optimizer.zero_grad()
+            self.optimizer.state.clear()
+            self.optimizer.param_groups.clear()
         seconds = time.perf_counter() - start
         return BlockRow(block=self.name, before=before, after=best, passes=best_pass, seconds=seconds)
 
