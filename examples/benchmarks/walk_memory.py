@@ -165,7 +165,7 @@ def main() -> None:
     rows = []
     for size, blocks in [("large", 21)] if args.large else [("small", count) for count in (12, 24, 48)]:
         command = [sys.executable, __file__, "--measure", size, str(blocks)]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         rows.append(show(json.loads(done.stdout.splitlines()[-1])))
     write_csv(rows, RESULTS / ("walk_memory_large.csv" if args.large else "walk_memory.csv"))
