@@ -113,14 +113,6 @@ def smollm2() -> Table:
     return found + [[f"{r['structure']}, {r['method']}", *(r[name] for name in names)] for r in rows]
 
 
-def look_first() -> Table:
-    """What sensitivity and the dry run say of two models, and what then happens."""
-    rows = read("benchmarks/results/look_first")
-    names = {"model": "model", "left dense": "left dense", "quality": "cosine or perplexity"}
-    names |= {"seconds": "seconds", "estimated": "estimated", "MiB": "MiB", "MiB, estimated": "MiB, estimated"}
-    return [list(names.values()), *([r[name] for name in names] for r in rows)]
-
-
 def crepe() -> Table:
     """Tones that the pruned CREPE finds."""
     _, *rows = read("results/prune_crepe")
@@ -335,7 +327,7 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, look_first, crepe),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, crepe),
         *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
