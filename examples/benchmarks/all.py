@@ -107,7 +107,7 @@ JOBS: dict[str, Job] = {
     "fsdp_masks": _own(1, "fsdp_masks"),
     "soak": _own(2, "soak"),
     "gpu_instructions": _own(1, "gpu_instructions"),
-    "compare_offloaded": _own(10, "compare_offloaded", script="compare_llmcompressor"),
+    "compare_offloaded": _own(10, "compare_offloaded"),
     "compare_torch_pruning": _own(10, "compare_torch_pruning"),
     "shrink_time": _own(10, "shrink_time"),
     **{

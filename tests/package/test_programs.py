@@ -45,7 +45,7 @@ ELSEWHERE |= {
 }
 IMPORTED = {"minilm", "smollm2", "rows", "gathered_linear", "drop_sublayers", "tutorials/data/__init__"}
 IMPORTED |= {f"benchmarks/{name}" for name in ("all", "machine", "contenders", "ranks", "sass")}
-OF_OTHERS = {f"benchmarks/compare_{n}" for n in ("llmcompressor", "accuracy", "torch_pruning")}  # of what is not there
+OF_OTHERS = {f"benchmarks/compare_{n}" for n in ("offloaded", "accuracy", "torch_pruning")}  # of what is not there
 
 
 @pytest.fixture(scope="module")

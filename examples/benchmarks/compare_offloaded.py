@@ -1,7 +1,7 @@
 """Time and memory of pruning a Llama that lies on disk, by this library and by SparseGPT of LLM Compressor.
 
     pip install llmcompressor
-    python examples/benchmarks/compare_llmcompressor.py    # minutes; the table, and a CSV beside this file
+    python examples/benchmarks/compare_offloaded.py    # minutes; the table, and a CSV beside this file
 
 The smallest Llama of walk_memory.py (bfloat16, its blocks offloaded to disk by accelerate) is pruned to 2:4, with 4,096
 tokens and in a process of its own for each method. LLM Compressor runs with its default settings. A row has the seconds
@@ -39,7 +39,7 @@ def main() -> None:
         print(json.dumps(measured(chosen.measure)))
         return
     calls = [[sys.executable, __file__, "--measure", method] for method in (THEIRS, *METHODS)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}  # as walk_memory.py
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}  # freed memory goes back at once
     how: dict = {"check": True, "stdout": subprocess.PIPE, "text": True, "env": environment}
     printed = [subprocess.run(call, **how).stdout for call in calls]
     lines = [show(json.loads(text.splitlines()[-1])) for text in printed]
