@@ -370,7 +370,6 @@ def _of_pruning() -> dict[str, str]:
     few, many = (int(walks[k]["peak MiB"]) for k in (0, -1))
     size = [int(walks[k]["model MiB"]) for k in (0, -1)]
     found |= {
-        "walk_times": f"{many / few:.1f}",
         "walk_model_times": f"{size[1] / size[0]:.0f}",
         "walk_few_blocks": walks[0]["blocks"],
     }
