@@ -34,14 +34,14 @@ METHODS: dict[str, dict[str, Any]] = {  # {name: arguments of `prune`}
     "wanda": {"score": "wanda", "compensate": None},
     "sparsegpt": {"compensate": "sparsegpt"},
     "admm": {},
-    "recovered": {"recover": True},
+    "recovered": {},
 }
 LOGITS = "and logits"  # the recovered model, trained once more as a whole
 RATE = 0.002  # of the learning rate of that training
 UNITS = {  # {name: arguments of `shrink`}
     "norms": {"score": "norm", "compensate": None},
     "obs": {"score": "obs"},
-    "recovered": {"score": "obs", "recover": True},
+    "recovered": {"score": "obs"},
 }
 SHRUNK = {"a quarter of the MLP units": 0.25, "half of the MLP units": 0.5}
 BLOCKS = "a quarter of the blocks"
@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    print("| structure | method | tokens | perplexity | seconds | peak GiB | it writes |\n|" + "---|" * 7, flush=True)
+    print(
+        "| structure | method | tokens | passes | perplexity | seconds | peak GiB | it writes |\n|" + "---|" * 8,
+        flush=True,
+    )
     for structure, methods in {"dense": ("",), **{one: STRUCTURES[one] for one in args.structures}}.items():
         for method in methods:
             if method == LOGITS or method not in ("", *args.methods):  # logits are trained after "recovered"
@@ -89,15 +92,16 @@ def rows_of(structure: str, method: str, args: argparse.Namespace) -> list[dict[
     for name in (method, LOGITS) if has_logits else (method,):
         start = time.perf_counter()
         if name == LOGITS:
-            recover(model, dense, batches, outputs="kl", passes=2, rate=RATE)
+            recover(model, dense, batches, outputs="kl", passes=max(args.passes // 2, 1), rate=RATE)
         elif structure != "dense":
-            model = pruned(dense, structure, method, batches)
+            model = pruned(dense, structure, method, batches, args.passes)
         seconds += time.perf_counter() - start
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         row = {
             "structure": structure,
             "method": name,
             "tokens": 0 if structure == "dense" else count * length,
+            "passes": {"recovered": args.passes, LOGITS: max(args.passes // 2, 1)}.get(name, 0),
             "perplexity": f"{perplexity(model, measured):.2f}",
             "seconds": f"{seconds:.0f}",
             "peak GiB": f"{memory:.2f}",
@@ -108,18 +112,19 @@ def rows_of(structure: str, method: str, args: argparse.Namespace) -> list[dict[
     return rows
 
 
-def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any]) -> nn.Module:
-    """The pruned or smaller model."""
+def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], passes: int) -> nn.Module:
+    """The pruned or smaller model; `passes` over the batches if it is recovered."""
+    recovery: dict[str, Any] = {"recover": passes} if method == "recovered" else {}
     if structure in SHRUNK:
-        return shrink(dense, ratio={"mlp": SHRUNK[structure]}, batches=batches, **UNITS[method])[0]
+        return shrink(dense, ratio={"mlp": SHRUNK[structure]}, batches=batches, **UNITS[method], **recovery)[0]
     if structure == BLOCKS:
         small, _ = shrink_layers(dense, batches, 0.25)
         if method == "recovered":
-            recover(small, dense, batches)
+            recover(small, dense, batches, passes=passes)
         return small
     if method == THEIRS:
         return by_llmcompressor(dense, structure, batches)
-    how = {**METHODS[method], "batches": batches, "exclude": ["lm_head"]}
+    how = {**METHODS[method], **recovery, "batches": batches, "exclude": ["lm_head"]}
     return prune(dense, 0.5 if structure == "unstructured" else structure, **how)[0]
 
 
@@ -149,6 +154,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--structures", help=f"with commas (default: {','.join(STRUCTURES)})")
     parser.add_argument("--methods", help="with commas (default: all)")
     parser.add_argument("--tokens", type=int, default=32768, help="to calibrate on, in windows of 256 (default: 32768)")
+    parser.add_argument("--passes", type=int, default=4, help="of recovery over the tokens (default: 4)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument(
@@ -165,8 +171,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         setattr(args, name, default if chosen is None else tuple(chosen.split(",")))
         if unknown := [one for one in getattr(args, name) if one not in known]:
             parser.error(f"--{name}: {unknown[0]!r} is none of {', '.join(known)}")
-    if args.tokens < 256 or args.batch < 1:
-        parser.error("--tokens must be at least 256, and --batch at least 1")
+    if args.tokens < 256 or min(args.batch, args.passes) < 1:
+        parser.error("--tokens must be at least 256, --batch and --passes at least 1")
     return args
 
 

@@ -18,7 +18,7 @@ from ..models.loading import is_elsewhere, loaded
 from ..models.names import weights_by_name
 from ..models.running import eval_mode, import_dynamo, unfused_attention
 from .chain import CalibrationData
-from .matching import EVERY, MEASURED, PASSES, Teacher
+from .matching import EVERY, MEASURED, Teacher
 from .one_shot_report import DryRun
 from .solving import LayerRow, Layers
 from .walk import Step, Walk, steps_of, walk_of, without_autocast_cache
@@ -33,13 +33,13 @@ def planned_run(
     data: CalibrationData,  # of one batch
     all_data: CalibrationData,
     options: dict[str, Any],
-    recover: bool,
+    passes: int,  # of recovery
     copies: bool,  # whether `prune` would prune a copy
     start: float,
 ) -> DryRun:
     """Return what `prune` would do with all data."""
     walk, rest = walk_of(layers, data, options)
-    model, steps, chains = data.model, steps_of(walk, rest, recover), [list[str]() for _ in walk.chains]
+    model, steps, chains = data.model, steps_of(walk, rest, passes > 0), [list[str]() for _ in walk.chains]
     for name, chain in zip(walk.names, walk.chain_of, strict=True):
         chains[chain].append(name)
     rows = [layers.planned(name) for step in steps for name in step.tensors]
@@ -48,8 +48,8 @@ def planned_run(
     dropped = sum(round(numel[row.tensor] * (1 - row.density)) for row in rows)
     sizes = [sum(p.numel() for p in block.parameters()) for block in walk.blocks]
     sizes += [sum(numel[name] for name in step.tensors) for step in steps if step.block is None]
-    largest = total if recover and not walk.blocks else max(sizes, default=0)
-    memory = (DROPPED if layers.method is None and not recover else TRAINED) * 4 * largest
+    largest = total if passes and not walk.blocks else max(sizes, default=0)
+    memory = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
     if copies or is_elsewhere(model):  # a copy of all; or what is outside of blocks is read, too
         inside = {id(p) for block in walk.blocks for p in block.parameters()}
         memory += sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
@@ -57,11 +57,11 @@ def planned_run(
     if all_data.batches:
         seconds *= all_data.one_batch()[1] if layers.gradients() else 1
         runs = 1 + len(chains) + sum(step.is_recorded for step in steps if step.block is None)
-        runs += (1 + PASSES) * (recover and not chains)
+        runs += (passes and 1 + passes) * (not chains)
         with eval_mode(model), without_autocast_cache():
             try:
                 flops = _flops(data, layers, rows)
-                more, held = _measured(layers, walk, steps, all_data, recover, numel)
+                more, held = _measured(layers, walk, steps, all_data, passes, numel)
             finally:
                 abandon_forward(model)
         seconds, memory = seconds + more, memory + held
@@ -70,7 +70,7 @@ def planned_run(
         chains=tuple(map(tuple, chains)),
         parameters=(total, total - dropped),
         flops=flops,
-        runs=(runs, (2 + (1 + PASSES) * recover) if chains else 0),
+        runs=(runs, 2 + (passes and 1 + passes) if chains else 0),
         memory=memory,
         seconds=seconds,
         weights=weights_by_name(model),
@@ -106,7 +106,7 @@ def _measured(
     walk: Walk,
     steps: Sequence[Step],
     all_data: CalibrationData,
-    recover: bool,
+    passes: int,
     numel: Mapping[str, int],
 ) -> tuple[float, int]:
     """Prune one block or layer on one batch, and put it back; return seconds and bytes for all batches and blocks."""
@@ -118,7 +118,7 @@ def _measured(
     step = steps[0 if walk.blocks else len(steps) // 2]  # blocks are alike; of layers, the one in the middle
     at = -1 if step.block is None else step.block
     block = None if step.block is None else walk.blocks[at]
-    teacher = Teacher(None, walk.data, passes=1) if recover and (block is not None or not walk.blocks) else None
+    teacher = Teacher(None, walk.data, passes=1) if passes and (block is not None or not walk.blocks) else None
     modules = [walk.data.model] if teacher is not None and block is None else walk._modules(step)
     if teacher is not None:
         import_dynamo()  # not when training is timed
@@ -166,10 +166,10 @@ def _measured(
     if block is None:
         seconds += len(steps) * (total * recording + 2 * loading)
     else:
-        seconds += alike * (total * (recording + forward * (2 if recover else 1)) + 2 * loading)
+        seconds += alike * (total * (recording + forward * (2 if passes else 1)) + 2 * loading)
     if teacher is not None:  # one pass: a step, two runs before it and one after it, which measure the error
-        measured = (PASSES // EVERY + 2) * min(1.0, MEASURED / len(all_data.batches))
-        seconds += alike * total * (PASSES * max(matching - 3 * forward, 0.0) + measured * forward)
+        measured = (passes // EVERY + 2) * min(1.0, MEASURED / len(all_data.batches))
+        seconds += alike * total * (passes * max(matching - 3 * forward, 0.0) + measured * forward)
     streams = min(walk.kept.used * total, math.inf if walk.stream_memory is None else walk.stream_memory)
     return seconds, round(streams + sum(held.values()) * largest)
 

@@ -265,6 +265,13 @@ def _refuse_exchanged(model: nn.Module, dense: nn.Module) -> None:
         )
 
 
+def passes_of(recover: object, caller: str) -> int:
+    """Return the number of passes over the batches that `recover` of `prune` or `shrink` asks for, 0 for False."""
+    if not isinstance(recover, int) or recover < 0:
+        raise SparsityError(f"{caller}: recover must be True, False or a number of passes, got {recover!r}")
+    return PASSES if recover is True else int(recover)
+
+
 def check_ranks(data: CalibrationData) -> None:
     """Raise an error unless every rank has the same number of batches."""
     if has_process_group():

@@ -24,7 +24,7 @@ from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import both, call_text
 from .chain import CalibrationData
 from .dry import planned_run
-from .matching import Teacher, check_ranks
+from .matching import Teacher, check_ranks, passes_of
 from .one_shot_report import OneShotReport
 from .solving import Layers, Scoring, check_method
 from .walk import Walk, check_options, checkpoint_of, walk_of
@@ -145,7 +145,7 @@ def prune(
     exclude: Sequence[Exclusion] = (),
     score: Score | None = None,
     compensate: str | None = "admm",
-    recover: bool = False,
+    recover: bool | int = False,
     inplace: bool = False,
     device: Device = None,
     stream_memory: float | None = None,
@@ -177,7 +177,8 @@ def prune(
         score: How much each weight matters; see `scores`. It chooses masks only without batches, or with
             `compensate=None` or `"least_squares"`.
         recover: If True, the kept weights of each block are trained to give the dense block's outputs before the next
-            one is pruned; see `recover`. False by default.
+            one is pruned; see `recover`. An int is the number of passes over the batches, 4 for True; with many
+            batches, 2 may do. False by default.
         inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
         evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
@@ -201,6 +202,7 @@ def prune(
     """
     call, start = call_text(prune, locals()), time.perf_counter()
     checked_model(model, "prune")
+    passes = passes_of(recover, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
     check_method(compensate, "prune")
@@ -214,7 +216,7 @@ def prune(
     if not inplace:
         refuse_uncopyable(model, "prune")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
-    _check_gradients("prune", score, batches is not None, forward is not None, recover)
+    _check_gradients("prune", score, batches is not None, forward is not None, passes > 0)
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())
     if batches is not None:
         data = CalibrationData.checked(model, batches, forward, token_mask, "prune")
@@ -229,12 +231,12 @@ def prune(
         check_ranks(data)
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
-        plan = planned_run(layers, data, all_data, options, recover, not inplace, start)
+        plan = planned_run(layers, data, all_data, options, passes, not inplace, start)
         plan = replace(plan, left_out=left_out)
         _warn_of_dense(plan)
         return model, plan
     dense = evaluated(evaluate, model, "prune, the dense model", progress)
-    teacher = Teacher(None, data) if recover else None
+    teacher = Teacher(None, data, passes=passes) if passes else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
     final = evaluated(evaluate, pruned, "prune, the pruned model", progress)

@@ -13,6 +13,7 @@ from ..errors import SparsityError, checked_model
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
 from ..models.running import Forward, TokenMask, check_example, token_mask_of
 from ..oneshot.chain import CalibrationData
+from ..oneshot.matching import passes_of
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, names_in_place_of_modules
 from ..structure import checked_level
@@ -43,7 +44,7 @@ class ShrinkRequest:
     batches: Iterable[Any] | None
     token_mask: TokenMask
     compensate: str | None
-    recover: bool
+    recover: bool | int
     budget: str | Cost
     couplings: Sequence[Coupling] | None
     forward: Forward | None
@@ -107,10 +108,7 @@ class ShrinkRequest:
         """Raise an error if `compensate` or `recover` is unknown or lacks data."""
         if self.compensate not in (None, "least_squares"):
             raise SparsityError(f"shrink: compensate must be 'least_squares' or None, got {self.compensate!r}")
-        if not isinstance(self.recover, bool):
-            raise SparsityError(
-                f"shrink: recover must be True or False, got {self.recover!r}; it is always `model` that is matched"
-            )
+        self.passes = passes_of(self.recover, "shrink")
         if self.batches is None and (self.recover or self.token_mask is not None):
             raise SparsityError("shrink: recover and token_mask need batches; give unlabelled inputs as batches=")
         if self.recover and has_gradients:

@@ -73,7 +73,7 @@ def recovered(request: ShrinkRequest, small: nn.Module, report: Compaction, laye
     data = replace(request.data, model=small)
     if request.recover:
         checkpoint_of(data, None, "recover")  # checks that ranks have the same model
-        teacher = Teacher(request.whole, data)
+        teacher = Teacher(request.whole, data, passes=request.passes)
         walk = Walk(data, (), layers=[small.get_submodule(name) for name in layers])
         _, rows = walk.run("recover", None, teacher)
         report = replace(report, recovery=teacher.finish(rows))

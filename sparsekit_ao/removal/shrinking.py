@@ -36,7 +36,7 @@ def shrink(
     batches: Iterable[Any] | None = None,
     token_mask: TokenMask = None,
     compensate: str | None = "least_squares",
-    recover: bool = False,
+    recover: bool | int = False,
     budget: str | Cost = "layer",
     couplings: Sequence[Coupling] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -89,7 +89,8 @@ def shrink(
         token_mask: Which tokens of the batches count, as for `one_shot`.
         compensate: With batches, `"least_squares"` (default) gives each layer that reads dropped units the best weights
             for the kept units. None leaves the weights as they are.
-        recover: Whether to train each block of the smaller model to give the dense block's outputs, as `recover` does.
+        recover: If True, each block of the smaller model is trained to give the dense block's outputs; see `recover`.
+            An int is the number of passes over the batches, 4 for True. False by default.
         budget: What `ratio` is a fraction of: the units of each coupling in each of its scopes (`"layer"`, the
             default), or the cost of the whole model: its "units", the "flops" of a forward on the example inputs, its
             "parameters", or what a function of a model returns, such as a measured time.

@@ -208,7 +208,10 @@ def test_arguments_of_no_use_are_refused():
     model, batches = mlp(4, 16, 2), [torch.randn(5, 4)]
     for text, keys in {
         "shrink: compensate must be 'least_squares' or None, got 'admm'": {"batches": batches, "compensate": "admm"},
-        "shrink: recover must be True or False, got Sequential": {"batches": batches, "recover": model},
+        "shrink: recover must be True, False or a number of passes, got Sequential": {
+            "batches": batches,
+            "recover": model,
+        },
         "shrink: recover and token_mask need batches": {"example_inputs": batches[0], "recover": True},
         "shrink: max_sparsity=0.5 needs one budget for all layers": {"batches": batches, "max_sparsity": 0.5},
         "multiple_of must be a positive int, got 0": {"batches": batches, "multiple_of": {"0": 0}},
