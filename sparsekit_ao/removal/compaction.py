@@ -19,7 +19,7 @@ from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .removal_report import Compaction, KeptUnits, size_of
-from .remove import Removal, find_removal, plain_tensors, remove_units
+from .remove import Removal, find_removal, plain_tensor, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
@@ -219,8 +219,9 @@ def without_units(
     With `single_use`, the copy serves one comparison, in its dtype, and computes large tensors when they are read.
     """
     check_lists(model, removals, "")
-    changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.bound.members]
-    replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
+    changes = find_changes(model, removals)
+    tensors = [plain_tensor(model, m.fqn) for removal in removals for m in removal.bound.members]
+    replaced = {id(tensor): tensor for tensor in tensors}
     small = light_copy(model, run_dtype(model)) if single_use else copy.deepcopy(model, replaced)
     remove_units(small, removals)
     if not single_use:

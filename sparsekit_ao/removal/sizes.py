@@ -19,7 +19,7 @@ from ..errors import SparsityError
 from ..models.running import seeded
 from .modules import WIDTH, set_width, width_of
 from .plan import Plan
-from .remove import Removal, plain_tensors, sizes_of
+from .remove import Removal, plain_tensor, sizes_of
 from .verify import Reference
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
@@ -99,7 +99,7 @@ def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: R
     """Return the removal by which the factor of this one shrinks: an earlier one of another layer, or this one."""
 
     def tensors(removal: Removal) -> set[int]:
-        return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.bound.members]).values()}
+        return {id(plain_tensor(model, m.fqn)) for m in removal.bound.members}
 
     for first, first_axes in counted:
         if first.source == removal.source or (first_axes == axes and not tensors(first) & tensors(removal)):
@@ -249,7 +249,7 @@ def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> di
     names, captured = [member.fqn for member in bindings[0].members], bindings[0].captured
     for member in bindings[0].members if inside else ():
         d = member.pattern.dimension_of(bindings[0].unit)
-        for size in (n for k, n in enumerate(plain_tensors(model, names)[member.fqn].shape) if k != d):
+        for size in (n for k, n in enumerate(plain_tensor(model, member.fqn).shape) if k != d):
             products.pop(size, None)
     for path, value, depth in _integers_around(model, plan.coupling.members, names, captured):
         if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
