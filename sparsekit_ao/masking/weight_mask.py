@@ -326,27 +326,17 @@ def shape_of(module: nn.Module, tensor_name: str) -> tuple[int, ...]:
     return tuple((getattr(module, tensor_name) if weight_mask is None else weight_mask.mask).shape)
 
 
-def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
-    """Return the parameter of a masked tensor, or the first one if it has several."""
-    return parameters_under(module, tensor_name)[0]
-
-
 def below(module: nn.Module, tensor_name: str) -> list[nn.Module]:
     """Return the parametrizations below the mask of a tensor, the lowest first."""
     layers = list(_chain(module, tensor_name))
     return layers[: next(i for i, p in enumerate(layers) if isinstance(p, WeightMask))]
 
 
-def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
-    """Return whether the mask is on the parameter itself, with no other parametrization below it."""
-    return not below(module, tensor_name)
-
-
 def is_parameter(module: nn.Module, tensor_name: str) -> bool:
     """Return whether a tensor is a parameter with no parametrization on it, or with a mask directly on it."""
     if not parametrize.is_parametrized(module, tensor_name):
         return True
-    return find_mask(module, tensor_name) is not None and is_on_parameter(module, tensor_name)
+    return isinstance(_chain(module, tensor_name)[0], WeightMask)
 
 
 def remove_mask(module: nn.Module, tensor_name: str) -> None:
@@ -402,7 +392,7 @@ def dense_state_dict_of(model: nn.Module, masked_weight: Callable[[Tensor, Tenso
             mask = find_mask(module, name)
             if mask is None:
                 continue
-            if not is_on_parameter(module, name) or len(_chain(module, name)) > 1:
+            if len(_chain(module, name)) > 1:
                 raise SparsityError(
                     f"dense_state_dict: {prefix}{name} has another parametrization beside its mask; use "
                     "squash_mask(model=copy.deepcopy(model)) and save the copy"
