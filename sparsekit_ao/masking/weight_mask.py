@@ -217,10 +217,7 @@ def under_all_names(
 
 
 def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
-    """Return (module, tensor name) of every other tensor that has one of the masks of these tensors.
-
-    These are other names of tied parameters.
-    """
+    """Return every other tensor that has one of the masks of these tensors: other names of tied parameters."""
     own = {(id(module), name) for module, name in tensors}
     masks = {id(find_mask(*tensor)) for tensor in tensors}
     return [
@@ -233,13 +230,7 @@ def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> l
 
 @contextmanager
 def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
-    """Return a context in which masks are registered, on top of other parametrizations of the tensors.
-
-    They stay registered after it. If anything raises an error inside, none of them is registered.
-
-    Args:
-        masks: Tuples (module, tensor name, mask).
-    """
+    """Register masks on top of other parametrizations; if anything raises an error inside, none of them stays."""
     try:
         for module, name, mask in masks:
             register(module, name, mask)
