@@ -22,7 +22,7 @@ from .plan import Plan
 from .remove import Removal, plain_tensor, sizes_of
 from .verify import Reference
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
+OF_ANY_MODULE = vars(nn.Module()).keys()  # attributes that every module has
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
 _OF_NORMS = ("normalized_shape", "num_features", "num_channels")
 _ENTRIES = 16  # a tuple or list with more entries is no list of sizes
@@ -341,7 +341,7 @@ def _integers_of(prefix: str, holder: Any, known: Collection[str] = ()) -> Itera
     """(path, value) of the public integers above one of an object, and of its tuples and lists."""
     for name, value in getattr(holder, "__dict__", {}).items():
         path = f"{prefix}.{name}".removeprefix(".")
-        if name in known or name in _OF_ANY_MODULE or name.startswith("_"):  # no manifest sets what is private
+        if name in known or name in OF_ANY_MODULE or name.startswith("_"):  # no manifest sets what is private
             continue
         if _is_size(value):
             yield path, value
