@@ -124,11 +124,7 @@ class WeightMask(FakeSparsity):
         return mark_masked(_selected(x, self.mask_for(x)))
 
     def mask_for(self, x: Tensor) -> Tensor:
-        """Return the mask as `_selected` takes it, sharded like the weight `x`; on a CPU, in the weight's dtype.
-
-        Raises:
-            SparsityError: The shapes of mask and weight differ.
-        """
+        """Return the mask for a weight of its shape, as `_selected` takes it: sharded alike, on a CPU of its dtype."""
         mask = self.mask
         if mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(mask.shape)} does not fit the weight {tuple(x.shape)}")
@@ -256,12 +252,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
 
 
 def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
-    """Return the mask on a tensor, sharded like the tensor, so that it can be read and written; None without a mask.
-
-    Raises:
-        SparsityError: The weight has no values, is gathered although its mask is sharded, or is computed by another
-            parametrization whose parameters are sharded.
-    """
+    """Return the mask on a tensor, sharded like the tensor, so that it can be read and written; None without a mask."""
     weight_mask = find_mask(module, tensor_name)
     if weight_mask is None:
         return None
