@@ -23,8 +23,6 @@ from .remove import Removal, find_removal, plain_tensor, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
-UNLISTED = "possibly a removed size (list it in attrs): "
-
 
 def compact(
     model: nn.Module,
@@ -132,7 +130,8 @@ def verified(
             raise SparsityError(f"the smaller model {problem}")
         lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
-        lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]
+        unlisted = unlisted_sizes(small, removals, changes)
+        lines += [f"possibly a removed size (list it in attrs): {text}" for text in unlisted]
         raise SparsityError(
             f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a "
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
