@@ -124,7 +124,7 @@ class WeightMask(FakeSparsity):
         return mark_masked(_selected(x, self.mask_for(x)))
 
     def mask_for(self, x: Tensor) -> Tensor:
-        """Return the mask for a weight of its shape, as `_selected` takes it: sharded alike, on a CPU of its dtype."""
+        """Return the mask for a weight of its shape, as `_selected` takes it: sharded alike, on a CPU in its dtype."""
         mask = self.mask
         if mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(mask.shape)} does not fit the weight {tuple(x.shape)}")
