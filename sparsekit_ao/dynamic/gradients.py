@@ -20,7 +20,7 @@ from ..distributed import LocalParts, all_agree, local, placed_like, reshard
 from ..errors import SparsityError
 from ..masking import placed_mask, select
 from ..sparsifiers.config import TensorGroup
-from ..sparsifiers.optimizer_state import groups_trained_by, momentum_of, original, unwrap_optimizer
+from ..sparsifiers.optimizer_state import groups_trained_by, momentum_of, original
 from .dynamic_mask import mask_of
 
 Snapshot = tuple[Any, int, int] | None  # of a gradient; see `_snapshot`
@@ -44,7 +44,7 @@ class StepHooks(ABC):
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Register the hooks on these optimizers instead of the present ones."""
         self.detach()
-        self.optimizers = [unwrap_optimizer(o) for o in optimizers]
+        self.optimizers = list(optimizers)
         self._register()
 
     def detach(self) -> None:

@@ -124,11 +124,7 @@ class WeightMask(FakeSparsity):
         return mark_masked(_selected(x, self.mask_for(x)))
 
     def mask_for(self, x: Tensor) -> Tensor:
-        """Return the mask as `_selected` takes it, sharded like the weight `x`; on a CPU, in the weight's dtype.
-
-        Raises:
-            SparsityError: The shapes of mask and weight differ.
-        """
+        """Return the mask for a weight of its shape, as `_selected` takes it: sharded alike, on a CPU in its dtype."""
         mask = self.mask
         if mask.shape != x.shape:
             raise SparsityError(f"mask {tuple(mask.shape)} does not fit the weight {tuple(x.shape)}")
@@ -217,10 +213,7 @@ def under_all_names(
 
 
 def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
-    """Return (module, tensor name) of every other tensor that has one of the masks of these tensors.
-
-    These are other names of tied parameters.
-    """
+    """Return every other tensor that has one of the masks of these tensors: other names of tied parameters."""
     own = {(id(module), name) for module, name in tensors}
     masks = {id(find_mask(*tensor)) for tensor in tensors}
     return [
@@ -233,13 +226,7 @@ def other_names(model: nn.Module, tensors: Sequence[tuple[nn.Module, str]]) -> l
 
 @contextmanager
 def installed(masks: Sequence[tuple[nn.Module, str, WeightMask]]) -> Iterator[None]:
-    """Return a context in which masks are registered, on top of other parametrizations of the tensors.
-
-    They stay registered after it. If anything raises an error inside, none of them is registered.
-
-    Args:
-        masks: Tuples (module, tensor name, mask).
-    """
+    """Register masks on top of other parametrizations; if anything raises an error inside, none of them stays."""
     try:
         for module, name, mask in masks:
             register(module, name, mask)
@@ -265,12 +252,7 @@ def register(module: nn.Module, tensor_name: str, mask: WeightMask, at: int = -1
 
 
 def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightMask | None:
-    """Return the mask on a tensor, sharded like the tensor, so that it can be read and written; None without a mask.
-
-    Raises:
-        SparsityError: The weight has no values, is gathered although its mask is sharded, or is computed by another
-            parametrization whose parameters are sharded.
-    """
+    """Return the mask on a tensor, sharded like the tensor, so that it can be read and written; None without a mask."""
     weight_mask = find_mask(module, tensor_name)
     if weight_mask is None:
         return None
@@ -326,27 +308,17 @@ def shape_of(module: nn.Module, tensor_name: str) -> tuple[int, ...]:
     return tuple((getattr(module, tensor_name) if weight_mask is None else weight_mask.mask).shape)
 
 
-def parameter_under(module: nn.Module, tensor_name: str) -> Tensor:
-    """Return the parameter of a masked tensor, or the first one if it has several."""
-    return parameters_under(module, tensor_name)[0]
-
-
 def below(module: nn.Module, tensor_name: str) -> list[nn.Module]:
     """Return the parametrizations below the mask of a tensor, the lowest first."""
     layers = list(_chain(module, tensor_name))
     return layers[: next(i for i, p in enumerate(layers) if isinstance(p, WeightMask))]
 
 
-def is_on_parameter(module: nn.Module, tensor_name: str) -> bool:
-    """Return whether the mask is on the parameter itself, with no other parametrization below it."""
-    return not below(module, tensor_name)
-
-
 def is_parameter(module: nn.Module, tensor_name: str) -> bool:
     """Return whether a tensor is a parameter with no parametrization on it, or with a mask directly on it."""
     if not parametrize.is_parametrized(module, tensor_name):
         return True
-    return find_mask(module, tensor_name) is not None and is_on_parameter(module, tensor_name)
+    return isinstance(_chain(module, tensor_name)[0], WeightMask)
 
 
 def remove_mask(module: nn.Module, tensor_name: str) -> None:
@@ -402,7 +374,7 @@ def dense_state_dict_of(model: nn.Module, masked_weight: Callable[[Tensor, Tenso
             mask = find_mask(module, name)
             if mask is None:
                 continue
-            if not is_on_parameter(module, name) or len(_chain(module, name)) > 1:
+            if len(_chain(module, name)) > 1:
                 raise SparsityError(
                     f"dense_state_dict: {prefix}{name} has another parametrization beside its mask; use "
                     "squash_mask(model=copy.deepcopy(model)) and save the copy"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed import local
 from ..errors import SparsityError
-from ..masking import parameter_under, parametrized_names
+from ..masking import parameters_under, parametrized_names
 
 T = TypeVar("T")
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
@@ -39,7 +39,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def parameter_of(module: nn.Module, name: str) -> Tensor:
     """The (first) parameter behind a tensor name."""
     if parametrize.is_parametrized(module, name):
-        return parameter_under(module, name)
+        return parameters_under(module, name)[0]
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter

@@ -605,10 +605,10 @@ class _Student(nn.Module):
         embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         parameters = [(n, p) for n, p in self.named_parameters() if p.is_floating_point() and id(p) not in embeddings]
         masks = {
-            id(masking.parameter_under(m, name)): full_tensor(mask.mask) != 0
+            id(masking.parameters_under(m, name)[0]): full_tensor(mask.mask) != 0
             for m in module.modules()
             for name in masking.parametrized_names(m)
-            if (mask := masking.find_mask(m, name)) is not None and masking.is_on_parameter(m, name)
+            if (mask := masking.find_mask(m, name)) is not None and masking.is_parameter(m, name)
         }
         # By name: the parameters, the tensors that are trained for them (which may share their memory), bool masks of
         # the elements that may change, and copies of the trained tensors after the best pass so far.

@@ -22,7 +22,7 @@ from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names
 from .plan import LIMIT, Plan, active, with_own_names, without_layers
-from .remove import plain_tensors
+from .remove import plain_tensor
 from .trials import Trials, with_random_units
 from .twin import make_twin
 
@@ -35,7 +35,7 @@ def multiple_for(model: nn.Module, plan: Plan) -> int:
     """Return the number of units whose multiples make dimensions multiples of 16 bytes, where kernels need it."""
     multiple, unit = 1, plan.coupling.unit
     for member in (member for bound in plan.bound for member in bound.members):
-        tensor, pattern = plain_tensors(model, [member.fqn])[member.fqn], member.pattern
+        tensor, pattern = plain_tensor(model, member.fqn), member.pattern
         is_packed = tensor.ndim == 3 and re.search("expert|moe", type(owner_of(model, member.fqn)[0]).__name__.lower())
         is_aligned = is_packed and pattern.dimension_of(unit) > 0
         # Kernels need it for 16-bit weights, and for packed experts (experts, out, in) of any dtype.

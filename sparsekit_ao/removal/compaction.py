@@ -19,11 +19,9 @@ from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .removal_report import Compaction, KeptUnits, size_of
-from .remove import Removal, find_removal, plain_tensors, remove_units
+from .remove import Removal, find_removal, plain_tensor, remove_units
 from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
-
-UNLISTED = "possibly a removed size (list it in attrs): "
 
 
 def compact(
@@ -132,7 +130,8 @@ def verified(
             raise SparsityError(f"the smaller model {problem}")
         lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
-        lines += [UNLISTED + text for text in unlisted_sizes(small, removals, changes)]
+        unlisted = unlisted_sizes(small, removals, changes)
+        lines += [f"possibly a removed size (list it in attrs): {text}" for text in unlisted]
         raise SparsityError(
             f"the compacted model {problem}. Look for a missing member, a wrong axis, an attribute that holds a "
             "removed size, or zeroed units that act on others (through a softmax or a norm).\n  " + "\n  ".join(lines)
@@ -219,8 +218,9 @@ def without_units(
     With `single_use`, the copy serves one comparison, in its dtype, and computes large tensors when they are read.
     """
     check_lists(model, removals, "")
-    changes, names = find_changes(model, removals), [m.fqn for removal in removals for m in removal.bound.members]
-    replaced = {id(tensor): tensor for tensor in plain_tensors(model, names).values()}
+    changes = find_changes(model, removals)
+    tensors = [plain_tensor(model, m.fqn) for removal in removals for m in removal.bound.members]
+    replaced = {id(tensor): tensor for tensor in tensors}
     small = light_copy(model, run_dtype(model)) if single_use else copy.deepcopy(model, replaced)
     remove_units(small, removals)
     if not single_use:

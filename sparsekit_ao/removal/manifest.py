@@ -16,7 +16,7 @@ from ..masking.normalized import redo_weight_norms, undo_weight_norms
 from ..structure import AxisPattern
 from .modules import check_lists, drop_modules, layer_fields
 from .norms import CONFIG_EPS, EPS_NAMES
-from .remove import Removal, plain_tensors, remove_units
+from .remove import Removal, plain_tensor, remove_units
 from .sizes import FILLED, Change, apply_changes, check_old_values
 
 VERSION = 1
@@ -24,7 +24,7 @@ VERSION = 1
 
 def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequence[Change]) -> dict[str, Any]:
     """Return a compaction of a dense model as plain data: couplings with their kept units, shapes, attributes."""
-    tensors = plain_tensors(model, [m.fqn for removal in removals for m in removal.bound.members])
+    names = [m.fqn for removal in removals for m in removal.bound.members]
     return {
         "version": VERSION,
         "groups": [
@@ -41,7 +41,7 @@ def make_manifest(model: nn.Module, removals: Sequence[Removal], changes: Sequen
             }
             for bound, removal in ((removal.bound, removal) for removal in removals)
         ],
-        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "tensors": {name: list(plain_tensor(model, name).shape) for name in names},
         "attributes": [{"path": c.path, "was": c.was, "now": c.now} for c in changes],
         # the fields of the dense model that `drop_modules` changes
         "config": {k: v for r in removals for path in r.bound.lists for k, v in layer_fields(model, path).items()},
@@ -109,7 +109,7 @@ def _cut(fresh_model: nn.Module, data: Mapping[str, Any]) -> None:
 def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     for name, shape in shapes.items():
         try:
-            now = tuple(plain_tensors(model, [name])[name].shape)
+            now = tuple(plain_tensor(model, name).shape)
         except AttributeError as e:
             raise SparsityError(f"cut_to: the manifest is of another model ({e})") from None
         if now != tuple(shape):

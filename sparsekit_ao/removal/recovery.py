@@ -19,7 +19,7 @@ from .arguments import ShrinkRequest
 from .compaction import verified
 from .plan import Plan, removals_of
 from .removal_report import Compaction
-from .remove import Removal, kept_elements, masked_copy, plain_tensors
+from .remove import Removal, kept_elements, masked_copy, plain_tensor
 
 
 def compensated(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
@@ -44,11 +44,11 @@ def _best_weights(
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     kept = dict[str, Tensor]()  # {tensor: which of its elements belong to kept units}
     for removal, member in ((r, m) for r in removals if not r.is_empty for m in r.bound.members):
-        tensor = plain_tensors(model, [member.fqn])[member.fqn]
+        tensor = plain_tensor(model, member.fqn)
         if tensor.ndim > 1 and names[id(tensor)] == 1 and not tensor.is_complex():
             elements = kept_elements(member, removal, tuple(tensor.shape))
             kept[member.fqn] = kept.get(member.fqn, True) & elements  # a weight may read and write one stream
-    ids = {id(tensor) for tensor in plain_tensors(model, list(kept)).values()}
+    ids = {id(plain_tensor(model, name)) for name in kept}
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in ids})
     owners = {name: owner_of(copied, name) for name in kept}
     recorder, masks = Recorder(copied, owners), dict[str, Tensor]()

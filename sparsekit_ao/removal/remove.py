@@ -58,7 +58,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
     where = f"coupling {coupling.name!r}: "
     check_multiple(multiple_of, where)
     names = [*(member.fqn for member in coupling.members), *(fqn for names in coupling.listed for fqn in names)]
-    tensors, grid = plain_tensors(model, names), coupling.grid
+    tensors, grid = {name: plain_tensor(model, name) for name in names}, coupling.grid
     if coupling.listed:  # units are modules of lists
         zero = torch.tensor([[not any(tensors[fqn].any() for fqn in names) for names in coupling.listed]], device="cpu")
         zero = zero.reshape(1, *grid)
@@ -103,15 +103,14 @@ def rounded(kept: int, units: int, multiple: int) -> int:
     return min(-(-max(kept, 1) // multiple) * multiple, units)
 
 
-def plain_tensors(model: nn.Module, fqns: Sequence[str]) -> dict[str, Tensor]:
-    """Return tensors by name. Raise a SparsityError if one is parametrized, as its values then lack the mask."""
-    for fqn in fqns:
-        if parametrize.is_parametrized(*owner_of(model, fqn)):
-            raise SparsityError(
-                f"{fqn} is still parametrized (masked, perhaps), so nothing can be removed from it; call squash_mask "
-                "first"
-            )
-    return {fqn: getattr(*owner_of(model, fqn)) for fqn in fqns}
+def plain_tensor(model: nn.Module, fqn: str) -> Tensor:
+    """Return a tensor by name. Raise a SparsityError if it is parametrized, as its values then lack the mask."""
+    module, name = owner_of(model, fqn)
+    if parametrize.is_parametrized(module, name):
+        raise SparsityError(
+            f"{fqn} is still parametrized (masked, perhaps), so nothing can be removed from it; call squash_mask first"
+        )
+    return getattr(module, name)
 
 
 def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
@@ -119,7 +118,7 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
     cuts: dict[int, list[tuple[Member, Removal]]] = {}  # {id of a tensor: what is cut from it}
     tensors: dict[int, Tensor] = {}
     for removal, member in ((r, member) for r in removals for member in r.bound.members):
-        tensor = plain_tensors(model, [member.fqn])[member.fqn]
+        tensor = plain_tensor(model, member.fqn)
         tensors[id(tensor)] = tensor
         tensor_cuts, shape = cuts.setdefault(id(tensor), []), tuple(tensor.shape)
         same = [m for m, r in tensor_cuts if r is removal]  # two names of one tensor count once
@@ -147,10 +146,10 @@ def remove_units(model: nn.Module, removals: Sequence[Removal]) -> None:
 def masked_copy(model: nn.Module, removals: Sequence[Removal]) -> nn.Module:
     """Return a copy whose parameters are zero for removed units; large ones are computed, as in `light_copy`."""
     cuts = [(member, r) for r in removals for member in r.bound.members if member.is_parameter]
-    written = {id(tensor) for tensor in plain_tensors(model, [member.fqn for member, _ in cuts]).values()}
+    written = {id(plain_tensor(model, member.fqn)) for member, _ in cuts}
     masked = light_copy(model, shared={id(p) for p in model.parameters()} - written)
     for member, removal in cuts:
-        tensor = plain_tensors(masked, [member.fqn])[member.fqn]
+        tensor = plain_tensor(masked, member.fqn)
         indices = _kept_indices(tuple(tensor.shape), [(member, removal)])
         if isinstance(tensor, Computed) and indices is None:
             plain = nn.Parameter(tensor.compute(), tensor.source.requires_grad)

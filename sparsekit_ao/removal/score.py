@@ -23,7 +23,7 @@ from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from .plan import Plan, active
-from .remove import Removal, plain_tensors, remove_units, rounded
+from .remove import Removal, plain_tensor, remove_units, rounded
 from .sizes import apply_changes, find_changes
 from .verify import count_flops, light_copy, plain_weights
 
@@ -121,7 +121,7 @@ def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
         first = next(other for other in bound.members if other.fqn == member.fqn)
         if not first.is_parameter or first is member:
             continue  # elements along the first dimension are in the norms already; tensors without masks do not count
-        weight = plain_tensors(model, [member.fqn])[member.fqn].detach()
+        weight = plain_tensor(model, member.fqn).detach()
         # For each element, the numbers of the units to which it belongs by the first and by the second dimension.
         owners = [torch.empty(weight.shape, dtype=torch.long, device="cpu") for _ in range(2)]
         for view in (m.pattern(owner) for owner, m in zip(owners, (first, member), strict=True)):

@@ -19,10 +19,10 @@ from ..errors import SparsityError
 from ..models.running import seeded
 from .modules import WIDTH, set_width, width_of
 from .plan import Plan
-from .remove import Removal, plain_tensors, sizes_of
+from .remove import Removal, plain_tensor, sizes_of
 from .verify import Reference
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
+OF_ANY_MODULE = vars(nn.Module()).keys()  # attributes that every module has
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
 _OF_NORMS = ("normalized_shape", "num_features", "num_channels")
 _ENTRIES = 16  # a tuple or list with more entries is no list of sizes
@@ -99,7 +99,7 @@ def _counted_by(model: nn.Module, counted: list[tuple[Removal, str]], removal: R
     """Return the removal by which the factor of this one shrinks: an earlier one of another layer, or this one."""
 
     def tensors(removal: Removal) -> set[int]:
-        return {id(tensor) for tensor in plain_tensors(model, [m.fqn for m in removal.bound.members]).values()}
+        return {id(plain_tensor(model, m.fqn)) for m in removal.bound.members}
 
     for first, first_axes in counted:
         if first.source == removal.source or (first_axes == axes and not tensors(first) & tensors(removal)):
@@ -249,7 +249,7 @@ def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> di
     names, captured = [member.fqn for member in bindings[0].members], bindings[0].captured
     for member in bindings[0].members if inside else ():
         d = member.pattern.dimension_of(bindings[0].unit)
-        for size in (n for k, n in enumerate(plain_tensors(model, names)[member.fqn].shape) if k != d):
+        for size in (n for k, n in enumerate(plain_tensor(model, member.fqn).shape) if k != d):
             products.pop(size, None)
     for path, value, depth in _integers_around(model, plan.coupling.members, names, captured):
         if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
@@ -341,7 +341,7 @@ def _integers_of(prefix: str, holder: Any, known: Collection[str] = ()) -> Itera
     """(path, value) of the public integers above one of an object, and of its tuples and lists."""
     for name, value in getattr(holder, "__dict__", {}).items():
         path = f"{prefix}.{name}".removeprefix(".")
-        if name in known or name in _OF_ANY_MODULE or name.startswith("_"):  # no manifest sets what is private
+        if name in known or name in OF_ANY_MODULE or name.startswith("_"):  # no manifest sets what is private
             continue
         if _is_size(value):
             yield path, value

@@ -23,11 +23,10 @@ from ..masking.normalized import computed_tensors
 from .modules import drop_modules
 from .plan import Plan
 from .remove import Removal
-from .sizes import Change, apply_fitting, config_sizes, has_config
+from .sizes import OF_ANY_MODULE, Change, apply_fitting, config_sizes, has_config
 
 _ALIKE = 2  # how many blocks of each kind are kept; with two, one block reads what another one of its kind has written
 _NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")  # the parts of a dotted name that are a number or stars
-_OF_ANY_MODULE = vars(nn.Module()).keys()
 
 _KeptBlocks = Mapping[str, Sequence[int]]  # {path of a list, with a dot at the end: indices of the blocks it keeps}
 
@@ -175,7 +174,7 @@ def _attributes(blocks: Sequence[nn.Module | None]) -> list[tuple[Any, ...]]:
         for name, module in block.named_modules() if block is not None else ():
             tensors = {**module._parameters, **module._buffers}
             row |= {(name, ""): type(module)} | {(name, key): _plain(value) for key, value in tensors.items()}
-            row |= {(name, key): _plain(value) for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
+            row |= {(name, key): _plain(value) for key, value in vars(module).items() if key not in OF_ANY_MODULE}
     offsets = defaultdict[tuple[str, str], list[Any]](list)  # an integer minus the index of its block, or None
     for at, (key, value) in ((at, item) for at, row in enumerate(rows) for item in row.items()):
         offsets[key].append(value - at if type(value) is int else None)

@@ -152,11 +152,7 @@ class MaskSparsifier(Trainable, Checkpointed):
         raise SparsityError(f"{what}: {why[self._phase]}")
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
-        """Return the mask of a group's tensor in the model or in a copy of it.
-
-        Raises:
-            SparsityError: The mask was removed.
-        """
+        """Return the mask of a group's tensor in the model or in a copy of it; raise if the mask was removed."""
         module = group["module"] if model is None else self._module_in(model, group)
         weight_mask = masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:

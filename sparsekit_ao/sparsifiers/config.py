@@ -220,11 +220,9 @@ def _owners(
             if owner is None or is_exact or not owner[1]:
                 owners.pop(fqn, None)  # tensors follow the order of their entries
                 owners[fqn] = (at, is_exact)
-    unused = dict(enumerate(labels))
-    for at, _ in owners.values():
-        unused.pop(at, None)
-    for label in unused.values():
-        raise SparsityError(f"{label} has no effect, because other entries name all of its tensors; remove it")
+    used = {at for at, _ in owners.values()}
+    if unused := [label for at, label in enumerate(labels) if at not in used]:
+        raise SparsityError(f"{unused[0]} has no effect, because other entries name all of its tensors; remove it")
     return owners, labels
 
 

@@ -76,7 +76,6 @@ class WeightNormSparsifier(MaskSparsifier):
     ) -> None:
         """Choose the mask of one tensor anew, in place; the arguments are the keys of its group."""
         group = {k: v for k, v in locals().items() if k not in ("self", "kwargs")}
-        refuse_unknown_keys(kwargs, ("module_fqn", "tensor_fqn"), self.keys)
         group["tensor_fqn"] = _prepared_name(self, module, tensor_name, kwargs)
         self._check_fit(group)
         with torch.no_grad():
@@ -149,7 +148,8 @@ class WeightNormSparsifier(MaskSparsifier):
 
 
 def _prepared_name(sparsifier: MaskSparsifier, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:
-    """Return the `tensor_fqn` of a tensor that `update_mask` is called for, or raise an error if it is not prepared."""
+    """Return the `tensor_fqn` of a tensor for `update_mask`; raise if it is not prepared, or a key is unknown."""
+    refuse_unknown_keys(group, ("module_fqn", "tensor_fqn"), sparsifier.keys)
     sparsifier.require_prepared("update_mask")
     if masking.find_mask(module, tensor_name) is None:
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
@@ -223,7 +223,6 @@ class NearlyDiagonalSparsifier(MaskSparsifier):
         self, module: nn.Module, tensor_name: str, nearliness: int, **kwargs: Any
     ) -> None:
         """Fill the mask of one tensor, in place."""
-        refuse_unknown_keys(kwargs, ("module_fqn", "tensor_fqn"), self.keys)
         fqn = _prepared_name(self, module, tensor_name, kwargs)
         group = {"module": module, "tensor_name": tensor_name, "tensor_fqn": fqn, "nearliness": nearliness}
         self._check_fit(group)

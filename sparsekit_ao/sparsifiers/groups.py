@@ -328,8 +328,7 @@ def _pruning_group(
     """Return the pruning group of blocks that share one budget; `fixed` is as in `PruningGroup`."""
     tensors = [tensor for blocks in sharing for tensor in blocks.tensors]
     scopes = [ScopeSpec(blocks.block, blocks.tensors[0].structure.scope_shape) for blocks in sharing]
-    if len(tensors) > 1:
-        _must_agree(label, _SCORING, tensors)
+    _must_agree(label, _SCORING, tensors)
     empty = [blocks.tensors[0].spec.name for blocks in sharing if not blocks.block.numblk()]
     if empty and len(empty) < len(sharing):
         raise CouplingError(f"{label}: {empty[0]} has no elements; leave it out of the shared budget")

@@ -35,8 +35,6 @@ from .optimizer_state import (
 from .scope import BudgetSparsifier, ScopeSparsifier
 from .stages import GROUP_KEYS, checked_pattern, level_and_pattern, merged, refuse_two_budgets, stages_of
 
-Strength = float | Callable[[int], float]
-
 
 class ProximalSparsifier(BudgetSparsifier):
     """Train with a group lasso: each `step()` after `optimizer.step()` shrinks all blocks and zeroes small ones.
@@ -93,7 +91,7 @@ class ProximalSparsifier(BudgetSparsifier):
     def __init__(
         self,
         *,
-        strength: Strength | None = None,
+        strength: float | Callable[[int], float] | None = None,
         sparsity_level: float | None = None,
         nnz: int | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,

@@ -315,14 +315,10 @@ class BudgetSparsifier(MaskSparsifier):
     def pruning_groups(
         self, groups: Sequence[TensorGroup] | None = None, model: nn.Module | None = None
     ) -> tuple[PruningGroup, ...]:
-        """Return the groups of tensors that are pruned together, stage by stage.
+        """Return the groups of tensors that are pruned together, stage by stage; `groups` replace the sparsifier's own.
 
-        The result is cached until `_check_groups` checks other groups, as `prepare` and `load_state_dict` do, or the
-        structure that the groups specify changes.
-
-        Args:
-            groups: Group dicts to use in place of the sparsifier's own.
-            model: A copy of the model from which the shapes of the tensors are read.
+        Shapes are read from the prepared model, or from a copy of it. The result is cached until `_check_groups` checks
+        other groups, as `prepare` and `load_state_dict` do, or the structure that the groups specify changes.
         """
         groups, structure = self.groups if groups is None else groups, list[Any]()
         for group in groups:

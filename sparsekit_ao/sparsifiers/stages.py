@@ -20,7 +20,6 @@ from ..structure.tiles import Shape
 from .config import ConfigContext, TensorGroup, hint_of_key
 
 Level = float | Pattern | str | None  # a level, or the pattern in its place
-ViewArg = tuple | Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Stage:
 
     block_shape: Shape = ()
     scope_shape: Shape = ()
-    view: ViewArg = None
+    view: tuple | Callable[[Tensor], Tensor] | None = None
     norm: float = 2
     score: Score | None = None
     edge: str = "error"

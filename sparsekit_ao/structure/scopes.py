@@ -224,12 +224,9 @@ class SparseScope(Thresholded):
         super().hard_threshold(thresholds, values)  # type: ignore[arg-type]
 
     def budget(self, nnz: Budget, *, least: int = 0, spare: int = 0) -> Budget:
-        """Check a budget: least <= nnz <= blocks per scope - spare.
+        """Check that least <= nnz <= blocks per scope - spare; return an int, or int64 of the scope grid's shape.
 
         The values of a tensor on another device than the CPU are not checked: that would wait for the device.
-
-        Returns:
-            An int, or int64 of the scope grid's shape.
         """
         where = f"{self.name}: " if self.name else ""
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
