@@ -35,7 +35,6 @@ from ..models.running import (
     Forward,
     TokenMask,
     call,
-    check_batches,
     checked_list,
     eval_mode,
     output_error,
@@ -66,8 +65,7 @@ class CalibrationData:
         cls, model: nn.Module, batches: Any, forward: Forward | None, token_mask: TokenMask, caller: str
     ) -> "CalibrationData":
         """Check the arguments of a user, and keep the batches in a list."""
-        check_batches(batches, token_mask, forward, caller)
-        kept = checked_list(batches, forward, caller)
+        kept = checked_list(batches, forward, caller, token_mask)
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 
