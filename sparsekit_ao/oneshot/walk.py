@@ -362,18 +362,14 @@ class Walk:
     @contextmanager
     def _skipping_blocks(self, index: int) -> Iterator[None]:
         """Return a context in which no block of a finished chain runs: each returns what the last of them gave."""
-        streams = [self.streams[chain] for chain in self.chain_of if self._is_finished(chain)]
+        begun = zip(self.chains, self.streams, strict=False)  # later chains have no streams yet
+        finished = [(block, stream) for chain, stream in begun if stream.is_finished for block in chain.blocks]
 
         def outputs(k: int, *args: Any, **kwargs: Any) -> Any:
-            return streams[k].outputs(index)
+            return finished[k][1].outputs(index)
 
-        blocks = zip(self.blocks, self.chain_of, strict=True)
-        with replaced([block for block, chain in blocks if self._is_finished(chain)], outputs):
+        with replaced([block for block, _ in finished], outputs):
             yield
-
-    def _is_finished(self, chain: int) -> bool:
-        """Return whether the stream of a chain has passed its last block."""
-        return chain < len(self.streams) and self.streams[chain].is_finished
 
     def _may_skip_blocks(self, layers: Sequence[nn.Module]) -> bool:
         """Return whether layers get the same inputs from the first batch if blocks of finished chains do not run."""
