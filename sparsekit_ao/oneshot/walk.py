@@ -232,7 +232,7 @@ class Walk:
                 stack.enter_context(solving.masks(step.tensors))
             modules = self._modules(step)
             if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
-                is_saved = checkpoint is not None and checkpoint.has(number)
+                is_saved = checkpoint is not None and number < checkpoint.count
                 recorded = {} if solving is None or is_saved else self._statistics(step, solving)
                 stack.enter_context(loaded(self.data.model, modules, writes=writes))
                 return self._finish(step, number, modules, solving, None, checkpoint, recorded)
@@ -474,13 +474,9 @@ class Checkpoint:
             )
         self.count: int = status[1]  # steps that an earlier call finished
 
-    def has(self, number: int) -> bool:
-        """Return whether the step of this number was finished by an earlier call."""
-        return number < self.count
-
     def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return what an earlier call saved of a step, or None; refuse tensors other than those that it began with."""
-        if not self.has(number):
+        if number >= self.count:
             return None
         path = self._path(number)
         with alike():
