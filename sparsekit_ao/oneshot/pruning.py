@@ -26,7 +26,7 @@ from .chain import CalibrationData
 from .dry import planned_run
 from .matching import Teacher, check_ranks, passes_of
 from .one_shot_report import OneShotReport
-from .solving import Layers, Scoring, check_method
+from .solving import Layers, Scoring
 from .walk import Walk, check_options, checkpoint_of, walk_of
 
 
@@ -104,8 +104,7 @@ def one_shot(
     >>> sparsifier.squash_mask()
     """
     start = time.perf_counter()
-    check_method(compensate, "one_shot")
-    check_options("one_shot", device, stream_memory, checkpoint)
+    check_options("one_shot", device, stream_memory, checkpoint, compensate)
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
     sparsifier.require_prepared("one_shot")
@@ -205,8 +204,7 @@ def prune(
     passes = passes_of(recover, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
-    check_method(compensate, "prune")
-    check_options("prune", device, stream_memory, checkpoint)
+    check_options("prune", device, stream_memory, checkpoint, compensate)
     if is_elsewhere(model) and not inplace:
         raise SparsityError(
             "prune: weights of this model are offloaded by accelerate or sharded over ranks, so a copy would not have "
@@ -285,8 +283,7 @@ def sensitivity(
     """
     start = time.perf_counter()
     checked_model(model, "sensitivity")
-    check_method(compensate, "sensitivity")
-    check_options("sensitivity", device, stream_memory, None)
+    check_options("sensitivity", device, stream_memory, compensate=compensate)
     refuse_unloadable(model, "sensitivity")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
     _check_gradients("sensitivity", score, True, forward is not None, False)

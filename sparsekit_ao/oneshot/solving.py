@@ -58,12 +58,6 @@ class LayerRow:
     note: str = ""
 
 
-def check_method(method: object, caller: str) -> None:
-    """Raise an error unless `compensate` is a known method."""
-    if method not in METHODS:
-        raise SparsityError(f"{caller}: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
-
-
 @dataclass(kw_only=True, eq=False)
 class Layer:
     """One tensor while a walk prunes it."""

@@ -48,7 +48,7 @@ from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
-from .solving import Layers, alike, warn_of_unreached
+from .solving import METHODS, Layers, alike, warn_of_unreached
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
@@ -553,8 +553,12 @@ def checkpoint_of(
     return Checkpoint(folder, [*call[:2], digest_of(call[2], "")], caller)
 
 
-def check_options(caller: str, device: object, stream_memory: object, checkpoint: object) -> None:
+def check_options(
+    caller: str, device: object, stream_memory: object, checkpoint: object = None, compensate: object = None
+) -> None:
     """Raise an error if an argument that `prune`, `one_shot` and `recover` pass on to the walk is invalid."""
+    if compensate not in METHODS:
+        raise SparsityError(f"{caller}: compensate must be one of {', '.join(map(repr, METHODS))}, got {compensate!r}")
     if stream_memory is not None and (not is_number(stream_memory) or not float(stream_memory) >= 0):
         raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
     if checkpoint is not None and (not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint)):
