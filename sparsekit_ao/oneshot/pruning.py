@@ -229,8 +229,7 @@ def prune(
         check_ranks(data)
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
-        plan = planned_run(layers, data, all_data, options, passes, not inplace, start)
-        plan = replace(plan, left_out=left_out)
+        plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
         _warn_of_dense(plan)
         return model, plan
     dense = evaluated(evaluate, model, "prune, the dense model", progress)
@@ -356,17 +355,14 @@ def _pruned(
         layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched, progress)
-    seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
-    weights, tokens = weights_by_name(data.model), data.counted()
-    error = data.error_to(dense_output) if is_compared else math.nan
     return OneShotReport(
         rows=tuple(rows),
-        seconds=seconds,
-        blocks=blocks,
+        seconds=time.perf_counter() - start,
+        blocks=len(walk.blocks) if data.batches else None,
         recovery=recovery,
-        tokens=tokens,
-        weights=weights,
-        error_to_dense=error,
+        tokens=data.counted(),
+        weights=weights_by_name(data.model),
+        error_to_dense=data.error_to(dense_output) if is_compared else math.nan,
     )
 
 
