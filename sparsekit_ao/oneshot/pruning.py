@@ -350,7 +350,7 @@ def _pruned(
     dense_output = data.first_output() if is_compared else None
     walk, unrecorded = walk_of(layers, data, options)
     if layers.shared:
-        scoring = Scoring(layers, layers.shared, is_elsewhere(data.model))
+        scoring = Scoring(layers, is_elsewhere(data.model))
         walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
         layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)

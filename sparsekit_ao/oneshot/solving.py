@@ -253,11 +253,11 @@ class Scoring:
 
     row = LayerRow
 
-    def __init__(self, layers: Layers, shared: Sequence[PruningGroup], copies: bool) -> None:
-        self._layers, self._shared = layers, shared
+    def __init__(self, layers: Layers, copies: bool) -> None:
+        self._layers, self._shared = layers, layers.shared
         self._copies = copies  # whether weights are copied, if they are loaded only for a while
         self.chosen: dict[str, Tensor] = {}
-        self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in shared}
+        self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in layers.shared}
         self._weights: dict[str, Tensor] = {}
 
     def target(self, name: str) -> Target:
