@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import masking
-from ..distributed import full_tensor, has_process_group
+from ..distributed import full_tensor, has_process_group, of_all_ranks
 from ..errors import SparsityError
 from ..models.names import parameter_of
 from ..models.progress import progress_bar
@@ -188,12 +188,11 @@ class Recording:
 
     def _sum_over_ranks(self) -> None:
         """Sum over all ranks of the default process group; a rank that did not reach a layer adds zero."""
-        by_rank: list[Any] = [None] * torch.distributed.get_world_size()
         counts = {
             name: (s.tokens, s.passes, {need: tuple(v.shape) for need, v in s.sums.items()}, s.dims)
             for name, s in self.statistics.items()
         }
-        torch.distributed.all_gather_object(by_rank, counts)
+        by_rank = of_all_ranks(counts)
         for target in self._targets:
             reached = [ranks_counts[target.name] for ranks_counts in by_rank if target.name in ranks_counts]
             if not reached:

@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from .. import masking
 from ..calibration import token_rows
 from ..calibration.gram import is_finite
-from ..distributed import full_tensor, has_process_group, is_sharded, rank
+from ..distributed import full_tensor, has_process_group, is_sharded, of_all_ranks, rank
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import by_pattern, named_tensors, owner_of
@@ -274,12 +274,10 @@ def passes_of(recover: object, caller: str) -> int:
 
 def check_ranks(data: CalibrationData) -> None:
     """Raise an error unless every rank has the same number of batches."""
-    if has_process_group():
-        counts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(counts, len(data.batches))
-        if len(set(counts)) > 1:
-            text = " and ".join(map(str, counts))
-            raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
+    counts = of_all_ranks(len(data.batches))
+    if len(set(counts)) > 1:
+        text = " and ".join(map(str, counts))
+        raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
 
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:

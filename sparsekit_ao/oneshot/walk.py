@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
-from ..distributed import abandon_forward, has_process_group, rank
+from ..distributed import abandon_forward, has_process_group, of_all_ranks, rank
 from ..errors import SparsityError, is_number
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, steps
@@ -136,8 +136,7 @@ class Walk:
         """Make all ranks visit the same targets in one order, and use chains only if every rank has found them."""
         firsts = [names[id(chain.blocks[0])] for chain in self.chains]
         own = [(target.name, read) for target, read in self.reached], [*self._repeated], firsts
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, own)
+        ranks = of_all_ranks(own)
         reads: dict[str, int] = {}
         for reached, _, _ in ranks:
             for name, read in reached:
@@ -537,16 +536,14 @@ def checkpoint_of(
             digest_of(arguments, f"{caller}: an argument, such as the score,", refuses),
             digest_of(data.forward, f"{caller}: forward", refuses),
         ]
-    if has_process_group():
-        calls: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(calls, (*call, folder is None))
-        if len({is_none for *_, is_none in calls}) > 1:
-            raise SparsityError(f"{caller}: some ranks have a checkpoint= and others have none; give it on every rank")
-        if len(set(calls)) > 1:
-            raise SparsityError(
-                f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
-                "give the same arguments except for the batches"
-            )
+    calls = of_all_ranks((*call, folder is None))
+    if len({is_none for *_, is_none in calls}) > 1:
+        raise SparsityError(f"{caller}: some ranks have a checkpoint= and others have none; give it on every rank")
+    if len(set(calls)) > 1:
+        raise SparsityError(
+            f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
+            "give the same arguments except for the batches"
+        )
     if folder is None:
         return None
     call[2] += digest_of((data.batches, data.token_masks), f"{caller}: a batch", True)
