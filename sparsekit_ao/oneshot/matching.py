@@ -347,9 +347,8 @@ class Teacher:
 
     def _begin_streams(self, walk: Walk, dense: CalibrationData) -> None:
         """Begin the dense streams of all chains, since a model that is its own dense model changes from now on."""
-        numbers = [[at for at, of in enumerate(walk.chain_of) if of == chain] for chain in range(len(walk.chains))]
         # For each chain the dense blocks and, for each block in the walk, the last of these that it stands for.
-        paired = [_paired(walk.data.model, dense.model, [walk.names[at] for at in of_chain]) for of_chain in numbers]
+        paired = [_paired(walk.data.model, dense.model, names) for names in walk.names_of_chains]
         self._dense_blocks = [blocks for blocks, _ in paired]
         self._last = [last for _, lasts in paired for last in lasts]
         self._check_blocks(walk, dense)

@@ -121,7 +121,8 @@ class Walk:
             self._agree(targets, names)
         self.blocks = [block for chain in self.chains for block in chain.blocks]
         self.chain_of = [c for c, chain in enumerate(self.chains) for _ in chain.blocks]  # by the number of the block
-        self.names = [names[id(block)] for block in self.blocks]
+        self.names_of_chains = [tuple(names[id(block)] for block in chain.blocks) for chain in self.chains]
+        self.names = [name for of_chain in self.names_of_chains for name in of_chain]
         inside = {id(module) for block in self.blocks for module in block.modules()}
         self.outside = [names[id(layer)] for layer in dict.fromkeys(layers) if id(layer) not in inside]
         # With a device, streams are kept on the CPU, so that the device has room for one block and one batch.
