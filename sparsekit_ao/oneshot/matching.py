@@ -497,8 +497,6 @@ class _Training:
             part = (k + self.own) % self.ranks if self.ranks > 1 else None
             loss = self.error(k // self.ranks, False, part)[0] / scale
         self.student.set_gradients(loss)
-        if not all(is_finite(w.grad) for w in self.student.weights.values() if w.grad is not None):
-            self.optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
         self.optimizer.step()
         self.schedule.step()
 
@@ -656,7 +654,7 @@ class _Student(nn.Module):
         return math.sqrt(squares / max(count, 1)) or 1.0
 
     def set_gradients(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
+        """Set the gradients of a loss, summed over ranks and zero for dropped elements, unless one is not finite."""
         if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
         found = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
@@ -672,8 +670,9 @@ class _Student(nn.Module):
                 summed = _over_ranks(torch.cat([gradient.flatten() for gradient in own]))
                 for gradient, part in zip(own, summed.split([g.numel() for g in own]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
-            weight.grad = gradient
+        if all(map(is_finite, gradients)):  # otherwise beyond the range of 16 bits: the step changes nothing
+            for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+                weight.grad = gradient
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""
