@@ -188,10 +188,8 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
     except (ValueError, KeyError, TypeError) as error:
         raise SparsityError(f"--data: {args.data} must be text, or JSON lines with a field 'text': {error}") from error
     if len(documents) >= HELD_OUT:
-        texts = [
-            [d for at, d in enumerate(documents, 1) if bool(at % HELD_OUT) == is_used] for is_used in (True, False)
-        ]
-        used, held_out = map("\n\n".join, texts)
+        used = "\n\n".join(d for at, d in enumerate(documents, 1) if at % HELD_OUT)
+        held_out = "\n\n".join(documents[HELD_OUT - 1 :: HELD_OUT])
     else:  # the end of the text
         text = "\n\n".join(documents)
         at = len(text) - len(text) // HELD_OUT
