@@ -241,11 +241,8 @@ def _report(path: Path) -> None:
         model, _ = _loaded(path, offload_folder)
         print(report(model))
     card = path / "README.md"
-    made = (
-        re.search(r"^## How it was made\n.*?(?=^## |\Z)", card.read_text("utf-8"), re.S | re.M)
-        if card.exists()
-        else None
-    )
+    text = card.read_text("utf-8") if card.exists() else ""
+    made = re.search(r"^## How it was made\n.*?(?=^## |\Z)", text, re.S | re.M)
     print(made[0] if made else f"{path} has no model card of this library")
 
 
