@@ -397,8 +397,7 @@ class Kept:
 
     def __init__(self, device: Device = None, limit: float | None = None) -> None:
         self._device, self._limit = device, math.inf if limit is None else limit
-        self._values: dict[Hashable, Any] = {}
-        self._bytes: dict[Hashable, int] = {}  # of those in memory
+        self._values: dict[Hashable, tuple[Any, int]] = {}  # of those in memory, with their bytes
         self.used = 0  # the sum of these bytes
         self._files: dict[Hashable, str] = {}
         self._folder = ""
@@ -406,10 +405,9 @@ class Kept:
     def put(self, key: Hashable, value: Any) -> None:
         """Keep a value in place of the one before."""
         size = sum(leaf.nbytes for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-        self._values.pop(key, None)
-        self.used -= self._bytes.pop(key, 0)
+        self.used -= self._values.pop(key, (None, 0))[1]
         if self.used + size <= self._limit:
-            self._values[key], self._bytes[key] = copied_tensors(value, self._device, copies=False), size
+            self._values[key] = copied_tensors(value, self._device, copies=False), size
             self.used += size
             return
         if not self._folder:
@@ -420,7 +418,7 @@ class Kept:
 
     def get(self, key: Hashable) -> Any:
         """The value of a key."""
-        return self._values[key] if key in self._values else torch.load(self._files[key], weights_only=False)
+        return self._values[key][0] if key in self._values else torch.load(self._files[key], weights_only=False)
 
 
 class Stream:
