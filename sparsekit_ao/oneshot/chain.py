@@ -92,7 +92,7 @@ class CalibrationData:
         """Return the output of the first batch in eval mode; None for a sharded model, which would stay gathered."""
         if is_elsewhere(self.model) and not is_offloaded(self.model):
             return None
-        with eval_mode(self.model), seeded(self.model.parameters()):
+        with eval_mode(self.model):
             return self.output(0)
 
     def error_to(self, dense_output: Any) -> float:
