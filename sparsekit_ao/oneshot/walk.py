@@ -279,7 +279,14 @@ class Walk:
             if saved is None:
                 rows, row = self._solved(step, solving, matching, recorded)
             else:
-                rows, row = self._restored(saved, named, solving, matching)
+                for name, p in named.items():
+                    p.copy_(saved["weights"][name])
+                rows, row = [], None
+                if solving is not None:
+                    solving.chosen.update(saved["masks"])
+                    rows = [solving.row(**one) for one in saved["solved"]]
+                if matching is not None and saved["matched"]:
+                    row = matching.row(**saved["matched"])
             if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
                 self.advance(step.block)
             if checkpoint is not None and saved is None:
@@ -302,21 +309,6 @@ class Walk:
         if matching is not None and step.block is not None:
             row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
         return rows, row
-
-    def _restored(
-        self,
-        saved: Mapping[str, Any],
-        named: Mapping[str, Tensor],
-        solving: Solving | None,
-        matching: Matching | None,
-    ) -> tuple[list[Any], Any]:
-        """Restore what an interrupted walk saved of a step, and return its rows as `_solved` does."""
-        for name, p in named.items():
-            p.copy_(saved["weights"][name])
-        if solving is not None:
-            solving.chosen.update(saved["masks"])
-        rows = [solving.row(**row) for row in saved["solved"]] if solving is not None else []
-        return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
 
     def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
         """Record the inputs of all tensors of a step together, in the model as it is now."""
