@@ -188,10 +188,8 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
     except (ValueError, KeyError, TypeError) as error:
         raise SparsityError(f"--data: {args.data} must be text, or JSON lines with a field 'text': {error}") from error
     if len(documents) >= HELD_OUT:
-        texts = [
-            [d for at, d in enumerate(documents, 1) if bool(at % HELD_OUT) == is_used] for is_used in (True, False)
-        ]
-        used, held_out = map("\n\n".join, texts)
+        used = "\n\n".join(d for at, d in enumerate(documents, 1) if at % HELD_OUT)
+        held_out = "\n\n".join(documents[HELD_OUT - 1 :: HELD_OUT])
     else:  # the end of the text
         text = "\n\n".join(documents)
         at = len(text) - len(text) // HELD_OUT
@@ -243,11 +241,8 @@ def _report(path: Path) -> None:
         model, _ = _loaded(path, offload_folder)
         print(report(model))
     card = path / "README.md"
-    made = (
-        re.search(r"^## How it was made\n.*?(?=^## |\Z)", card.read_text("utf-8"), re.S | re.M)
-        if card.exists()
-        else None
-    )
+    text = card.read_text("utf-8") if card.exists() else ""
+    made = re.search(r"^## How it was made\n.*?(?=^## |\Z)", text, re.S | re.M)
     print(made[0] if made else f"{path} has no model card of this library")
 
 

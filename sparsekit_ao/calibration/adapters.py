@@ -50,30 +50,21 @@ class Read:
 
 
 class LayerAdapter:
-    """How a weight is a matrix, or one matrix for each of its groups (experts, groups of a convolution).
-
-    Args:
-        module: The module whose forward call computes the product.
-        input_dims: The dimensions of the weight that are summed over.
-        group_dims: The dimensions that count matrices, such as that of the experts.
-        parts: The number of groups into which the outputs are divided, one after another.
-        is_known: Whether these dimensions are known; if not, they follow from the first product that is recorded.
-    """
+    """How a weight is a matrix, or one matrix for each of its groups (experts, groups of a convolution)."""
 
     kind = "matrix"
-    #: whether X^T X can be recorded
-    has_gram = True
-    #: positions that a convolution takes from the input of one call, drawn with a fixed seed; None for all
+    has_gram = True  # whether X^T X can be recorded
+    # positions that a convolution takes from the input of one call, drawn with a fixed seed; None for all
     sampled: int | None = None
 
     def __init__(
         self,
-        module: nn.Module,
-        input_dims: tuple[int, ...] = (1,),
-        group_dims: tuple[int, ...] = (),
+        module: nn.Module,  # whose forward call computes the product
+        input_dims: tuple[int, ...] = (1,),  # the dimensions of the weight that are summed over
+        group_dims: tuple[int, ...] = (),  # the dimensions that count matrices, such as that of the experts
         *,
-        parts: int = 1,
-        is_known: bool = True,
+        parts: int = 1,  # groups into which the outputs are divided, one after another
+        is_known: bool = True,  # if not, these dimensions follow from the first product that is recorded
     ) -> None:
         self.module: Any = module
         self.input_dims, self.group_dims, self.parts, self.is_known = input_dims, group_dims, parts, is_known

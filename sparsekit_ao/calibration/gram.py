@@ -20,11 +20,6 @@ class RowGram:
     If X has fewer rows than columns, products with it cost less than with the whole matrix. A Gram matrix has A = I and
     d = 0. The class has those operations of a tensor that the solvers use.
 
-    Attributes:
-        rows: X, [groups, tokens, inputs].
-        core: A, [groups, tokens, tokens], or None for the identity.
-        added: d, [groups, 1, inputs].
-
     >>> x = torch.tensor([[[1.0, 2.0, 2.0]]])
     >>> gram, dense = damped_gram(RowGram.of(x), 0.5), x.mT @ x + 1.5 * torch.eye(3)
     >>> torch.equal(torch.eye(3)[None] @ gram, dense)
@@ -33,9 +28,9 @@ class RowGram:
     True
     """
 
-    rows: Tensor
-    core: Tensor | None
-    added: Tensor
+    rows: Tensor  # X, [groups, tokens, inputs]
+    core: Tensor | None  # A, [groups, tokens, tokens], or None for the identity
+    added: Tensor  # d, [groups, 1, inputs]
 
     @classmethod
     def of(cls, rows: Tensor) -> Self:
@@ -104,11 +99,7 @@ def damped_gram(gram: Tensor | RowGram, damp: float) -> Any:
 
 
 def damped_inverse(gram: Tensor | RowGram, damp: float, name: str) -> Tensor:
-    """Return the inverse of what `damped_gram` gives, in float64 where Cholesky fails in float32.
-
-    Raises:
-        SparsityError: All inputs are zero.
-    """
+    """Return the inverse of what `damped_gram` gives, in float64 where Cholesky fails in float32."""
     if isinstance(gram, RowGram):
         gram = torch.eye(gram.added.shape[2], dtype=gram.added.dtype, device=gram.added.device) @ gram
     if not bool((gram.diagonal(dim1=1, dim2=2) > 0).any()):

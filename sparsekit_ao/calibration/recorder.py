@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import masking
-from ..distributed import full_tensor, has_process_group
+from ..distributed import full_tensor, has_process_group, of_all_ranks
 from ..errors import SparsityError
 from ..models.names import parameter_of
 from ..models.progress import progress_bar
@@ -37,12 +37,6 @@ class _LastRead(NamedTuple):
 class Recording:
     """Context in which forward (and backward) passes of the model are recorded; see `ScopeSparsifier.calibrate`.
 
-    Args:
-        targets: The weights, and which statistics are recorded for each.
-        on_success: Called with the statistics when the context ends without an error.
-        take: Called with (target, product, place) in place of recording what a product reads.
-        keep_rows: Whether to keep inputs X instead of X^T X while tokens are fewer than inputs; only on one rank.
-
     Attributes:
         token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, or None for all. Set it before
             each forward pass. If the leading shape of a layer's input differs, all of the input counts, unless the
@@ -52,11 +46,11 @@ class Recording:
 
     def __init__(
         self,
-        targets: Iterable[Target],
-        on_success: Callable[[Mapping[str, Statistics]], None] = lambda _: None,
+        targets: Iterable[Target],  # the weights, and which statistics are recorded for each
+        on_success: Callable[[Mapping[str, Statistics]], None] = lambda _: None,  # called at the end without an error
         *,
-        take: Callable[[Target, Product, Place], None] | None = None,
-        keep_rows: bool = False,
+        take: Callable[[Target, Product, Place], None] | None = None,  # called in place of recording what is read
+        keep_rows: bool = False,  # keep inputs X, not X^T X, while tokens are fewer than inputs; only on one rank
     ) -> None:
         self._take, self._records = take or self._take_product, take is None
         self.token_mask: Tensor | None = None
@@ -188,12 +182,11 @@ class Recording:
 
     def _sum_over_ranks(self) -> None:
         """Sum over all ranks of the default process group; a rank that did not reach a layer adds zero."""
-        by_rank: list[Any] = [None] * torch.distributed.get_world_size()
         counts = {
             name: (s.tokens, s.passes, {need: tuple(v.shape) for need, v in s.sums.items()}, s.dims)
             for name, s in self.statistics.items()
         }
-        torch.distributed.all_gather_object(by_rank, counts)
+        by_rank = of_all_ranks(counts)
         for target in self._targets:
             reached = [ranks_counts[target.name] for ranks_counts in by_rank if target.name in ranks_counts]
             if not reached:
@@ -219,14 +212,6 @@ def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Te
 class Recorder:
     """Record statistics of some tensors of a model, and hold them.
 
-    Args:
-        model: The model that runs while statistics are recorded.
-        tensors: {name: (module, name of the tensor in it)}.
-        collected: {name: `Statistics`} that were recorded before.
-
-    Attributes:
-        collected: {name: `Statistics`} of the tensors for which something was recorded.
-
     >>> model = nn.Sequential(nn.Linear(4, 2))
     >>> recorder = Recorder(model, {"0.weight": (model[0], "weight")})
     >>> recorder.run([torch.ones(3, 4)], {"0.weight": ["input_square"]})
@@ -236,9 +221,9 @@ class Recorder:
 
     def __init__(
         self,
-        model: nn.Module | None,
-        tensors: Mapping[str, tuple[nn.Module, str]],
-        collected: Mapping[str, Statistics] = MappingProxyType({}),
+        model: nn.Module | None,  # it runs while statistics are recorded
+        tensors: Mapping[str, tuple[nn.Module, str]],  # {name: (module, name of the tensor in it)}
+        collected: Mapping[str, Statistics] = MappingProxyType({}),  # {name: what was recorded before}
     ) -> None:
         self.model, self.tensors = model, dict(tensors)
         self.collected: dict[str, Statistics] = dict(collected)

@@ -15,7 +15,7 @@ from .fsdp import (
     reshard,
     without_fsdp_class,
 )
-from .placement import has_process_group, is_sharded, rank
+from .placement import has_process_group, is_sharded, of_all_ranks, rank
 from .select import choose_sharded, common_mesh
 from .tensors import (
     LocalParts,

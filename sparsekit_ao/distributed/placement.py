@@ -40,6 +40,15 @@ def rank() -> int:
     return torch.distributed.get_rank() if has_process_group() else 0
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values that all ranks of the default group give, in order; that of this process alone without a group."""
+    if not has_process_group():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def is_sharded(t: object) -> bool:
     """Whether a tensor is a `DTensor`, whatever its placements."""
     return hasattr(t, "placements")

@@ -135,8 +135,7 @@ def _widened(module: nn.Module) -> Iterator[None]:
         return
 
     def cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
-        is_one = lambda x: isinstance(x, Tensor) and x.dtype == before  # noqa: E731
-        return _pytree.tree_map(lambda x: x.to(after) if is_one(x) else x, values)
+        return _pytree.tree_map_only(Tensor, lambda x: x.to(after) if x.dtype == before else x, values)
 
     narrow = [t.data for t in tensors]
     hooks = (

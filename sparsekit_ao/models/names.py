@@ -127,7 +127,6 @@ def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
 def plain_name(name: str) -> str:
     """A name of `named_modules` as state dicts have it: without torch's checkpoint wrappers.
 
-    >>> from sparsekit_ao.models.names import plain_name
     >>> plain_name("layers.0._checkpoint_wrapped_module.fc")
     'layers.0.fc'
     """

@@ -96,9 +96,9 @@ def check_batches(batches: Any, token_mask: TokenMask, forward: object, caller: 
         raise SparsityError(f"{caller}: forward must be a function (model, batch) -> output, got {forward!r}")
 
 
-def checked_list(batches: Any, forward: Forward | None, caller: str) -> list[Any]:
+def checked_list(batches: Any, forward: Forward | None, caller: str, token_mask: TokenMask = None) -> list[Any]:
     """The batches in a list; raise where there are none, or one that has no rows."""
-    check_batches(batches, None, forward, caller)
+    check_batches(batches, token_mask, forward, caller)
     kept = list(batches)
     if not kept:
         raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")

@@ -35,7 +35,6 @@ from ..models.running import (
     Forward,
     TokenMask,
     call,
-    check_batches,
     checked_list,
     eval_mode,
     output_error,
@@ -66,8 +65,7 @@ class CalibrationData:
         cls, model: nn.Module, batches: Any, forward: Forward | None, token_mask: TokenMask, caller: str
     ) -> "CalibrationData":
         """Check the arguments of a user, and keep the batches in a list."""
-        check_batches(batches, token_mask, forward, caller)
-        kept = checked_list(batches, forward, caller)
+        kept = checked_list(batches, forward, caller, token_mask)
         token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 
@@ -94,7 +92,7 @@ class CalibrationData:
         """Return the output of the first batch in eval mode; None for a sharded model, which would stay gathered."""
         if is_elsewhere(self.model) and not is_offloaded(self.model):
             return None
-        with eval_mode(self.model), seeded(self.model.parameters()):
+        with eval_mode(self.model):
             return self.output(0)
 
     def error_to(self, dense_output: Any) -> float:
@@ -144,19 +142,14 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
             reach(target, product.read)
             repeated.add(target.name)  # nothing tells that no other product follows
 
-    def hook(target: Target) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            reach(
-                target,
-                next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), torch.empty(0, device="cpu")),
-            )
-            calls[target.name] += 1
-            if calls[target.name] > 1:
-                repeated.add(target.name)
+    def before(target: Target, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        reach(target, next(tensors, torch.empty(0, device="cpu")))
+        calls[target.name] += 1
+        if calls[target.name] > 1:
+            repeated.add(target.name)
 
-        return before
-
-    modules = [(t.adapter.module, hook(t)) for t in targets if t.adapter is not None]
+    modules = [(t.adapter.module, functools.partial(before, t)) for t in targets if t.adapter is not None]
     unread: Sequence[Target] = ()
     for _ in range(2):  # again where weights of layers that are not called may be read: `F.linear(x, self.fc.weight)`
         reached.clear()
@@ -237,7 +230,7 @@ class _Links:
         # For each block called so far, {number of an argument that the first block does not get: its digest}.
         self._read = list[dict[int, str]]()
 
-    def before(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the arguments with which the model calls block k."""
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         if k == 0 and not self._read:
@@ -281,10 +274,7 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
     """Return the links of lists of blocks, and whether each of them is a chain, which every batch calls in order."""
     tried = [_Links(blocks) for blocks in lists]
 
-    def hook(links: _Links, k: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: links.before(k, args, kwargs)
-
-    with _hooks((block, hook(links, k)) for links in tried for k, block in enumerate(links.blocks)):
+    with _hooks((block, functools.partial(links.before, k)) for links in tried for k, block in enumerate(links.blocks)):
         data.run(0)
     with seeded(data.model.parameters()):
         for links in tried:  # not in the forward of the model, which may record what blocks give
@@ -318,7 +308,7 @@ def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, r
     common: list[list[Any]] = [[] for _ in chains]  # the arguments of each first block
     given: list[list[Any]] = [[] for _ in chains]  # the outputs of the block that ran last
 
-    def add(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def add(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         n, k, _ = blocks[place]
         leaves = _pytree.tree_leaves((args, kwargs))
         if not called[n]:
@@ -331,26 +321,22 @@ def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, r
         called[n].append(k if is_equal else -1)
 
     def unchanged(place: int, *args: Any, **kwargs: Any) -> Any:
-        add(place, args, kwargs)
-        n, k, _ = blocks[place]
+        n, k, block = blocks[place]
+        add(place, block, args, kwargs)
         further, spec = chains[n].outputs[k]
         return _pytree.tree_unflatten([_pytree.tree_leaves((args, kwargs))[0], *further], spec)
 
-    def hook(place: int) -> Callable[..., None]:
-        return lambda _, args, kwargs: add(place, args, kwargs)
+    def give(n: int, module: nn.Module, args: Any, output: Any) -> None:
+        given[n] = copied_tensors(_pytree.tree_leaves(output), objects=False)
 
     if replaces:
         with replaced([block for *_, block in blocks], unchanged), suppress(Exception):
             data.run(index)
     else:
         with ExitStack() as stack:
-            for n, _, block in blocks:
-
-                def after(module: nn.Module, args: Any, output: Any, n: int = n) -> None:
-                    given[n] = copied_tensors(_pytree.tree_leaves(output), objects=False)
-
-                stack.enter_context(block.register_forward_hook(after))
-            stack.enter_context(_hooks((block, hook(place)) for place, (*_, block) in enumerate(blocks)))
+            for place, (n, _, block) in enumerate(blocks):
+                stack.enter_context(block.register_forward_hook(functools.partial(give, n)))
+                stack.enter_context(_hooks([(block, functools.partial(add, place))]))
             data.run(index)
     return [order == [*range(len(links.blocks))] for order, links in zip(called, chains, strict=True)]
 
@@ -374,15 +360,12 @@ def captured(data: CalibrationData, blocks: Sequence[nn.Module], index: int) -> 
     """Return what each of some blocks receives in the forward pass of one batch, by its number, in order of calls."""
     calls: dict[int, Arguments] = {}
 
-    def hook(k: int) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[k] = copied_tensors((args, kwargs))
-            if len(calls) == len(blocks):
-                raise _Stop
+    def before(k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[k] = copied_tensors((args, kwargs))
+        if len(calls) == len(blocks):
+            raise _Stop
 
-        return before
-
-    with _hooks((block, hook(k)) for k, block in enumerate(blocks)):
+    with _hooks((block, functools.partial(before, k)) for k, block in enumerate(blocks)):
         data.run(index)
     return calls
 
@@ -414,8 +397,7 @@ class Kept:
 
     def __init__(self, device: Device = None, limit: float | None = None) -> None:
         self._device, self._limit = device, math.inf if limit is None else limit
-        self._values: dict[Hashable, Any] = {}
-        self._bytes: dict[Hashable, int] = {}  # of those in memory
+        self._values: dict[Hashable, tuple[Any, int]] = {}  # of those in memory, with their bytes
         self.used = 0  # the sum of these bytes
         self._files: dict[Hashable, str] = {}
         self._folder = ""
@@ -423,10 +405,9 @@ class Kept:
     def put(self, key: Hashable, value: Any) -> None:
         """Keep a value in place of the one before."""
         size = sum(leaf.nbytes for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-        self._values.pop(key, None)
-        self.used -= self._bytes.pop(key, 0)
+        self.used -= self._values.pop(key, (None, 0))[1]
         if self.used + size <= self._limit:
-            self._values[key], self._bytes[key] = copied_tensors(value, self._device, copies=False), size
+            self._values[key] = copied_tensors(value, self._device, copies=False), size
             self.used += size
             return
         if not self._folder:
@@ -437,7 +418,7 @@ class Kept:
 
     def get(self, key: Hashable) -> Any:
         """The value of a key."""
-        return self._values[key] if key in self._values else torch.load(self._files[key], weights_only=False)
+        return self._values[key][0] if key in self._values else torch.load(self._files[key], weights_only=False)
 
 
 class Stream:

@@ -39,9 +39,7 @@ def planned_run(
 ) -> DryRun:
     """Return what `prune` would do with all data."""
     walk, rest = walk_of(layers, data, options)
-    model, steps, chains = data.model, steps_of(walk, rest, passes > 0), [list[str]() for _ in walk.chains]
-    for name, chain in zip(walk.names, walk.chain_of, strict=True):
-        chains[chain].append(name)
+    model, steps, chains = data.model, steps_of(walk, rest, passes > 0), walk.names_of_chains
     rows = [layers.planned(name) for step in steps for name in step.tensors]
     numel = {row.tensor: math.prod(layers.recorder.target(row.tensor, ()).shape) for row in rows}
     total = sum(p.numel() for p in model.parameters())
@@ -67,7 +65,7 @@ def planned_run(
         seconds, memory = seconds + more, memory + held
     return DryRun(
         rows=tuple(rows),
-        chains=tuple(map(tuple, chains)),
+        chains=tuple(chains),
         parameters=(total, total - dropped),
         flops=flops,
         runs=(runs, 2 + (passes and 1 + passes) if chains else 0),

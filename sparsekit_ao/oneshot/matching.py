@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from .. import masking
 from ..calibration import token_rows
 from ..calibration.gram import is_finite
-from ..distributed import full_tensor, has_process_group, is_sharded, rank
+from ..distributed import full_tensor, has_process_group, is_sharded, of_all_ranks, rank
 from ..errors import SparsityError, checked_model, is_number, with_hints
 from ..models.loading import Device, is_elsewhere, loaded, refuse_unloadable
 from ..models.names import by_pattern, named_tensors, owner_of
@@ -274,12 +274,10 @@ def passes_of(recover: object, caller: str) -> int:
 
 def check_ranks(data: CalibrationData) -> None:
     """Raise an error unless every rank has the same number of batches."""
-    if has_process_group():
-        counts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(counts, len(data.batches))
-        if len(set(counts)) > 1:
-            text = " and ".join(map(str, counts))
-            raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
+    counts = of_all_ranks(len(data.batches))
+    if len(set(counts)) > 1:
+        text = " and ".join(map(str, counts))
+        raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
 
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
@@ -349,9 +347,8 @@ class Teacher:
 
     def _begin_streams(self, walk: Walk, dense: CalibrationData) -> None:
         """Begin the dense streams of all chains, since a model that is its own dense model changes from now on."""
-        numbers = [[at for at, of in enumerate(walk.chain_of) if of == chain] for chain in range(len(walk.chains))]
         # For each chain the dense blocks and, for each block in the walk, the last of these that it stands for.
-        paired = [_paired(walk.data.model, dense.model, [walk.names[at] for at in of_chain]) for of_chain in numbers]
+        paired = [_paired(walk.data.model, dense.model, names) for names in walk.names_of_chains]
         self._dense_blocks = [blocks for blocks, _ in paired]
         self._last = [last for _, lasts in paired for last in lasts]
         self._check_blocks(walk, dense)
@@ -500,8 +497,6 @@ class _Training:
             part = (k + self.own) % self.ranks if self.ranks > 1 else None
             loss = self.error(k // self.ranks, False, part)[0] / scale
         self.student.set_gradients(loss)
-        if not all(is_finite(w.grad) for w in self.student.weights.values() if w.grad is not None):
-            self.optimizer.zero_grad()  # beyond the range of 16 bits: this step changes nothing
         self.optimizer.step()
         self.schedule.step()
 
@@ -659,7 +654,7 @@ class _Student(nn.Module):
         return math.sqrt(squares / max(count, 1)) or 1.0
 
     def set_gradients(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, summed over ranks; the gradients of dropped elements are zero."""
+        """Set the gradients of a loss, summed over ranks and zero for dropped elements, unless one is not finite."""
         if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
         found = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
@@ -675,8 +670,9 @@ class _Student(nn.Module):
                 summed = _over_ranks(torch.cat([gradient.flatten() for gradient in own]))
                 for gradient, part in zip(own, summed.split([g.numel() for g in own]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
-            weight.grad = gradient
+        if all(map(is_finite, gradients)):  # otherwise beyond the range of 16 bits: the step changes nothing
+            for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+                weight.grad = gradient
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""

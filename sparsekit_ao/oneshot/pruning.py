@@ -26,7 +26,7 @@ from .chain import CalibrationData
 from .dry import planned_run
 from .matching import Teacher, check_ranks, passes_of
 from .one_shot_report import OneShotReport
-from .solving import Layers, Scoring, check_method
+from .solving import Layers, Scoring
 from .walk import Walk, check_options, checkpoint_of, walk_of
 
 
@@ -104,8 +104,7 @@ def one_shot(
     >>> sparsifier.squash_mask()
     """
     start = time.perf_counter()
-    check_method(compensate, "one_shot")
-    check_options("one_shot", device, stream_memory, checkpoint)
+    check_options("one_shot", device, stream_memory, checkpoint, compensate)
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
     sparsifier.require_prepared("one_shot")
@@ -205,8 +204,7 @@ def prune(
     passes = passes_of(recover, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
         raise SparsityError("prune: recover, forward and token_mask need batches; give unlabelled inputs as batches=")
-    check_method(compensate, "prune")
-    check_options("prune", device, stream_memory, checkpoint)
+    check_options("prune", device, stream_memory, checkpoint, compensate)
     if is_elsewhere(model) and not inplace:
         raise SparsityError(
             "prune: weights of this model are offloaded by accelerate or sharded over ranks, so a copy would not have "
@@ -231,8 +229,7 @@ def prune(
         check_ranks(data)
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
-        plan = planned_run(layers, data, all_data, options, passes, not inplace, start)
-        plan = replace(plan, left_out=left_out)
+        plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
         _warn_of_dense(plan)
         return model, plan
     dense = evaluated(evaluate, model, "prune, the dense model", progress)
@@ -285,8 +282,7 @@ def sensitivity(
     """
     start = time.perf_counter()
     checked_model(model, "sensitivity")
-    check_method(compensate, "sensitivity")
-    check_options("sensitivity", device, stream_memory, None)
+    check_options("sensitivity", device, stream_memory, compensate=compensate)
     refuse_unloadable(model, "sensitivity")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
     _check_gradients("sensitivity", score, True, forward is not None, False)
@@ -354,22 +350,19 @@ def _pruned(
     dense_output = data.first_output() if is_compared else None
     walk, unrecorded = walk_of(layers, data, options)
     if layers.shared:
-        scoring = Scoring(layers, layers.shared, is_elsewhere(data.model))
+        scoring = Scoring(layers, is_elsewhere(data.model))
         walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
         layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched, progress)
-    seconds, blocks = time.perf_counter() - start, len(walk.blocks) if data.batches else None
-    weights, tokens = weights_by_name(data.model), data.counted()
-    error = data.error_to(dense_output) if is_compared else math.nan
     return OneShotReport(
         rows=tuple(rows),
-        seconds=seconds,
-        blocks=blocks,
+        seconds=time.perf_counter() - start,
+        blocks=len(walk.blocks) if data.batches else None,
         recovery=recovery,
-        tokens=tokens,
-        weights=weights,
-        error_to_dense=error,
+        tokens=data.counted(),
+        weights=weights_by_name(data.model),
+        error_to_dense=data.error_to(dense_output) if is_compared else math.nan,
     )
 
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from .. import masking
 from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target
 from ..calibration.gram import damped_gram, divided, is_finite, power_of_two
-from ..distributed import copy_values, has_process_group, is_sharded, rank
+from ..distributed import copy_values, has_process_group, is_sharded, of_all_ranks, rank
 from ..errors import SparsityError
 from ..models.names import connected
 from ..scores import needs_of
@@ -56,12 +55,6 @@ class LayerRow:
     density: float
     seconds: float
     note: str = ""
-
-
-def check_method(method: object, caller: str) -> None:
-    """Raise an error unless `compensate` is a known method."""
-    if method not in METHODS:
-        raise SparsityError(f"{caller}: compensate must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -259,11 +252,11 @@ class Scoring:
 
     row = LayerRow
 
-    def __init__(self, layers: Layers, shared: Sequence[PruningGroup], copies: bool) -> None:
-        self._layers, self._shared = layers, shared
+    def __init__(self, layers: Layers, copies: bool) -> None:
+        self._layers, self._shared = layers, layers.shared
         self._copies = copies  # whether weights are copied, if they are loaded only for a while
         self.chosen: dict[str, Tensor] = {}
-        self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in shared}
+        self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in layers.shared}
         self._weights: dict[str, Tensor] = {}
 
     def target(self, name: str) -> Target:
@@ -334,12 +327,9 @@ def alike() -> Iterator[None]:
         yield
     except Exception as e:
         error = e
-    if has_process_group():
-        texts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(texts, error and str(error))
-        text = next(filter(None, texts), None)
-        if error is None and text is not None:
-            raise SparsityError(text)
+    text = next(filter(None, of_all_ranks(error and str(error))), None)
+    if error is None and text is not None:
+        raise SparsityError(text)
     if error is not None:
         raise error
 
@@ -348,8 +338,7 @@ def _exchange(solved: dict[str, tuple[Tensor, Tensor, LayerRow]], owners: Mappin
     """Send what each rank has solved, {name: (weight, mask, row)}, to all ranks; `like` are tensors of these shapes."""
     if not has_process_group():
         return
-    rows: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(rows, {name: row for name, (_, _, row) in solved.items()})
+    rows = of_all_ranks({name: row for name, (_, _, row) in solved.items()})
     for name, owner in owners.items():
         blank = torch.empty_like(like[name], memory_format=torch.contiguous_format)
         weight, mask = solved[name][:2] if name in solved else (blank, torch.empty_like(blank, dtype=torch.bool))

@@ -41,14 +41,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
-from ..distributed import abandon_forward, has_process_group, rank
+from ..distributed import abandon_forward, has_process_group, of_all_ranks, rank
 from ..errors import SparsityError, is_number
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
-from .solving import Layers, alike, warn_of_unreached
+from .solving import METHODS, Layers, alike, warn_of_unreached
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
@@ -121,7 +121,8 @@ class Walk:
             self._agree(targets, names)
         self.blocks = [block for chain in self.chains for block in chain.blocks]
         self.chain_of = [c for c, chain in enumerate(self.chains) for _ in chain.blocks]  # by the number of the block
-        self.names = [names[id(block)] for block in self.blocks]
+        self.names_of_chains = [tuple(names[id(block)] for block in chain.blocks) for chain in self.chains]
+        self.names = [name for of_chain in self.names_of_chains for name in of_chain]
         inside = {id(module) for block in self.blocks for module in block.modules()}
         self.outside = [names[id(layer)] for layer in dict.fromkeys(layers) if id(layer) not in inside]
         # With a device, streams are kept on the CPU, so that the device has room for one block and one batch.
@@ -136,8 +137,7 @@ class Walk:
         """Make all ranks visit the same targets in one order, and use chains only if every rank has found them."""
         firsts = [names[id(chain.blocks[0])] for chain in self.chains]
         own = [(target.name, read) for target, read in self.reached], [*self._repeated], firsts
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, own)
+        ranks = of_all_ranks(own)
         reads: dict[str, int] = {}
         for reached, _, _ in ranks:
             for name, read in reached:
@@ -232,7 +232,7 @@ class Walk:
                 stack.enter_context(solving.masks(step.tensors))
             modules = self._modules(step)
             if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
-                is_saved = checkpoint is not None and checkpoint.has(number)
+                is_saved = checkpoint is not None and number < checkpoint.count
                 recorded = {} if solving is None or is_saved else self._statistics(step, solving)
                 stack.enter_context(loaded(self.data.model, modules, writes=writes))
                 return self._finish(step, number, modules, solving, None, checkpoint, recorded)
@@ -279,7 +279,14 @@ class Walk:
             if saved is None:
                 rows, row = self._solved(step, solving, matching, recorded)
             else:
-                rows, row = self._restored(saved, named, solving, matching)
+                for name, p in named.items():
+                    p.copy_(saved["weights"][name])
+                rows, row = [], None
+                if solving is not None:
+                    solving.chosen.update(saved["masks"])
+                    rows = [solving.row(**one) for one in saved["solved"]]
+                if matching is not None and saved["matched"]:
+                    row = matching.row(**saved["matched"])
             if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
                 self.advance(step.block)
             if checkpoint is not None and saved is None:
@@ -302,21 +309,6 @@ class Walk:
         if matching is not None and step.block is not None:
             row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
         return rows, row
-
-    def _restored(
-        self,
-        saved: Mapping[str, Any],
-        named: Mapping[str, Tensor],
-        solving: Solving | None,
-        matching: Matching | None,
-    ) -> tuple[list[Any], Any]:
-        """Restore what an interrupted walk saved of a step, and return its rows as `_solved` does."""
-        for name, p in named.items():
-            p.copy_(saved["weights"][name])
-        if solving is not None:
-            solving.chosen.update(saved["masks"])
-        rows = [solving.row(**row) for row in saved["solved"]] if solving is not None else []
-        return rows, matching.row(**saved["matched"]) if matching is not None and saved["matched"] else None
 
     def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
         """Record the inputs of all tensors of a step together, in the model as it is now."""
@@ -362,18 +354,14 @@ class Walk:
     @contextmanager
     def _skipping_blocks(self, index: int) -> Iterator[None]:
         """Return a context in which no block of a finished chain runs: each returns what the last of them gave."""
-        streams = [self.streams[chain] for chain in self.chain_of if self._is_finished(chain)]
+        begun = zip(self.chains, self.streams, strict=False)  # later chains have no streams yet
+        finished = [(block, stream) for chain, stream in begun if stream.is_finished for block in chain.blocks]
 
         def outputs(k: int, *args: Any, **kwargs: Any) -> Any:
-            return streams[k].outputs(index)
+            return finished[k][1].outputs(index)
 
-        blocks = zip(self.blocks, self.chain_of, strict=True)
-        with replaced([block for block, chain in blocks if self._is_finished(chain)], outputs):
+        with replaced([block for block, _ in finished], outputs):
             yield
-
-    def _is_finished(self, chain: int) -> bool:
-        """Return whether the stream of a chain has passed its last block."""
-        return chain < len(self.streams) and self.streams[chain].is_finished
 
     def _may_skip_blocks(self, layers: Sequence[nn.Module]) -> bool:
         """Return whether layers get the same inputs from the first batch if blocks of finished chains do not run."""
@@ -478,13 +466,9 @@ class Checkpoint:
             )
         self.count: int = status[1]  # steps that an earlier call finished
 
-    def has(self, number: int) -> bool:
-        """Return whether the step of this number was finished by an earlier call."""
-        return number < self.count
-
     def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return what an earlier call saved of a step, or None; refuse tensors other than those that it began with."""
-        if not self.has(number):
+        if number >= self.count:
             return None
         path = self._path(number)
         with alike():
@@ -545,24 +529,26 @@ def checkpoint_of(
             digest_of(arguments, f"{caller}: an argument, such as the score,", refuses),
             digest_of(data.forward, f"{caller}: forward", refuses),
         ]
-    if has_process_group():
-        calls: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(calls, (*call, folder is None))
-        if len({is_none for *_, is_none in calls}) > 1:
-            raise SparsityError(f"{caller}: some ranks have a checkpoint= and others have none; give it on every rank")
-        if len(set(calls)) > 1:
-            raise SparsityError(
-                f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
-                "give the same arguments except for the batches"
-            )
+    calls = of_all_ranks((*call, folder is None))
+    if len({is_none for *_, is_none in calls}) > 1:
+        raise SparsityError(f"{caller}: some ranks have a checkpoint= and others have none; give it on every rank")
+    if len(set(calls)) > 1:
+        raise SparsityError(
+            f"{caller}: the ranks have different models or arguments; load the same weights on every rank, and "
+            "give the same arguments except for the batches"
+        )
     if folder is None:
         return None
     call[2] += digest_of((data.batches, data.token_masks), f"{caller}: a batch", True)
     return Checkpoint(folder, [*call[:2], digest_of(call[2], "")], caller)
 
 
-def check_options(caller: str, device: object, stream_memory: object, checkpoint: object) -> None:
+def check_options(
+    caller: str, device: object, stream_memory: object, checkpoint: object = None, compensate: object = None
+) -> None:
     """Raise an error if an argument that `prune`, `one_shot` and `recover` pass on to the walk is invalid."""
+    if compensate not in METHODS:
+        raise SparsityError(f"{caller}: compensate must be one of {', '.join(map(repr, METHODS))}, got {compensate!r}")
     if stream_memory is not None and (not is_number(stream_memory) or not float(stream_memory) >= 0):
         raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
     if checkpoint is not None and (not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint)):
