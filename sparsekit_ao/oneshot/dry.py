@@ -16,7 +16,7 @@ from ..distributed import abandon_forward
 from ..models.flops import flop_counter
 from ..models.loading import is_elsewhere, loaded
 from ..models.names import weights_by_name
-from ..models.running import eval_mode, import_dynamo, unfused_attention
+from ..models.running import eval_mode, import_dynamo, tensors_in, unfused_attention
 from .chain import CalibrationData
 from .matching import EVERY, MEASURED, Teacher
 from .one_shot_report import DryRun
@@ -47,10 +47,11 @@ def planned_run(
     sizes = [sum(p.numel() for p in block.parameters()) for block in walk.blocks]
     sizes += [sum(numel[name] for name in step.tensors) for step in steps if step.block is None]
     largest = total if passes and not walk.blocks else max(sizes, default=0)
-    memory = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
+    of_walk = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
+    memory = outputs = 0
     if copies or is_elsewhere(model):  # a copy of all; or what is outside of blocks is read, too
         inside = {id(p) for block in walk.blocks for p in block.parameters()}
-        memory += sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
+        memory = sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
     seconds, flops, runs = time.perf_counter() - start, (0, 0), 0
     if all_data.batches:
         seconds *= all_data.one_batch()[1] if layers.gradients() else 1
@@ -58,11 +59,12 @@ def planned_run(
         runs += (passes and 1 + passes) * (not chains)
         with eval_mode(model), without_autocast_cache():
             try:
-                flops = _flops(data, layers, rows)
+                flops, outputs = _flops(data, layers, rows)
                 more, held = _measured(layers, walk, steps, all_data, passes, numel)
             finally:
                 abandon_forward(model)
-        seconds, memory = seconds + more, memory + held
+        seconds, of_walk = seconds + more, of_walk + held
+    memory += outputs + max(of_walk, outputs)  # the dense outputs are kept, and compared with those after the walk
     return DryRun(
         rows=tuple(rows),
         chains=tuple(chains),
@@ -75,8 +77,11 @@ def planned_run(
     )
 
 
-def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[int, int]:
-    """Return the FLOPs of a forward pass, and those without the products of zeros in Linear layers and convolutions."""
+def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[tuple[int, int], int]:
+    """Return the FLOPs of a forward pass, those without the products of zeros, and the bytes of the outputs.
+
+    The zeros are those in Linear layers and convolutions.
+    """
     saved, started = 0.0, 0
     with flop_counter() as counter, unfused_attention(), ExitStack() as hooks:
 
@@ -95,8 +100,8 @@ def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> t
 
             hooks.enter_context(module.register_forward_pre_hook(begin))
             hooks.enter_context(module.register_forward_hook(end))
-        data.output(0)
-    return counter.get_total_flops(), counter.get_total_flops() - round(saved)
+        outputs = sum(tensor.nbytes for _, tensor in tensors_in("", data.output(0)))
+    return (counter.get_total_flops(), counter.get_total_flops() - round(saved)), outputs
 
 
 def _measured(

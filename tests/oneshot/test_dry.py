@@ -148,12 +148,15 @@ def test_time_and_memory_follow_from_one_block_and_one_batch(monkeypatch):
     )
     numel = sum(p.numel() for p in blocks.parameters())
     here = prune(blocks, "2:4", batches=batches, inplace=True, dry_run=True)[1]
-    streams = 160 * 16 * 4
-    assert plan.memory - here.memory == 4 * numel and here.memory == 8 * 4 * numel // 3 + streams
+    streams, outputs = 160 * 16 * 4, 32 * 16 * 4  # the outputs of the dense model are kept
+    assert plan.memory - here.memory == 4 * numel and here.memory == 8 * 4 * numel // 3 + streams + outputs
     kept = prune(blocks, "2:4", batches=batches, inplace=True, stream_memory=3000, dry_run=True)[1]
     assert kept.memory == here.memory - streams + 3000
     dropped = prune(blocks, "2:4", batches=batches, inplace=True, compensate=None, dry_run=True)[1]
-    assert dropped.memory == 2 * 4 * numel // 3 + streams
+    assert dropped.memory == 2 * 4 * numel // 3 + streams + outputs
+    headed = nn.Sequential(blocks, nn.Linear(16, 5000))  # logits, compared with the dense ones after the walk
+    large = prune(headed, "2:4", batches=batches, exclude=["1"], inplace=True, dry_run=True)[1]
+    assert large.memory == 2 * 32 * 5000 * 4
     assert recovered.memory > plan.memory + streams  # what training keeps for the backward pass
 
 
