@@ -105,12 +105,30 @@ def of_smollm2() -> tuple[Row, list[Row]]:
     return dense, [r for r in rows if r["structure"] != "dense"]
 
 
+def smollm2_at_equal_tokens() -> tuple[int, dict[tuple[str, str], Row]]:
+    """The most tokens with which all methods have been measured, and the last row of each method with at most these."""
+    dense, rows = of_smollm2()
+    compared = ("sparsegpt", "admm", "recovered")
+    counts = [{int(r["tokens"]) for r in rows if (r["structure"], r["method"]) == ("2:4", one)} for one in compared]
+    most = max(set.intersection(*counts))
+    return most, {(r["structure"], r["method"]): r for r in (dense, *rows) if int(r["tokens"]) <= most}
+
+
 def smollm2() -> Table:
     """Perplexity and seconds of SmolLM2, by structure and method."""
     dense, rows = of_smollm2()
-    names = ["tokens", "perplexity", "seconds", "threads", "peak GiB"]
-    found = [["", *names], ["dense", "", dense["perplexity"], "", "", ""]]
+    names = ["tokens", "passes", "perplexity", "seconds", "threads", "peak GiB"]
+    rows = [r | {"passes": r["passes"].replace("0", "")} for r in rows]
+    found = [["", *names], ["dense", "", "", dense["perplexity"], "", "", ""]]
     return found + [[f"{r['structure']}, {r['method']}", *(r[name] for name in names)] for r in rows]
+
+
+def look_first() -> Table:
+    """What sensitivity and the dry run say of two models, and what then happens."""
+    rows = read("benchmarks/results/look_first")
+    names = {"model": "model", "left dense": "left dense", "quality": "cosine or perplexity"}
+    names |= {"seconds": "seconds", "estimated": "estimated", "MiB": "MiB", "MiB, estimated": "MiB, estimated"}
+    return [list(names.values()), *([r[name] for name in names] for r in rows)]
 
 
 def crepe() -> Table:
@@ -246,7 +264,7 @@ def pattern_cost() -> Table:
 
 def method_cost() -> Table:
     """What each way to prune costs in quality and time: the table of the decision page."""
-    perplexity = {(r["structure"], r["method"]): r["perplexity"] for r in read("results/prune_smollm2")}
+    perplexity = {key: r["perplexity"] for key, r in smollm2_at_equal_tokens()[1].items()}
     _, small = read("results/shrink_minilm")
     removed = {r["removed"]: three(r["recovered"]) for r in read("results/shrink_minilm_recovered")}
 
@@ -327,7 +345,7 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, crepe),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, look_first, crepe),
         *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
@@ -351,14 +369,18 @@ def _of_pruning() -> dict[str, str]:
         found |= {f"seconds_{name}_recovered": f"{float(recovered['seconds']):.0f}"}
     more = read("results/prune_minilm_2_4_more")[-1]
     found |= {"cosine_more": three(more["cosine"]), "seconds_more": f"{float(more['seconds']):.0f}"}
-    dense, rows = of_smollm2()
-    most = max(int(r["tokens"]) for r in rows)
-    at_most = [r for r in rows if (r["structure"], int(r["tokens"])) == ("2:4", most)]
-    lost = {r["method"]: float(r["perplexity"]) - float(dense["perplexity"]) for r in at_most}
+    (dense, rows), (most, at_most) = of_smollm2(), smollm2_at_equal_tokens()
+    lost = {key: float(r["perplexity"]) - float(dense["perplexity"]) for key, r in at_most.items()}
     for name, method in {"closed": "admm", "recovered": "recovered"}.items():
-        found[f"smollm2_{name}"] = f"{100 * (1 - lost[method] / lost['sparsegpt']):.0f}"
+        found[f"smollm2_{name}"] = f"{100 * (1 - lost['2:4', method] / lost['2:4', 'sparsegpt']):.0f}"
     found |= {"smollm2_tokens": f"{most:,}", "smollm2_dense": dense["perplexity"]}
-    found["smollm2_minutes"] = f"{max(float(r['seconds']) for r in at_most if r['method'] == 'recovered') / 60:.0f}"
+    found["smollm2_minutes"] = f"{float(at_most['2:4', 'recovered']['seconds']) / 60:.0f}"
+    more = [r for r in rows if (r["method"], r["passes"]) == ("recovered", "2")][-1]
+    found |= {"smollm2_more_tokens": f"{int(more['tokens']):,}", "smollm2_more": more["perplexity"]}
+    found["smollm2_more_minutes"] = f"{float(more['seconds']) / 60:.0f}"
+    for r in read("benchmarks/results/look_first"):
+        name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
+        found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}
     found["loss_dense"] = three(read("results/dst_language_model")[0]["loss"])
     layers = [r for r in read("benchmarks/results/one_shot_layers") if (r["structure"], r["method"]) == ("2:4", "admm")]
     seconds = {r["layer"].removeprefix("encoder.layer."): f"{float(r['seconds']):.2f}" for r in layers}

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 import torch
-from figures import MINILM, of_smollm2, read
+from figures import MINILM, of_smollm2, read, smollm2_at_equal_tokens
 from torch import Tensor, nn
 
 from sparsekit_ao import BlockSpec, Coupling, ScopeCoupling, ScopeSparsifier, ScopeSpec, keep_mask, patterns
@@ -239,7 +239,7 @@ def plot_smollm2(path: pathlib.Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([60, 300, 1800], ["1 minute", "5", "30"])
-    axes.set_xlim(right=3000)
+    axes.set_xlim(right=7000)
     axes.set_yticks([20, 50, 100, 500, 2000], ["20", "50", "100", "500", "2,000"])
     axes.minorticks_off()
     axes.set_ylabel("perplexity, 2:4")
@@ -262,7 +262,7 @@ def plot_models(path: pathlib.Path) -> None:
     for label, r in (("2:4, smallest weights", rows[0]), ("2:4, prune", rows[-2]), ("2:4, and recover", rows[-1])):
         bars.append((label, float(r["cosine"]), f"{float(r['seconds']):.0f} s"))
     panels = {"MiniLM: cosine to dense, higher is better": bars}
-    named = {(r["structure"], r["method"]): r for r in read("results/prune_smollm2")}
+    _, named = smollm2_at_equal_tokens()
     labels = {
         "dense": ("dense", ""),
         "fewer units": ("a quarter of the MLP units", "obs"),
