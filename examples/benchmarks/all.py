@@ -66,6 +66,7 @@ MORE = tuple((*RECOMMENDED, "--sentences", count) for count in ("256", "512", "4
 SMOLLM2 = (
     ("--tokens", "8192", "--structures", "2:4", "--methods", "magnitude,wanda,sparsegpt,admm"),
     ("--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
+    ("--tokens", "65536", "--passes", "2", "--structures", "2:4", "--methods", "recovered"),
     ("--tokens", "16384", "--structures", "a quarter of the MLP units", "--methods", "obs", "--threads", "1"),
 )
 JOBS: dict[str, Job] = {
@@ -84,7 +85,7 @@ JOBS: dict[str, Job] = {
     ),
     "export_minilm": _example("export_minilm", 2),
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
-    "prune_smollm2": Job("prune_smollm2.py", 55, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
+    "prune_smollm2": Job("prune_smollm2.py", 105, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
     "prune_crepe": _example("prune_crepe", 15),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
