@@ -374,6 +374,7 @@ def _of_pruning() -> dict[str, str]:
     for name, method in {"closed": "admm", "recovered": "recovered"}.items():
         found[f"smollm2_{name}"] = f"{100 * (1 - lost['2:4', method] / lost['2:4', 'sparsegpt']):.0f}"
     found |= {"smollm2_tokens": f"{most:,}", "smollm2_dense": dense["perplexity"]}
+    found["smollm2_prune_minutes"] = f"{float(at_most['2:4', 'admm']['seconds']) / 60:.0f}"
     found["smollm2_minutes"] = f"{float(at_most['2:4', 'recovered']['seconds']) / 60:.0f}"
     more = [r for r in rows if (r["method"], r["passes"]) == ("recovered", "2")][-1]
     found |= {"smollm2_more_tokens": f"{int(more['tokens']):,}", "smollm2_more": more["perplexity"]}

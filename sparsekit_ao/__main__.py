@@ -24,6 +24,7 @@ from .removal import shrink
 CALLS: dict[str, Callable[..., Any]] = {"prune": prune, "shrink": shrink}
 OF_COMMAND = {"model", "batches", "example_inputs", "forward", "couplings", "inplace", "dry_run", "evaluate"}
 BATCH = 4  # windows of tokens in a batch
+MEASURED = 8192  # tokens of the held-out text, at most
 HELD_OUT = 10  # one document, or part of the text, of so many is held out
 
 
@@ -195,7 +196,7 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
         at = len(text) - len(text) // HELD_OUT
         used, held_out = text[:at], text[at:]
     found = []
-    for text, most in ((used, args.tokens), (held_out, args.tokens // 4)):
+    for text, most in ((used, args.tokens), (held_out, MEASURED)):
         # Each window gets the tokens that the tokenizer adds to a text, such as [CLS] and [SEP].
         ids = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
         whole = torch.tensor([window for window in ids if len(window) == length])

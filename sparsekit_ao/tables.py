@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from .errors import is_number
 
+FOLDED_ABOVE = 40  # rows above which like tensors share a line of a printed report
 FAR = 0.7  # from this relative error on, half of the variation of the dense model's outputs is lost
 Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|inf)*( to [\d.]+)?")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import by_reason
 from ..models.names import by_pattern
-from ..tables import Table, lines_of_error
+from ..tables import FOLDED_ABOVE, Table, lines_of_error
 from .matching import RecoveryReport
 from .solving import LayerRow
 
@@ -131,8 +131,14 @@ class DryRun(OneShotReport):
     bars = ("density",)  # type: ignore[assignment]
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Return the head and the rows as text, without the columns of errors and times."""
-        return [(tensor, density, note) for tensor, _, _, density, _, note in super().cells(folds)]
+        """Return the head and the rows as text, without errors and times; with `folds`, like rows share a line."""
+        head, *lines = [(tensor, density, note) for tensor, _, _, density, _, note in super().cells(folds)]
+        if folds and len(lines) > FOLDED_ABOVE:
+            alike = dict[tuple[str, str], list[str]]()
+            for tensor, density, note in lines:
+                alike.setdefault((density, note), []).append(tensor)
+            lines = [(name, *rest) for rest, tensors in alike.items() for name in by_pattern(tensors)]
+        return [head, *lines]
 
     def above(self) -> list[str]:
         """Return what the call would take."""
@@ -141,8 +147,8 @@ class DryRun(OneShotReport):
         return ["dry run: nothing was changed", f"the call would take about {takes}"]
 
     def _about_run(self, time: str) -> list[str]:
-        sizes = zip(("parameters that are not zero", "FLOPs"), (self.parameters, self.flops), strict=True)
+        sizes = zip(("parameters that are not dropped", "FLOPs"), (self.parameters, self.flops), strict=True)
         lines = [f"{what}: {was:,} -> {now:,} ({now / was:.3f})" for what, (was, now) in sizes if was]
         blocks = f", and {self.runs[1]} of each block" if self.chains else ""
         lines.append(f"forward passes for each batch: {self.runs[0]} of the model or a part of it{blocks}")
-        return lines + [f"chain of {len(chain)} blocks: {', '.join(by_pattern(chain))}" for chain in self.chains]
+        return lines + [f"chain of {len(chain)} blocks: {chain[0]} to {chain[-1]}" for chain in self.chains]

@@ -62,6 +62,8 @@ def shrink_vocabulary(
     tokenizer, count = copy.deepcopy(tokenizer), len(small.get_input_embeddings().weight)  # calls change its settings
     items = [keep] if isinstance(keep, str) else keep.tolist() if isinstance(keep, Tensor) else list(keep)
     texts = items if tokenizer is not None and all(isinstance(item, str) for item in items) else []
+    if tokenizer is None and any(isinstance(item, str) for item in items):
+        raise SparsityError(f"{WHERE}keep has texts, which need the tokenizer of the model; pass it too")
     if not items or not (texts or all(type(item) is int and 0 <= item < count for item in items)):
         raise SparsityError(
             f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3]}"
@@ -95,6 +97,10 @@ def shrink_vocabulary(
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
     _cut_model(small, count, new)
+    if getattr(getattr(small.config, "quantization_config", None), "quant_method", None) == "gguf":
+        # The weights are floats, but transformers would refuse to save them as such.
+        vars(small).pop("hf_quantizer", None)
+        vars(small.config).pop("quantization_config")
     for config in configs:
         for name in filter(_IDS.fullmatch, config):
             value = config[name]

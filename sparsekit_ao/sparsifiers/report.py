@@ -20,13 +20,12 @@ from ..models.progress import progress_bar
 from ..structure import BlockSpec, Budget, SparseScope, scope_windows
 from ..structure.tiles import to_aligned
 from ..structure.windows import Window, fill_mask, kept_flags, kept_grid
-from ..tables import Table
+from ..tables import FOLDED_ABOVE, Table
 from .config import ResolvedConfig, TensorGroup
 from .groups import PruningGroup, counts_in_scopes, kept_in, labels_of, numel_of_groups
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
 SHOWN = 5  # parameters that no entry names in a printed report
-FOLDED_ABOVE = 40  # rows above which like tensors share a line of a printed report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ import sparsekit_ao
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns, prune, sensitivity
 from sparsekit_ao.export import pretrained
 from sparsekit_ao.masking import select, weight_mask
-from sparsekit_ao.removal import compact, shrink, shrink_layers
+from sparsekit_ao.removal import compact, shrink, shrink_layers, shrink_vocabulary
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "save_decilm.py"
 save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
@@ -170,12 +170,12 @@ def test_a_compiled_model_without_some_layers_is_saved_under_plain_names(compile
 def test_a_model_of_a_gguf_file_is_saved_as_a_plain_one(pruned, tmp_path):
     gguf = pytest.importorskip("gguf")
     writer, rows = gguf.GGUFWriter(tmp_path / "model.gguf", "llama"), numpy.random.default_rng(0)
-    for key, number in (("block_count", 2), ("context_length", 32), ("embedding_length", 32), ("vocab_size", 64)):
+    for key, number in (("block_count", 2), ("context_length", 32), ("embedding_length", 32), ("vocab_size", 48)):
         getattr(writer, f"add_{key}")(number)
     for key, number in (("feed_forward_length", 64), ("head_count", 4), ("head_count_kv", 4)):
         getattr(writer, f"add_{key}")(number)
     writer.add_layer_norm_rms_eps(1e-5)
-    shapes = {"token_embd": (64, 32), "output_norm": (32,), "output": (64, 32)}
+    shapes = {"token_embd": (48, 32), "output_norm": (32,), "output": (48, 32)}
     for k in range(2):
         shapes |= {f"blk.{k}.{norm}_norm": (32,) for norm in ("attn", "ffn")}
         shapes |= {f"blk.{k}.attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
@@ -201,6 +201,10 @@ def test_a_model_of_a_gguf_file_is_saved_as_a_plain_one(pruned, tmp_path):
     assert not hasattr(again.config, "quantization_config")
     with torch.no_grad():
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+        small, _, _ = shrink_vocabulary(model, range(12))
+        small.save_pretrained(tmp_path / "fewer tokens")  # transformers refuses to save a quantized model
+        again = type(model).from_pretrained(tmp_path / "fewer tokens").eval()
+        assert torch.equal(again(**inputs).logits, small(**inputs).logits)
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections import OrderedDict
 
 import accelerate
 import pytest
@@ -158,6 +159,20 @@ def test_time_and_memory_follow_from_one_block_and_one_batch(monkeypatch):
     large = prune(headed, "2:4", batches=batches, exclude=["1"], inplace=True, dry_run=True)[1]
     assert large.memory == 2 * 32 * 5000 * 4
     assert recovered.memory > plan.memory + streams  # what training keeps for the backward pass
+
+
+def test_like_tensors_share_a_line_and_recover_may_be_a_number_of_passes():
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)) for _ in range(20))
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*blocks)))
+    batches = [torch.randn(16, 8)]
+    plan = prune(model, "2:4", batches=batches, recover=2, dry_run=True)[1]
+    assert "layers.*.*.weight (60)   0.5000  block 1x1" in str(plan) and plan.runs[1] == 2 + 1 + 2
+    assert len(plan.table().splitlines()) == 61
+    report = prune(model, "2:4", batches=batches, recover=1)[1]
+    assert all(row.passes <= 1 for row in report.recovery)
+    for bad in (-1, "2", 2.0, model):
+        with pytest.raises(SparsityError, match="recover must be True, False or a number of passes"):
+            prune(model, "2:4", batches=batches, recover=bad)
 
 
 def test_an_offloaded_model_is_read_and_not_written(tmp_path):

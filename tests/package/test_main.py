@@ -57,7 +57,7 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     out = tmp_path / "out"
     assert run("prune", llama, "--pattern", "2:4", *short(data), "--exclude", "*.q_proj", "--out", out) == 0
     printed = capsys.readouterr().out
-    assert "256 tokens to calibrate on, 64 held out" in printed and "perplexity on held-out tokens: " in printed
+    assert "256 tokens to calibrate on, 400 held out" in printed and "perplexity on held-out tokens: " in printed
     loaded = AutoModelForCausalLM.from_pretrained(out)
     weight, excluded = loaded.model.layers[1].mlp.up_proj.weight, loaded.model.layers[1].self_attn.q_proj.weight
     assert bool(((weight.view(-1, 4) != 0).sum(1) == 2).all()) and bool((excluded != 0).all())
