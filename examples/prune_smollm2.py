@@ -14,6 +14,7 @@ import argparse
 import copy
 import multiprocessing
 import resource
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -136,15 +137,20 @@ def by_llmcompressor(dense: nn.Module, structure: str, batches: list[Any]) -> nn
     from transformers import ProcessorMixin
 
     model = copy.deepcopy(dense)
+    for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):  # of the GGUF file
+        vars(owner).pop(name, None)
     mask = "2:4" if structure == "2:4" else "0:0"
-    oneshot(
-        model=model,
-        processor=ProcessorMixin(),
-        dataset=DataLoader(batches, batch_size=None),
-        num_calibration_samples=len(batches),
-        recipe=SparseGPTModifier(sparsity=0.5, mask_structure=mask, targets=["Linear"], ignore=["lm_head"]),
-        pipeline="sequential",
-    )
+    with tempfile.TemporaryDirectory() as folder:  # it reads the config of the model there
+        model.config.save_pretrained(folder)
+        model.config.name_or_path = folder
+        oneshot(
+            model=model,
+            processor=ProcessorMixin(),
+            dataset=DataLoader(batches, batch_size=None),
+            num_calibration_samples=len(batches),
+            recipe=SparseGPTModifier(sparsity=0.5, mask_structure=mask, targets=["Linear"], ignore=["lm_head"]),
+            pipeline="sequential",
+        )
     return model
 
 
