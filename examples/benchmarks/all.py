@@ -86,7 +86,7 @@ JOBS: dict[str, Job] = {
     "export_minilm": _example("export_minilm", 2),
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_smollm2": Job("prune_smollm2.py", 105, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
-    "prune_crepe": _example("prune_crepe", 15),
+    "prune_networks": _example("prune_networks", 35),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
     "rigl_digits": _example("rigl_digits", 3),

