@@ -148,7 +148,7 @@ def by_llmcompressor(dense: nn.Module, structure: str, batches: list[Any]) -> nn
             processor=ProcessorMixin(),
             dataset=DataLoader(batches, batch_size=None),
             num_calibration_samples=len(batches),
-            recipe=SparseGPTModifier(sparsity=0.5, mask_structure=mask, targets=["Linear"], ignore=["lm_head"]),
+            recipe=SparseGPTModifier(sparsity=0.5, mask_structure=mask, targets=["Linear"], ignore=["re:.*lm_head"]),
             pipeline="sequential",
         )
     return model

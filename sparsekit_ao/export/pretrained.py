@@ -195,9 +195,12 @@ def _write_card(
     versions = ", ".join([*(f"{package} {version(package)}" for package in packages), f"sparsekit_ao {__version__}"])
     load = f"{name}.from_pretrained(folder)"
     module = type(model).__module__
-    imports = f"from {'transformers' if module.startswith('transformers.') else module} import {name}\n"
+    module = "transformers" if module.startswith("transformers.") else module
+    imports, place = f"from {module} import {name}\n", f"\nfolder = {folder.name!r}  # the folder of this card"
     if (unchecked / MANIFEST).exists():
-        load, imports = f"export.load_pretrained(folder, {name})", f"{imports}from sparsekit_ao import export\n"
+        why = f"# {name}.from_pretrained cannot load it, since no config describes its layers.\n"
+        load = f"export.load_pretrained(folder, {name})"
+        imports = f"{why}{imports}from sparsekit_ao import export\n"
     fast = "It is a smaller dense model, which runs faster everywhere."
     if not isinstance(report, Compaction):
         fast = (
@@ -214,11 +217,12 @@ def _write_card(
         else versions,
         "Report": "\n".join(["```text", *lines, "```"]),
         "Evaluation": "\n".join(["| | dense | this model |", "|---|---|---|", *rows]) if rows else "",
-        "How to load it": f"```python\n{imports}\nmodel = {load}\n```",
+        "How to load it": f"```python\n{imports}{place}\nmodel = {load}\n```",
         "How to run it fast": fast,
     }
     texts = [f"## {title}\n\n{text}\n" for title, text in sections.items() if text]
-    start = ["---", *head, "---", "", f"# {folder.name}", "", f"A {name}, pruned with sparsekit_ao.", ""]
+    what = f"A {name} with {sum(p.numel() for p in model.parameters()):,} parameters, pruned with sparsekit_ao."
+    start = ["---", *head, "---", "", f"# {folder.name}", "", what, ""]
     (unchecked / CARD).write_text("\n".join([*start, *texts]), "utf-8")
 
 

@@ -99,9 +99,14 @@ class RecoveryReport(Table[BlockRow]):
         return lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
-        """Return the number of tokens that counted, if not all did, and the layers that were not trained."""
+        """Return what counted, which blocks keep their weights, and the layers that were not trained."""
         names = ", ".join(by_pattern(self.untrained))
-        return [self.tokens] * bool(self.tokens) + [f"in no chain of blocks, hence not trained: {names}"] * bool(names)
+        lines = [self.tokens] * bool(self.tokens) + [f"in no chain of blocks, hence not trained: {names}"] * bool(names)
+        if kept := sum(row.passes == 0 for row in self.rows):
+            lines.append(
+                f"no pass reduced the error of {kept} of {len(self.rows)}, which keep their weights; give more data"
+            )
+        return lines
 
     def metrics(self) -> dict[str, float]:
         """Return {"recovered_error/<block>": ...} for any logger."""

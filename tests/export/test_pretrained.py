@@ -734,7 +734,8 @@ def sections_of(folder):
 def loaded_as_the_card_says(folder):
     _, sections = sections_of(folder)
     (code,) = re.findall(r"```python\n(.*?)```", sections["How to load it"], re.DOTALL)
-    exec(code, names := {"folder": folder})
+    assert f"folder = {folder.name!r}" in code
+    exec(code.replace(repr(folder.name), repr(str(folder))), names := {})
     return names["model"]
 
 
@@ -758,6 +759,10 @@ def test_the_card_of_a_smaller_model_says_how_it_was_made_and_how_to_load_it(kee
     assert f"sparsekit_ao {sparsekit_ao.__version__}" in sections["How it was made"]
     assert f"{report.before.parameters:,} -> {report.after.parameters:,}" in sections["Report"]
     assert "| perplexity | 20 | 21.5 |" in sections["Evaluation"]
+    assert (
+        f"with {sum(p.numel() for p in small.parameters()):,} parameters" in (tmp_path / "small/README.md").read_text()
+    )
+    assert ("from_pretrained cannot load it" in sections["How to load it"]) != keep_config
     loaded = loaded_as_the_card_says(tmp_path / "small")
     assert torch.equal(loaded.eval()(**inputs).logits, small.eval()(**inputs).logits)
 
