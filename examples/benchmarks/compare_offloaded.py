@@ -73,7 +73,9 @@ def measured(method: str) -> dict[str, object]:
                 processor=ProcessorMixin(),
                 dataset=DataLoader([{"input_ids": batch} for batch in batches], batch_size=None),
                 num_calibration_samples=len(batches),
-                recipe=SparseGPTModifier(sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["lm_head"]),
+                recipe=SparseGPTModifier(
+                    sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["re:.*lm_head"]
+                ),
                 pipeline="sequential",
             )
         else:
