@@ -15,6 +15,7 @@ from ..coupling.discovery.tracing import code_line
 from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
+from ..models.running import eval_mode
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
@@ -228,10 +229,8 @@ def without_units(
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
-    modes = [(module, module.training) for module in small.modules()]
-    small.train().eval()  # modules may drop cached weights in train() or eval()
-    for module, mode in modes:
-        module.training = mode
+    with eval_mode(small, caches=True):  # restores the mode of each module
+        small.train().eval()  # modules may drop cached weights in train() or eval()
     unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
     return small, changes + folded, notes, unrounded
 
