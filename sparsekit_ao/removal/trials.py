@@ -22,7 +22,7 @@ from .compaction import compared, kept_units, verified, without_units
 from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
 from .removal_report import Compaction, Size, size_of
 from .remove import Removal, masked_copy, rounded
-from .score import cost_with, kept_within, without_lowest
+from .score import cost_with, without_lowest
 from .sizes import candidate_attrs, fit_config, width_attrs
 from .verify import Reference, count_flops
 
@@ -220,7 +220,8 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        trials = Trials(request.model, _without_lowest(request, rated), request.reference_of)
+        chosen = without_lowest(rated, request.cost_of, request.highest)
+        trials = Trials(request.model, chosen, request.reference_of)
         rated = trials.plans
         try:
             small, report = trials.removed(rated)
@@ -242,16 +243,9 @@ def removed_together(
         rated = without[at]
 
 
-def _without_lowest(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans with removals of the units of the lowest scores, as the ratio or the budget requires."""
-    of_budget = None if request.cost_of is None else kept_within(plans, request.cost_of, request.highest)
-    kept = [plan.kept for plan in plans] if of_budget is None else of_budget
-    return [without_lowest(plan, count) for plan, count in zip(plans, kept, strict=True)]
-
-
 def planned_together(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], Compaction]:
     """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
-    lowest = _without_lowest(request, active(plans))
+    lowest = without_lowest(active(plans), request.cost_of, request.highest)
 
     def size(model: nn.Module) -> Size:
         return size_of(model, count_flops(model, request.example_inputs))
