@@ -19,11 +19,12 @@ from ..models.names import named_tensors
 from ..models.progress import progress_bar
 from ..models.running import keyed_generator
 from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_modules
+from ..structure import sparsity_to_nnz
 from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
 from .plan import Plan, active, with_own_names, without_layers
-from .remove import check_multiple
-from .trials import Failures, Trials, count_kept, found_together, with_random_units
+from .remove import check_multiple, rounded
+from .trials import Failures, Trials, found_together, with_random_units
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
@@ -219,7 +220,8 @@ def _why_not_tried(
         names = {plan.name, plan.coupling.layer_of, "width"}
         if not names.union(*(names_of_outputs(model, bound) for bound in plan.bound)) & {*named}:
             return _PASSES_ON
-    if all(count_kept(bound.grid[-1], ratio) == bound.grid[-1] for bound in plan.bound):
+    numbers = [bound.grid[-1] for bound in plan.bound]
+    if all(rounded(sparsity_to_nnz(ratio, units, "ratio: "), units, 1) == units for units in numbers):
         return f"a ratio of {ratio} drops none of its units: {plan.units} in each scope"
     return ""
 

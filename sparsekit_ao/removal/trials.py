@@ -82,8 +82,7 @@ class Trials:
 
         At least `kept` units are kept in each scope; where fewer would be, the first zero units stay.
         """
-        removals = removals_of(plans)
-        removals = [replace(r, keep=r.keep | (~r.keep & ((~r.keep).cumsum(-1) <= kept - r.kept))) for r in removals]
+        removals = [replace(r, keep=r.keep | ((~r.keep).cumsum(-1) <= kept - r.kept)) for r in removals_of(plans)]
         small, _, notes, _ = without_units(self._masked, removals, single_use=True)
         redo_weight_norms(small, self.reference.normed)
         why = fit_config(self._masked, small, removals, self.reference, single_use=True)[1]
@@ -264,25 +263,18 @@ def _family(plan: Plan, together: int = 1) -> str:
 
 
 def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
-    """Return the plans with removals of a fraction of random units, the same in every call.
-
-    At least one unit is dropped from a scope that has more units than the plan's `multiple`.
-    """
+    """Return the plans without a fraction of random units: at least one if `multiple` allows, and always the same."""
     generator, random = torch.Generator().manual_seed(0), list[Plan]()
     for plan in plans:
         removals = []
         for bound in plan.bound:
-            units, kept = bound.grid[-1], count_kept(bound.grid[-1], ratio)
+            units = bound.grid[-1]
+            kept = sparsity_to_nnz(ratio, units, "ratio: ")
             kept = rounded(min(kept, units - plan.multiple) if units > plan.multiple else kept, units, plan.multiple)
             keep = torch.rand(bound.grid, generator=generator, device="cpu").argsort(-1) < kept
             removals.append(Removal(bound=bound, keep=keep))
         random.append(replace(plan, removals=tuple(removals)))
     return random
-
-
-def count_kept(units: int, ratio: float) -> int:
-    """Return how many units of a scope stay if a fraction of them is removed: at least one."""
-    return max(1, sparsity_to_nnz(ratio, units, "ratio: "))
 
 
 def _merges(model: nn.Module, plans: Iterable[Plan]) -> list[tuple[Plan, list[Plan]]]:
