@@ -253,8 +253,7 @@ def _refitted(
             fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
             if same:
                 del stale[coupling]
-    reasons = ((coupling, f"it no longer fits the model: {why}") for coupling, why in stale.items())
-    return fitting, [Plan(coupling=coupling, left_out=why) for coupling, why in reasons]
+    return fitting, [Plan(coupling=c, left_out=f"it no longer fits the model: {why}") for c, why in stale.items()]
 
 
 def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:

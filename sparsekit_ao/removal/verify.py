@@ -186,9 +186,8 @@ class Reference:
     def _with(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
         """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
-            how: dict[str, Any] = {"normed": self.normed, "fused": fused, "dense": self._dense}
             with warnings.catch_warnings(action="ignore"):
-                reference = Reference(self.model, inputs, self.tolerance, **how)
+                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused, dense=self._dense)
         except SparsityError:
             return None
         reference.unrounded = self.unrounded
