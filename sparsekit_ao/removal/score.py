@@ -41,11 +41,9 @@ def scored(
     how: dict[str, Any] = {"data": data, "token_mask": token_mask}
     rated = _scored(model, active(plans), "obd" if score is None else score, **how)
     if score is None:  # norms score what `obd` does not fit, or rates 0
-        by_norm = [replace(plan, left_out="") for plan in rated if plan.left_out or not _is_rated(plan)]
-        rated = [plan for plan in rated if not plan.left_out and _is_rated(plan)]
-        rated += _all_scored(model, by_norm, NORM, **how)
-        names = [plan.name for plan in plans]
-        rated.sort(key=lambda plan: names.index(plan.name))
+        by_norm = [replace(plan, left_out="") for plan in rated if not _is_rated(plan)]
+        norms = iter(_all_scored(model, by_norm, NORM, **how))
+        rated = [plan if _is_rated(plan) else next(norms) for plan in rated]
     if rated and not active(rated):
         raise SparsityError(f"shrink: the score fits no coupling ({rated[-1].left_out}); score=None takes norms")
     why = "the score rates all of its units 0"
