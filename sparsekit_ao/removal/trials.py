@@ -172,10 +172,7 @@ class Trials:
 def found_together(
     model: nn.Module, plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]
 ) -> list[Plan]:
-    """Divide plans by trials into those that can be carried out together, and those that are left out, with the reason.
-
-    Some of the first are merged, divided into layers, or have more attributes.
-    """
+    """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
     failures = Failures(list)
     trials = make_trials(plans, failures)
     trials.reference.check_lengths()
