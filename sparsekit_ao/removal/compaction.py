@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..coupling import Coupling
+from ..coupling.bound import count_stars
+from ..coupling.coupling import check_attrs
 from ..coupling.discovery.tracing import code_line
 from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
@@ -21,7 +23,7 @@ from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .removal_report import Compaction, KeptUnits, size_of
 from .remove import Removal, find_removal, plain_tensor, remove_units
-from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
+from .sizes import Change, apply_changes, find_changes, fit_config, fitting_engines, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
 
@@ -86,7 +88,7 @@ def compact(
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
-    model, listed = plain_copy(model), assign_attrs(listed, attrs or {})
+    model, listed = plain_copy(model), _assign_attrs(listed, attrs or {})
     check_names("", [coupling.name for coupling in listed], multiple_of=multiple_of)
     multiples = multiple_of if isinstance(multiple_of, Mapping) else {c.name: multiple_of for c in listed}
     pairs = [(at, coupling, bound) for at, coupling in enumerate(listed) for bound in coupling.bind(model)]
@@ -158,6 +160,7 @@ def verified(
         unlisted=tuple(unlisted_sizes(small, removals, changes)),
         changed=_as_texts(changes),
         not_in_config=not_in_config,
+        fits=fitting_engines(small) if not_in_config == "" else (),
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
@@ -209,6 +212,29 @@ def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
             alike = [repr(other) for other in names if other.endswith(str(name))]
             hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
             raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}{hint}")
+
+
+def _assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
+    """Add every attribute to the coupling that has its axes; a SparsityError if none or several have them."""
+    assigned = list(couplings)
+    check_attrs("", attrs)
+    for path, axes in attrs.items():
+        fits = [
+            at
+            for at, coupling in enumerate(assigned)
+            if coupling.unit in axes.split()
+            and set(axes.split()) <= {coupling.unit, *coupling.scope.split(), *coupling.sizes}
+            and count_stars(path) in (0, count_stars(next(iter(coupling.members))))
+        ]
+        if len(fits) != 1:
+            names = ", ".join(repr(assigned[at].name) for at in fits) or "none"
+            raise SparsityError(
+                f"attrs[{path!r}] = {axes!r} must name the unit axis of one coupling, its scope axes and its sizes, "
+                f"but fits {names}. Pass it to its coupling: Coupling(..., attrs={{...}}), or name units differently."
+            )
+        coupling = assigned[fits[0]]
+        assigned[fits[0]] = replace(coupling, attrs={**coupling.attrs, path: axes})
+    return assigned
 
 
 def without_units(

@@ -29,7 +29,7 @@ from .compaction import verified
 from .modules import config_of
 from .removal_report import Compaction
 from .remove import Removal, check_multiple, rounded
-from .sizes import fitting_engines, has_config
+from .sizes import has_config
 from .verify import Reference
 
 
@@ -214,10 +214,9 @@ def _without(
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
     small, report = verified(dense, removals, with_config=True)
-    fits = fitting_engines(small) if report.not_in_config == "" else ()
     kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
     notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
-    return small, replace(report, fits=fits, notes=(*report.notes, *notes), left_out=tuple(kept))
+    return small, replace(report, notes=(*report.notes, *notes), left_out=tuple(kept))
 
 
 def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
