@@ -115,7 +115,7 @@ def _check_named(model: nn.Module, plans: Sequence[Plan], arguments: Mapping[str
                 f"shrink: {what} names {name!r}, but none of its outputs can be removed; name the layer before it to "
                 "remove its inputs, or call without this name and read the reasons in report.left_out"
             )
-        check_names("shrink: ", [*sorted(names), *layers & {name}], **{what: {name: 0}})
+        check_names(f"shrink: {what}", [name], [*sorted(names), *layers & {name}])
 
 
 def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:

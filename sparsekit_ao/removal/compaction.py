@@ -4,7 +4,7 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,8 +89,8 @@ def compact(
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
     model, listed = plain_copy(model), _assign_attrs(listed, attrs or {})
-    check_names("", [coupling.name for coupling in listed], multiple_of=multiple_of)
     multiples = multiple_of if isinstance(multiple_of, Mapping) else {c.name: multiple_of for c in listed}
+    check_names("multiple_of", multiples, [coupling.name for coupling in listed])
     pairs = [(at, coupling, bound) for at, coupling in enumerate(listed) for bound in coupling.bind(model)]
     found = (replace(find_removal(model, b, multiples.get(c.name, 1)), source=at) for at, c, b in pairs)
     removals = outside_dropped([*found])
@@ -204,14 +204,14 @@ def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
 
-def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
-    """Raise an error if one of the arguments is a mapping that names an unknown coupling."""
-    for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
+def check_names(argument: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Raise an error if an argument gives a name that no coupling has."""
+    for name in given:
         if name not in names:
             known = ", ".join(repr(other) for other in names if other != "*") or "none"
             alike = [repr(other) for other in names if other.endswith(str(name))]
             hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
-            raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}{hint}")
+            raise SparsityError(f"{argument} names {name!r}, but the couplings are {known}{hint}")
 
 
 def _assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:

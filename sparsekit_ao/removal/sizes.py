@@ -186,8 +186,7 @@ def _value(holder: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
     if attribute == WIDTH and isinstance(holder, nn.Module):
-        width = width_of(holder)
-        return default if width is None else width
+        return width_of(holder, default)
     value = _attribute(holder, attribute, default)
     if at is None:
         return value
