@@ -151,10 +151,7 @@ def _check_value(path: str, value: object, holder: object, axes: str, removal: R
 
 
 def _holders(model: nn.Module, path: str, where: str | None = None) -> list[tuple[str, Any, str]]:
-    """(full path, object, attribute) of all that a path matches: with `**`, of all modules with the attribute.
-
-    An attribute may be an entry of a tuple or list, `shape[1]`. With `where`, to match nothing is an error.
-    """
+    """(full path, object, attribute) of all that a path with stars matches; with `where`, an error if it is nothing."""
     prefix, _, name = path.rpartition(".")
     holders = [
         (f"{full}.{name}".removeprefix("."), holder, name)

@@ -317,16 +317,13 @@ def _run(
     model: nn.Module,
     inputs: Arguments,
     dtype: torch.dtype | None,
-    values: Mapping[str, Tensor] | None = None,
+    values: Mapping[str, Tensor] | None = None,  # of parameters, in place of theirs if there is a `dtype`
     single_use: bool = False,
     fused: bool = False,
     training: bool = False,
     gradients: bool = False,
 ) -> _Run:
-    """Run a copy of a model, or with `single_use` the model itself, which may change its mode, parameters and buffers.
-
-    With a `dtype`, `values` replace those of parameters.
-    """
+    """Run a copy of a model, or with `single_use` the model itself, whose mode, parameters and buffers may change."""
     model = model if single_use else light_copy(model, dtype)
     # `deepcopy` copies only leaf tensors.
     inputs = copy.deepcopy(_pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs))
