@@ -59,11 +59,10 @@ class ShrinkRequest:
         self.data = self._checked_data()
         needs = needs_of(None if self.score == NORM else parse_score(self.score, "shrink: "))
         self._check_compensation(bool({*needs} & {*GRADIENTS}))
-        cost = None if self.budget == "layer" else cost_function(self.budget, self.example_inputs)
-        self._check_ratio(cost is not None)
         self.whole, self.model = self.model, plain_copy(self.model)
+        self.cost_of = cost_function(self.budget, self.model, self.example_inputs)
+        self._check_ratio()
         self.reference_of = partial(Reference, inputs=self.example_inputs, normed=undo_weight_norms(self.model))
-        self.cost_of = None if cost is None else partial(cost, self.model)
         self.max_sparsity = LIMIT if self.max_sparsity is None else self.max_sparsity
         self.exclude = names_in_place_of_modules(self.whole, self.exclude)
 
@@ -117,19 +116,19 @@ class ShrinkRequest:
                 "outputs; call shrink with exclude=['width'], and then recover(small, model, batches)"
             )
 
-    def _check_ratio(self, is_shared: bool) -> None:
+    def _check_ratio(self) -> None:
         """Raise an error if a ratio is wrong, or an argument that may not be given with it."""
         ratio = self.ratio
         by_name = ratio if isinstance(ratio, Mapping) and self.couplings is None else {}
         for kind in by_name.keys() & {"layers", "experts"}:
             how = f"removal.shrink_{kind}(model, [example_inputs], {by_name[kind]})"
             raise SparsityError(f"shrink: ratio names {kind!r}, but removing whole {kind} changes outputs; use {how}")
-        if self.max_sparsity is not None and not is_shared:
+        if self.max_sparsity is not None and self.cost_of is None:
             raise SparsityError(
                 f"shrink: max_sparsity={self.max_sparsity!r} needs one budget for all layers, but here the ratio "
                 "applies to each layer by itself; give budget=, or lower the ratio"
             )
-        if isinstance(ratio, Mapping) and (is_shared or not ratio):
+        if isinstance(ratio, Mapping) and (self.cost_of is not None or not ratio):
             raise SparsityError(
                 f"shrink: a dict of ratios, {ratio!r}, sets a ratio for each name. It needs at least one name, and it "
                 "cannot be combined with a budget= of the whole model; call shrink "

@@ -62,10 +62,7 @@ def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
 def numbers_of_layers(
     model: nn.Module, plans: Sequence[Plan], numbers: Any, default: Any, what: str
 ) -> list[list[Any]]:
-    """Return the numbers of each plan's layers: one number for all, or numbers by name.
-
-    A name is that of a tensor or module of a layer, of a coupling, or a kind; `what` names the argument in errors.
-    """
+    """Return the numbers of each plan's layers: one number for all, or numbers by the names that `shrink` takes."""
     if not isinstance(numbers, Mapping):
         return [[numbers] * len(plan.bound) for plan in plans]
     # The name of another coupling does not count as a tensor.
@@ -118,7 +115,7 @@ def _check_named(model: nn.Module, plans: Sequence[Plan], arguments: Mapping[str
                 f"shrink: {what} names {name!r}, but none of its outputs can be removed; name the layer before it to "
                 "remove its inputs, or call without this name and read the reasons in report.left_out"
             )
-        check_names("shrink: ", [*sorted(names), *layers & {name}], **{what: {name: 0}})
+        check_names(f"shrink: {what}", [name], [*sorted(names), *layers & {name}])
 
 
 def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
@@ -164,11 +161,7 @@ def inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterabl
 
 
 def that_config_holds(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
-    """Leave out the plans whose removal the config of a transformers model cannot hold; return whether this was done.
-
-    It is done with keep_config=True, even if nothing remains. With None, it is done if the call leaves open what is
-    dropped, and the config can hold some of it.
-    """
+    """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done."""
     if not (request.is_open if request.keep_config is None else request.keep_config):
         return [*plans], False
     held = [*(plan for plan in plans if plan.left_out), *_held_by_config(request, active(plans))]

@@ -4,23 +4,26 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..coupling import Coupling
+from ..coupling.bound import count_stars
+from ..coupling.coupling import check_attrs
 from ..coupling.discovery.tracing import code_line
 from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
+from ..models.running import eval_mode
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .removal_report import Compaction, KeptUnits, size_of
 from .remove import Removal, find_removal, plain_tensor, remove_units
-from .sizes import Change, apply_changes, assign_attrs, find_changes, fit_config, has_config, unlisted_sizes
+from .sizes import Change, apply_changes, find_changes, fit_config, fitting_engines, has_config, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
 
@@ -85,9 +88,9 @@ def compact(
     listed = [couplings] if isinstance(couplings, Coupling) else couplings
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(coupling, Coupling) for coupling in listed):
         raise SparsityError(f"couplings must be a Coupling or a list of them, got {couplings!r}")
-    model, listed = plain_copy(model), assign_attrs(listed, attrs or {})
-    check_names("", [coupling.name for coupling in listed], multiple_of=multiple_of)
+    model, listed = plain_copy(model), _assign_attrs(listed, attrs or {})
     multiples = multiple_of if isinstance(multiple_of, Mapping) else {c.name: multiple_of for c in listed}
+    check_names("multiple_of", multiples, [coupling.name for coupling in listed])
     pairs = [(at, coupling, bound) for at, coupling in enumerate(listed) for bound in coupling.bind(model)]
     found = (replace(find_removal(model, b, multiples.get(c.name, 1)), source=at) for at, c, b in pairs)
     removals = outside_dropped([*found])
@@ -157,6 +160,7 @@ def verified(
         unlisted=tuple(unlisted_sizes(small, removals, changes)),
         changed=_as_texts(changes),
         not_in_config=not_in_config,
+        fits=fitting_engines(small) if not_in_config == "" else (),
         manifest=make_manifest(model, removals, changes),
     )
     return small, report
@@ -200,14 +204,37 @@ def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
 
-def check_names(where: str, names: Sequence[str], **arguments: Any) -> None:
-    """Raise an error if one of the arguments is a mapping that names an unknown coupling."""
-    for key, name in ((key, name) for key, value in arguments.items() if isinstance(value, Mapping) for name in value):
+def check_names(argument: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Raise an error if an argument gives a name that no coupling has."""
+    for name in given:
         if name not in names:
             known = ", ".join(repr(other) for other in names if other != "*") or "none"
             alike = [repr(other) for other in names if other.endswith(str(name))]
             hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
-            raise SparsityError(f"{where}{key} names {name!r}, but the couplings are {known}{hint}")
+            raise SparsityError(f"{argument} names {name!r}, but the couplings are {known}{hint}")
+
+
+def _assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
+    """Add every attribute to the coupling that has its axes; a SparsityError if none or several have them."""
+    assigned = list(couplings)
+    check_attrs("", attrs)
+    for path, axes in attrs.items():
+        fits = [
+            at
+            for at, coupling in enumerate(assigned)
+            if coupling.unit in axes.split()
+            and set(axes.split()) <= {coupling.unit, *coupling.scope.split(), *coupling.sizes}
+            and count_stars(path) in (0, count_stars(next(iter(coupling.members))))
+        ]
+        if len(fits) != 1:
+            names = ", ".join(repr(assigned[at].name) for at in fits) or "none"
+            raise SparsityError(
+                f"attrs[{path!r}] = {axes!r} must name the unit axis of one coupling, its scope axes and its sizes, "
+                f"but fits {names}. Pass it to its coupling: Coupling(..., attrs={{...}}), or name units differently."
+            )
+        coupling = assigned[fits[0]]
+        assigned[fits[0]] = replace(coupling, attrs={**coupling.attrs, path: axes})
+    return assigned
 
 
 def without_units(
@@ -228,10 +255,8 @@ def without_units(
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
-    modes = [(module, module.training) for module in small.modules()]
-    small.train().eval()  # modules may drop cached weights in train() or eval()
-    for module, mode in modes:
-        module.training = mode
+    with eval_mode(small, caches=True):  # restores the mode of each module
+        small.train().eval()  # modules may drop cached weights in train() or eval()
     unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
     return small, changes + folded, notes, unrounded
 

@@ -19,11 +19,12 @@ from ..models.names import named_tensors
 from ..models.progress import progress_bar
 from ..models.running import keyed_generator
 from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_modules
+from ..structure import sparsity_to_nnz
 from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
 from .plan import Plan, active, with_own_names, without_layers
-from .remove import check_multiple
-from .trials import Failures, Trials, count_kept, found_together, with_random_units
+from .remove import check_multiple, rounded
+from .trials import Failures, Trials, found_together, with_random_units
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
@@ -219,7 +220,8 @@ def _why_not_tried(
         names = {plan.name, plan.coupling.layer_of, "width"}
         if not names.union(*(names_of_outputs(model, bound) for bound in plan.bound)) & {*named}:
             return _PASSES_ON
-    if all(count_kept(bound.grid[-1], ratio) == bound.grid[-1] for bound in plan.bound):
+    numbers = [bound.grid[-1] for bound in plan.bound]
+    if all(rounded(sparsity_to_nnz(ratio, units, "ratio: "), units, 1) == units for units in numbers):
         return f"a ratio of {ratio} drops none of its units: {plan.units} in each scope"
     return ""
 
@@ -251,8 +253,7 @@ def _refitted(
             fitting += [replace(same[0], name=coupling.name)] if len(same) == 1 else same
             if same:
                 del stale[coupling]
-    reasons = ((coupling, f"it no longer fits the model: {why}") for coupling, why in stale.items())
-    return fitting, [Plan(coupling=coupling, left_out=why) for coupling, why in reasons]
+    return fitting, [Plan(coupling=c, left_out=f"it no longer fits the model: {why}") for c, why in stale.items()]
 
 
 def _tensor_sets(coupling: Coupling, model: nn.Module) -> set[frozenset[tuple[str, str]]]:

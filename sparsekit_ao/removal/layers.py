@@ -18,8 +18,9 @@ from ..coupling.experts import rated_experts
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable
+from ..models.names import owner_of
 from ..models.progress import progress_bar
-from ..models.running import Forward, call, check_batches, checked_list, eval_mode, first_tensor, kept_generators
+from ..models.running import Forward, call, check_batches, eval_mode, first_tensor, kept_generators
 from ..oneshot.chain import CalibrationData
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
@@ -28,7 +29,7 @@ from .compaction import verified
 from .modules import config_of
 from .removal_report import Compaction
 from .remove import Removal, check_multiple, rounded
-from .sizes import fitting_engines, has_config
+from .sizes import has_config
 from .verify import Reference
 
 
@@ -72,7 +73,8 @@ def shrink_experts(
     if any(map(is_sharded, model.parameters())):
         raise SparsityError("shrink_experts: weights are sharded over ranks; remove experts before fully_shard")
     refuse_unloadable(model, "shrink_experts")
-    level, batches = checked_level(ratio, "shrink_experts: ratio: "), checked_list(batches, forward, "shrink_experts")
+    level = checked_level(ratio, "shrink_experts: ratio: ")
+    data = CalibrationData.checked(model, batches, forward, False, "shrink_experts")
     check_multiple(multiple_of, "shrink_experts: ")
     coupling = expert_couplings(model).get("experts")
     if coupling is None:
@@ -81,8 +83,7 @@ def shrink_experts(
     if len({bound.grid for bound in bounds}) > 1:  # which no field of a config describes
         attrs = {path: axes for path, axes in coupling.attrs.items() if not path.startswith("config.")}
         bounds = replace(coupling, attrs=attrs).bind(model)
-    owners = [model.get_submodule(member.fqn.rpartition(".")[0]) for bound in bounds for member in bound.members]
-    scores, removals = _expert_scores(model, owners, batches, forward) if scores is None else scores, []
+    scores, removals = _expert_scores(data, bounds) if scores is None else scores, []
     for bound in bounds:
         units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
         found = next((scores[name] for name in names if name in scores), None) if isinstance(scores, Mapping) else None
@@ -97,23 +98,21 @@ def shrink_experts(
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
     if (kept := min(int(removal.keep.sum()) for removal in removals)) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
-    return _without(model, removals, batches, forward)
+    return _without(model, removals, data.batches, forward)
 
 
 @torch.no_grad()
-def _expert_scores(
-    model: nn.Module, owners: Sequence[nn.Module], batches: Sequence[Any], forward: Forward | None
-) -> dict[str, Tensor]:
+def _expert_scores(data: CalibrationData, bounds: Sequence[BoundCoupling]) -> dict[str, Tensor]:
     """Return `expert_scores`, computed block by block: all batches pass a block before the next one is loaded."""
-    data = CalibrationData.checked(model, batches, forward, False, "shrink_experts")
+    owners = [owner_of(data.model, member.fqn)[0] for bound in bounds for member in bound.members]
     walk = Walk(data, (), layers=owners)
     if walk.outside:  # a walk over the blocks would not reach all experts
-        return expert_scores(model, batches, forward)
-    with rated_experts(model) as scores, eval_mode(model):
+        return expert_scores(data.model, data.batches, data.forward)
+    with rated_experts(data.model) as scores, eval_mode(data.model):
         for at, block in enumerate(progress_bar(walk.blocks, "shrink_experts", "block")):
             if walk.chain_of[at] == len(walk.streams):
                 walk.begin_stream(walk.chain_of[at])
-            with loaded(model, [block]):
+            with loaded(data.model, [block]):
                 walk.advance(at)
     return scores
 
@@ -215,10 +214,9 @@ def _without(
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
     small, report = verified(dense, removals, with_config=True)
-    fits = fitting_engines(small) if report.not_in_config == "" else ()
     kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
     notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
-    return small, replace(report, fits=fits, notes=(*report.notes, *notes), left_out=(*report.left_out, *kept))
+    return small, replace(report, notes=(*report.notes, *notes), left_out=tuple(kept))
 
 
 def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

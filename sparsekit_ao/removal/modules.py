@@ -100,9 +100,9 @@ def set_width(module: nn.Module, width: int) -> None:
     setattr(module, WIDTH, width)
 
 
-def width_of(module: nn.Module) -> int | None:
+def width_of(module: nn.Module, default: Any) -> Any:
     """Return the last size of a module's inputs as its forward reads it: what its first Linear reads, if it has one."""
-    first = next((child.in_features for child in module.children() if isinstance(child, nn.Linear)), None)
+    first = next((child.in_features for child in module.children() if isinstance(child, nn.Linear)), default)
     return vars(module).get(WIDTH, first)
 
 

@@ -14,7 +14,6 @@ from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_error
 from .plan import NOT_TRIED, Plan, active
-from .sizes import fitting_engines
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
 
@@ -194,14 +193,9 @@ def size_of(model: nn.Module, flops: int) -> Size:
 
 
 def with_reasons(
-    report: Compaction,
-    whole: nn.Module,
-    small: nn.Module,
-    discovery: Discovery,
-    plans: Sequence[Plan],
-    has_one_budget: bool,
+    report: Compaction, whole: nn.Module, discovery: Discovery, plans: Sequence[Plan], has_one_budget: bool
 ) -> Compaction:
-    """Return the report with what was left out, what is frozen, the reasons, and the engines that load the model."""
+    """Return the report with what was left out, what is frozen, and the reasons."""
     left_out = [(plan.name, plan.left_out) for plan in plans if plan.left_out]
     left_out += [(plan.name, why) for plan in active(plans) if (why := _why_kept(plan, has_one_budget))]
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
@@ -210,7 +204,6 @@ def with_reasons(
     return replace(
         report,
         before=size_of(whole, report.before.flops),
-        fits=fitting_engines(small) if report.not_in_config == "" else (),
         left_out=(*_as_lines(left_out), *uncalled),
         frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
         values=discovery.values,

@@ -30,6 +30,7 @@ from .verify import count_flops, light_copy, plain_weights
 NORM = "norm"  # the score that reads no data
 _CLOSE = 0.99  # no more units are taken back once the cost is this part of the allowed one
 Cost = Callable[[nn.Module], float]
+CostOf = Callable[[Sequence[Plan], Sequence[int]], float]  # of plans, and the kept units of a scope of each
 T = TypeVar("T")
 
 
@@ -40,11 +41,9 @@ def scored(
     how: dict[str, Any] = {"data": data, "token_mask": token_mask}
     rated = _scored(model, active(plans), "obd" if score is None else score, **how)
     if score is None:  # norms score what `obd` does not fit, or rates 0
-        by_norm = [replace(plan, left_out="") for plan in rated if plan.left_out or not _is_rated(plan)]
-        rated = [plan for plan in rated if not plan.left_out and _is_rated(plan)]
-        rated += _all_scored(model, by_norm, NORM, **how)
-        names = [plan.name for plan in plans]
-        rated.sort(key=lambda plan: names.index(plan.name))
+        by_norm = [replace(plan, left_out="") for plan in rated if not _is_rated(plan)]
+        norms = iter(_all_scored(model, by_norm, NORM, **how))
+        rated = [plan if _is_rated(plan) else next(norms) for plan in rated]
     if rated and not active(rated):
         raise SparsityError(f"shrink: the score fits no coupling ({rated[-1].left_out}); score=None takes norms")
     why = "the score rates all of its units 0"
@@ -133,31 +132,35 @@ def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def without_lowest(plan: Plan, kept: int) -> Plan:
-    """Return the plan with removals that keep the units of the highest scores in each scope."""
-    pairs = zip(plan.bound, plan.scores, strict=True)
-    keeps = [(bound, keep_mask(rows.reshape(-1, bound.grid[-1]), kept).cpu()) for bound, rows in pairs]
-    return replace(plan, removals=tuple(Removal(bound=b, keep=keep.reshape(b.grid)) for b, keep in keeps))
+def without_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: float) -> list[Plan]:
+    """Return the plans with removals of the units of the lowest scores, as their levels or one budget require."""
+    kept = [plan.kept for plan in plans] if cost_of is None else kept_within(plans, cost_of, ratio)
+    chosen = list[Plan]()
+    for plan, count in zip(plans, kept, strict=True):
+        pairs = zip(plan.bound, plan.scores, strict=True)
+        keeps = [(bound, keep_mask(rows.reshape(-1, bound.grid[-1]), count).cpu()) for bound, rows in pairs]
+        removals = tuple(Removal(bound=bound, keep=keep.reshape(bound.grid)) for bound, keep in keeps)
+        chosen.append(replace(plan, removals=removals))
+    return chosen
 
 
-def cost_function(budget: str | Cost, inputs: Any) -> Callable[[nn.Module, Sequence[Plan], Sequence[int]], float]:
-    """Return a function of (model, plans, kept units of a scope of each) that says what the smaller model costs."""
+def cost_function(budget: str | Cost, model: nn.Module, inputs: Any) -> CostOf | None:
+    """Return a function that says what the smaller model costs, or None if each layer has a budget of its own."""
     if callable(budget):
-        return partial(cost_with, lambda model: budget(plain_weights(model)))
+        return partial(cost_with, lambda small: budget(plain_weights(small)), model)
+    if budget == "layer":
+        return None
     if budget == "units":
-        return _units_with
+        return lambda plans, kept: sum(
+            math.prod(b.grid[:-1]) * n for plan, n in zip(plans, kept, strict=True) for b in plan.bound
+        )
     if budget == "flops":
-        return partial(cost_with, partial(count_flops, inputs=inputs))
+        return partial(cost_with, partial(count_flops, inputs=inputs), model)
     if budget == "parameters":
-        return partial(cost_with, lambda model: sum(p.numel() for p in model.parameters()))
+        return partial(cost_with, lambda small: sum(p.numel() for p in small.parameters()), model)
     raise SparsityError(
         f"shrink: budget must be 'layer', 'units', 'flops', 'parameters' or a function of a model, got {budget!r}"
     )
-
-
-def _units_with(_: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> float:
-    """Return the number of units of all plans, if each scope keeps so many."""
-    return sum(math.prod(b.grid[:-1]) * n for plan, n in zip(plans, kept, strict=True) for b in plan.bound)
 
 
 def cost_with(cost: Callable[[nn.Module], T], model: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> T:
@@ -177,9 +180,7 @@ def cost_with(cost: Callable[[nn.Module], T], model: nn.Module, plans: Sequence[
         raise SparsityError(f"shrink: the model with {text} does not run: {e}; give another multiple_of") from e
 
 
-def kept_within(
-    plans: Sequence[Plan], cost_of: Callable[[Sequence[Plan], Sequence[int]], float], ratio: float
-) -> list[int]:
+def kept_within(plans: Sequence[Plan], cost_of: CostOf, ratio: float) -> list[int]:
     """Return the kept units of a scope of each plan, with which the model costs at most 1 - ratio of its cost now."""
     full = [plan.units for plan in plans]
     dense, steps = cost_of(plans, full), list[tuple[float, list[int], int]]()  # (order, indices of plans, kept units)

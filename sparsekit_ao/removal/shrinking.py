@@ -162,12 +162,12 @@ def shrink(
     if dry_run:
         next(phase, None)
         plans, report = planned_together(request, plans)
-        return model, with_reasons(report, model, model, discovery, plans, request.cost_of is not None)
+        return model, with_reasons(report, model, discovery, plans, request.cost_of is not None)
     plans, small, report = removed_together(request, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):
         small, report = compensated(request, active(plans))
     next(phase, None)  # ends the last phase
-    report = with_reasons(report, model, small, discovery, plans, request.cost_of is not None)
+    report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
     report = recovered(request, small, report, layers)
     evaluation = both(dense, evaluated(evaluate, small, "shrink, the smaller model"))
     return small, replace(report, evaluation=evaluation, call=call_text(shrink, arguments))

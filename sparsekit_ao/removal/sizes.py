@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..coupling import BoundCoupling, Coupling
+from ..coupling import BoundCoupling
 from ..coupling.bound import count_stars, fill_stars, match_names
-from ..coupling.coupling import check_attrs
 from ..errors import SparsityError
 from ..models.running import seeded
 from .modules import WIDTH, set_width, width_of
@@ -42,29 +41,6 @@ class Change:
 def undone(changes: Sequence[Change]) -> list[Change]:
     """Return the changes that restore the values before some changes."""
     return [Change(path=change.path, was=change.now, now=change.was) for change in reversed(changes)]
-
-
-def assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> list[Coupling]:
-    """Add every attribute to the coupling that has its axes; a SparsityError if none or several have them."""
-    assigned = list(couplings)
-    check_attrs("", attrs)
-    for path, axes in attrs.items():
-        fits = [
-            at
-            for at, coupling in enumerate(assigned)
-            if coupling.unit in axes.split()
-            and set(axes.split()) <= {coupling.unit, *coupling.scope.split(), *coupling.sizes}
-            and count_stars(path) in (0, count_stars(next(iter(coupling.members))))
-        ]
-        if len(fits) != 1:
-            names = ", ".join(repr(assigned[at].name) for at in fits) or "none"
-            raise SparsityError(
-                f"attrs[{path!r}] = {axes!r} must name the unit axis of one coupling, its scope axes and its sizes, "
-                f"but fits {names}. Pass it to its coupling: Coupling(..., attrs={{...}}), or name units differently."
-            )
-        coupling = assigned[fits[0]]
-        assigned[fits[0]] = replace(coupling, attrs={**coupling.attrs, path: axes})
-    return assigned
 
 
 def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
@@ -175,10 +151,7 @@ def _check_value(path: str, value: object, holder: object, axes: str, removal: R
 
 
 def _holders(model: nn.Module, path: str, where: str | None = None) -> list[tuple[str, Any, str]]:
-    """(full path, object, attribute) of all that a path matches: with `**`, of all modules with the attribute.
-
-    An attribute may be an entry of a tuple or list, `shape[1]`. With `where`, to match nothing is an error.
-    """
+    """(full path, object, attribute) of all that a path with stars matches; with `where`, an error if it is nothing."""
     prefix, _, name = path.rpartition(".")
     holders = [
         (f"{full}.{name}".removeprefix("."), holder, name)
@@ -210,8 +183,7 @@ def _value(holder: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
     if attribute == WIDTH and isinstance(holder, nn.Module):
-        width = width_of(holder)
-        return default if width is None else width
+        return width_of(holder, default)
     value = _attribute(holder, attribute, default)
     if at is None:
         return value

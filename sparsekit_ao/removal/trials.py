@@ -22,7 +22,7 @@ from .compaction import compared, kept_units, verified, without_units
 from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
 from .removal_report import Compaction, Size, size_of
 from .remove import Removal, masked_copy, rounded
-from .score import cost_with, kept_within, without_lowest
+from .score import cost_with, without_lowest
 from .sizes import candidate_attrs, fit_config, width_attrs
 from .verify import Reference, count_flops
 
@@ -82,8 +82,7 @@ class Trials:
 
         At least `kept` units are kept in each scope; where fewer would be, the first zero units stay.
         """
-        removals = removals_of(plans)
-        removals = [replace(r, keep=r.keep | (~r.keep & ((~r.keep).cumsum(-1) <= kept - r.kept))) for r in removals]
+        removals = [replace(r, keep=r.keep | ((~r.keep).cumsum(-1) <= kept - r.kept)) for r in removals_of(plans)]
         small, _, notes, _ = without_units(self._masked, removals, single_use=True)
         redo_weight_norms(small, self.reference.normed)
         why = fit_config(self._masked, small, removals, self.reference, single_use=True)[1]
@@ -173,10 +172,7 @@ class Trials:
 def found_together(
     model: nn.Module, plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]
 ) -> list[Plan]:
-    """Divide plans by trials into those that can be carried out together, and those that are left out, with the reason.
-
-    Some of the first are merged, divided into layers, or have more attributes.
-    """
+    """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
     failures = Failures(list)
     trials = make_trials(plans, failures)
     trials.reference.check_lengths()
@@ -220,7 +216,8 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        trials = Trials(request.model, _without_lowest(request, rated), request.reference_of)
+        chosen = without_lowest(rated, request.cost_of, request.highest)
+        trials = Trials(request.model, chosen, request.reference_of)
         rated = trials.plans
         try:
             small, report = trials.removed(rated)
@@ -242,16 +239,9 @@ def removed_together(
         rated = without[at]
 
 
-def _without_lowest(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans with removals of the units of the lowest scores, as the ratio or the budget requires."""
-    of_budget = None if request.cost_of is None else kept_within(plans, request.cost_of, request.highest)
-    kept = [plan.kept for plan in plans] if of_budget is None else of_budget
-    return [without_lowest(plan, count) for plan, count in zip(plans, kept, strict=True)]
-
-
 def planned_together(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], Compaction]:
     """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
-    lowest = _without_lowest(request, active(plans))
+    lowest = without_lowest(active(plans), request.cost_of, request.highest)
 
     def size(model: nn.Module) -> Size:
         return size_of(model, count_flops(model, request.example_inputs))
@@ -270,25 +260,18 @@ def _family(plan: Plan, together: int = 1) -> str:
 
 
 def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
-    """Return the plans with removals of a fraction of random units, the same in every call.
-
-    At least one unit is dropped from a scope that has more units than the plan's `multiple`.
-    """
+    """Return the plans without a fraction of random units: at least one if `multiple` allows, and always the same."""
     generator, random = torch.Generator().manual_seed(0), list[Plan]()
     for plan in plans:
         removals = []
         for bound in plan.bound:
-            units, kept = bound.grid[-1], count_kept(bound.grid[-1], ratio)
+            units = bound.grid[-1]
+            kept = sparsity_to_nnz(ratio, units, "ratio: ")
             kept = rounded(min(kept, units - plan.multiple) if units > plan.multiple else kept, units, plan.multiple)
             keep = torch.rand(bound.grid, generator=generator, device="cpu").argsort(-1) < kept
             removals.append(Removal(bound=bound, keep=keep))
         random.append(replace(plan, removals=tuple(removals)))
     return random
-
-
-def count_kept(units: int, ratio: float) -> int:
-    """Return how many units of a scope stay if a fraction of them is removed: at least one."""
-    return max(1, sparsity_to_nnz(ratio, units, "ratio: "))
 
 
 def _merges(model: nn.Module, plans: Iterable[Plan]) -> list[tuple[Plan, list[Plan]]]:

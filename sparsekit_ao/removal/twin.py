@@ -52,11 +52,7 @@ class Twin:
 
 
 def make_twin(model: nn.Module, plans: Sequence[Plan]) -> Twin | None:
-    """Return a short model, which may turn out not to run, and plans in it, without copying the other blocks.
-
-    Return None if no list has more than two blocks of one kind, if the model cannot be copied without the other
-    blocks, or if a coupling does not bind to the same tensors in both models, apart from those in missing blocks.
-    """
+    """Return a short model, which may turn out not to run, and plans in it, or None if none can stand for the whole."""
     try:
         if not (kept := _kept_blocks(model, plans)):
             return None

@@ -186,9 +186,8 @@ class Reference:
     def _with(self, inputs: Any, *, fused: bool = False) -> "Reference | None":
         """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
-            how: dict[str, Any] = {"normed": self.normed, "fused": fused, "dense": self._dense}
             with warnings.catch_warnings(action="ignore"):
-                reference = Reference(self.model, inputs, self.tolerance, **how)
+                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused, dense=self._dense)
         except SparsityError:
             return None
         reference.unrounded = self.unrounded
@@ -318,16 +317,13 @@ def _run(
     model: nn.Module,
     inputs: Arguments,
     dtype: torch.dtype | None,
-    values: Mapping[str, Tensor] | None = None,
+    values: Mapping[str, Tensor] | None = None,  # of parameters, in place of theirs if there is a `dtype`
     single_use: bool = False,
     fused: bool = False,
     training: bool = False,
     gradients: bool = False,
 ) -> _Run:
-    """Run a copy of a model, or with `single_use` the model itself, which may change its mode, parameters and buffers.
-
-    With a `dtype`, `values` replace those of parameters.
-    """
+    """Run a copy of a model, or with `single_use` the model itself, whose mode, parameters and buffers may change."""
     model = model if single_use else light_copy(model, dtype)
     # `deepcopy` copies only leaf tensors.
     inputs = copy.deepcopy(_pytree.tree_map_only(Tensor, lambda t: t if t.is_leaf else t.detach(), inputs))
