@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
@@ -31,7 +32,7 @@ from .config import (
     resolve_groups,
 )
 from .report import Report, Row, make_report, make_row
-from .usage import Trainable
+from .usage import refuse_misaligned_state
 
 _ADAPTERS = (
     "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
@@ -73,7 +74,7 @@ class UpdateInterval:
         return self.until is not None and step >= self.until - self.until % self.update_every
 
 
-class MaskSparsifier(Trainable, Checkpointed):
+class MaskSparsifier(Checkpointed):
     """Abstract base class of sparsifiers that can be called, copied, saved and resumed safely.
 
     It derives from `torch_ao.BaseSparsifier`. A subclass fills masks one by one in
@@ -280,6 +281,27 @@ class MaskSparsifier(Trainable, Checkpointed):
         if not self.config:
             raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         return self.config, exclude, None
+
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Register the optimizers that train the model; if masks depend on weights alone, they are only checked.
+
+        Raises:
+            SparsityError: The state of an optimizer does not fit the model, such as one saved before `prepare`.
+        """
+        refuse_misaligned_state(optimizer, self.model)
+
+    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Read the gradients as they are now. This does nothing if masks depend on weights alone."""
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
+        return False
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether `step` will never change masks again."""
+        return False
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `enable_mask_update` is False."""
