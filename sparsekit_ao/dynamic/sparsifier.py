@@ -283,10 +283,10 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         zero_dropped(groups)
         zero_dropped_state(groups, self._capture.optimizers)
 
-    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module) -> None:
         """Squash such that the next optimizer step keeps the zeros, and detach the optimizers."""
         masked = [(original(g), self.live_mask(g)) for g in self.groups]
-        super()._squash(model, sparse_params)
+        super()._squash(model)
         if model is not self.model:
             return
         for parameter, mask in masked:

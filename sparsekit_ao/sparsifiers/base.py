@@ -374,19 +374,22 @@ class MaskSparsifier(Checkpointed):
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         self._sync_state()
-        self._squash(self.model if model is None else model, sparse_params)
+        self._squash(self.model if model is None else model)
+        for group, params in zip(self.groups, sparse_params, strict=True):
+            if params:
+                self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
         if model is None or model is self.model:
             self._end()
 
-    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
-        """Write zeros into `model`, the prepared one or a copy, and remove its masks; modules get `sparse_params`."""
+    def _squash(self, model: nn.Module) -> None:
+        """Write zeros into `model`, the prepared one or a copy, and remove its masks."""
         tensors = [(self._module_in(model, g), g["tensor_name"]) for g in self.groups]
         places = [(g["tensor_fqn"], g["module_fqn"], m) for (m, _), g in zip(tensors, self.groups, strict=True)]
         distributed.refuse_wrapped_outside(model, places)
         for (module, name), group in zip(tensors, self.groups, strict=True):
             masking.refuse_unwritable(module, name, group["tensor_fqn"])
         records = distributed.fsdp_records(model)
-        masks = [masking.find_mask(*tensor) for tensor in tensors]
+        masks = [self.live_mask(group, model) for group in self.groups]
         parameters = [masking.parameters_under(*tensor) for tensor in tensors]
         sharing = sharing_memory(model)
         for group, originals in zip(self.groups, parameters, strict=True):
@@ -400,13 +403,10 @@ class MaskSparsifier(Checkpointed):
         # so that the call can be repeated; weights that are masked may be zero by then.
         with masking.removed([*tensors, *masking.other_names(model, tensors)]):
             for originals, mask, values in zip(parameters, masks, rebuilt, strict=True):
-                assert mask is not None
-                masking.write_zeros(originals, mask.mask, values)
-        for (module, name), params in zip(tensors, sparse_params, strict=True):
+                masking.write_zeros(originals, mask, values)
+        for module, name in tensors:
             if id(module._parameters.get(name)) in records:
                 distributed.move_record(records[id(module._parameters[name])], module, name)
-            if params:
-                module.sparse_params = params  # type: ignore[assignment]
 
     def _miscounted(self) -> str:
         """Return a warning if masks do not hold their budgets, for example because they were loaded; else ""."""

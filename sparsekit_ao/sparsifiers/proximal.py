@@ -184,7 +184,7 @@ class ProximalSparsifier(BudgetSparsifier):
                 count = kept_counts(pruning, masks)
                 for name in pruning.specs:
                     entries[name]["nnz"] = count
-        self._squash(self.model, [{} for _ in self.groups])
+        self._squash(self.model)
         target.prepare(self.model, list(entries.values()))
         if is_fixed:
             for group in target.groups:
@@ -286,13 +286,11 @@ class ProximalSparsifier(BudgetSparsifier):
     def _parameter(self, group: TensorGroup, model: nn.Module | None = None) -> nn.Parameter:
         return self._module_in(model, group)._parameters[group["tensor_name"]]  # type: ignore[return-value]
 
-    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module) -> None:
         """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
-        for group, params in zip(self.groups, sparse_params, strict=True):
+        for group in self.groups:
             weight = self._parameter(group, model).detach()
             weight.masked_fill_(~self.live_mask(group).to(weight.device), 0)
-            if params:
-                self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
 
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope keeps its budget, as `ScopeSparsifier.check` does."""
