@@ -63,10 +63,6 @@ class Checkpointed(BaseSparsifier):
         attributes["_phase"] = "detached" if self._phase == "prepared" else self._phase
         return {**attributes, "model": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """What pickle calls instead of `BaseSparsifier`'s method, which expects other entries."""
-        self.__dict__.update(state)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` can read.
 
