@@ -274,7 +274,7 @@ class MovedParameters:
         """Watch these optimizers instead of the present ones."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers, self._moved = list(optimizers), set()
+        self.optimizers, self._moved, self._versions = list(optimizers), set(), {}
         self._watch()
 
     def stepped(self, parameters: Mapping[str, Tensor]) -> list[str]:

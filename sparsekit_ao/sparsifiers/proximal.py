@@ -125,9 +125,7 @@ class ProximalSparsifier(BudgetSparsifier):
         super().attach(optimizers)
         if self._phase == "prepared":
             check_optimizers(optimizers, parameters_of(self.groups), self.conditioner)
-        stepped = self._moved.restored()
         self._moved.attach(optimizers)
-        self._moved.restore(stepped)
 
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
