@@ -270,8 +270,7 @@ class BudgetSparsifier(MaskSparsifier):
             for name in pruning.specs:
                 if name not in masks:  # an earlier stage may have the same tensor
                     masks[name] = self.live_mask(groups[name])
-                    if masks[name].is_meta:
-                        refuse_meta_masks("step", [groups[name]], [masks[name]])
+                    refuse_meta_masks("step", [groups[name]], [masks[name]])
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
             for pruning in pruning_groups:
