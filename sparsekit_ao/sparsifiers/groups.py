@@ -259,6 +259,15 @@ def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) ->
                 _pruning_group(group["tensor_fqn"], [blocks], at).budget({group["tensor_fqn"]: group})
 
 
+def pruning_groups_by_name(pruning_groups: Iterable[PruningGroup]) -> dict[str, list[PruningGroup]]:
+    """Return {tensor_fqn: the pruning groups that the tensor is in, earlier stages first}."""
+    of_tensors: dict[str, list[PruningGroup]] = {}
+    for pruning in pruning_groups:
+        for name in pruning.specs:
+            of_tensors.setdefault(name, []).append(pruning)
+    return of_tensors
+
+
 def numel_of_groups(pruning_groups: Sequence[PruningGroup]) -> int:
     """Return the number of elements of all tensors in pruning groups, counted once for each stage."""
     return sum(spec.view.numel() for pruning in pruning_groups for spec in pruning.specs.values())
