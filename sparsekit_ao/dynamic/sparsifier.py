@@ -21,7 +21,7 @@ from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
-from ..sparsifiers.optimizer_state import keeps_zeros, original, reset_state, unwrap_optimizer, unwrap_optimizers
+from ..sparsifiers.optimizer_state import ELEMENTWISE, original, reset_state, unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
 from ..sparsifiers.stages import Level, checked_pattern, level_and_pattern, without_pattern
 from .budgets import Budgets, refuse_optimizer_as_level
@@ -253,7 +253,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
                 self._update_all()
         self.iteration += 1
         was_masked, optimizers = self._capture.masked, self._capture.optimizers
-        if not was_masked or not all(map(keeps_zeros, optimizers)):
+        if not was_masked or any(type(optimizer) not in ELEMENTWISE for optimizer in optimizers):
             zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         self._capture.clear()
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))

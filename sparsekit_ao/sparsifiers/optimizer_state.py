@@ -23,7 +23,7 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 #: options that only optimizers with such a mean or sum have: Adam's, RMSprop's, Adadelta's, Adagrad's
 _SQUARING = ("betas", "centered", "rho", "lr_decay")
 #: their step changes an element by its own gradient, state and value alone, so zeros stay zeros; others may mix them
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
 )
@@ -160,11 +160,6 @@ def _state_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> list[Tensor
     """The state tensors of a parameter that are of its shape."""
     leaves = tree_leaves([_state_owner(o).state.get(parameter, {}) for o in optimizers])
     return [t for t in leaves if isinstance(t, Tensor) and t.shape == parameter.shape]
-
-
-def keeps_zeros(optimizer: Optimizer) -> bool:
-    """Return whether a weight that is zero, with zero gradient and state, is sure to be zero after a step."""
-    return type(optimizer) in _ELEMENTWISE
 
 
 def _state_owner(optimizer: Optimizer) -> Optimizer:
