@@ -261,15 +261,6 @@ def saved_count(state_dict: object, key: str, default: int) -> int:
     return count
 
 
-def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> list[str]:
-    """Names of some of these groups in a state dict, none if it has no such entry."""
-    saved = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
-    names = [g["tensor_fqn"] for g in groups]
-    if not isinstance(saved, list) or any(n not in names for n in saved):
-        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {saved!r}")
-    return list(saved)
-
-
 def _merged_group(
     live: TensorGroup, saved: Mapping[str, Any] | None, keys: Collection[str], optional_keys: Collection[str]
 ) -> TensorGroup:

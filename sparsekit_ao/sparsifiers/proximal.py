@@ -20,7 +20,7 @@ from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
 from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
-from .checkpoint import saved_count, saved_names
+from .checkpoint import saved_count
 from .config import ConfigContext, TensorGroup, copied
 from .groups import PruningGroup, counts_in_scopes, groups_by_name
 from .optimizer_state import (
@@ -195,7 +195,12 @@ class ProximalSparsifier(BudgetSparsifier):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state, and continue the schedule of the strength at the step where the state was saved."""
         self.require_prepared("load_state_dict")
-        iteration, stepped = saved_count(state_dict, "iteration", 0), saved_names(state_dict, "stepped", self.groups)
+        iteration, names = saved_count(state_dict, "iteration", 0), [g["tensor_fqn"] for g in self.groups]
+        stepped = state_dict.get("stepped", []) if isinstance(state_dict, Mapping) else []
+        if not isinstance(stepped, list) or any(name not in names for name in stepped):
+            raise SparsityError(
+                f"load_state_dict: 'stepped' must be a list of names of tensors in the config, got {stepped!r}"
+            )
         super().load_state_dict(state_dict, strict)
         self.iteration = iteration
         self._moved.restore(stepped)
