@@ -297,8 +297,7 @@ class BudgetSparsifier(MaskSparsifier):
             for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
                 dense[name] = masking.dense_weight(groups[name]["module"], groups[name]["tensor_name"])
             values = pruning.values(dense.__getitem__, self._statistics_of)
-            norm = pruning.norm if pruning.score is None else pruning.norm_of(values.values())
-            request = pruning.request(masks, keep, values, norm)
+            request = pruning.request(masks, keep, values, pruning.norm_of(values.values()))
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
