@@ -259,8 +259,7 @@ def run_update(
         slots.append(
             Slots(pruning=pruning, placed=placed, statistics=recorded, iteration=iteration, seed=settings.seed)
         )
-    limits = [budgets.of_scopes(k) for k in range(len(slots))]
-    masks, shared_counts = _choose(slots, limits, budgets, settings, iteration, fraction)
+    masks, shared_counts = _choose(slots, budgets, settings, iteration, fraction)
     chosen = zip(budgets.pruning_groups, masks, strict=True)
     by_tensor = {name: new[spec] for pruning, new in chosen for name, spec in pruning.specs.items()}
     groups = list(budgets.groups.values())
@@ -277,12 +276,10 @@ def run_update(
 
 
 def _choose(
-    slots: list[Slots], limits: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
+    slots: list[Slots], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
-    """Return new masks of every pruning group, and {index of one that shares the overall budget: blocks in each scope}.
-
-    `limits` tell how many blocks each scope may keep: for each pruning group int64 [scopes] on the CPU.
-    """
+    """Return new masks of every pruning group, and {index of one with a shared budget: blocks in each scope}."""
+    limits = [budgets.of_scopes(k) for k in range(len(slots))]  # how many blocks each scope may keep
     shared, regrows = budgets.shared, settings.grow is not None
     # RigL and SET prune each pruning group by itself and grow as many blocks; only with global criteria they compete.
     competing = shared if settings.prune.is_global else []
