@@ -55,7 +55,6 @@ class ConfigContext(NamedTuple):
     """The tensor that a config entry is completed for, and the first words of errors about the entry."""
 
     module: nn.Module
-    module_fqn: str
     tensor_name: str
     tensor_fqn: str
     tensor: Tensor
@@ -400,7 +399,7 @@ def _group(
     if mask is None and parametrize.is_parametrized(module, name):
         refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
-    return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
+    return {**complete(keys, ConfigContext(module, name, fqn, tensor, where)), **place}
 
 
 def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, names_of: Mapping[int, list[str]]) -> None:

@@ -138,7 +138,7 @@ class BudgetSparsifier(MaskSparsifier):
         refuse_unknown_keys(changes, self.keys, self.keys)
         if not changes:
             return group
-        names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
+        names = {k: group[k] for k in ("module", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
         changed = merged({k: v for k, v in group.items() if k in self.keys}, changes, place, self.keys)
         if without_pattern(changes, place, self.keys).get("nnz") is not None:
