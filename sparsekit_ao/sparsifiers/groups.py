@@ -242,9 +242,7 @@ def make_pruning_groups(
             first = blocks.tensors[0]
             name = first.structure.scope_coupling
             sharing.setdefault(name if name is not None else (first.spec.name,), []).append(blocks)
-        for coupling, blocks_of in sharing.items():
-            label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(blocks_of[0].block.name)
-            pruning_groups.append(_pruning_group(label, blocks_of, stage, fixed))
+        pruning_groups += [_pruning_group(blocks, stage, fixed) for blocks in sharing.values()]
     return tuple(pruning_groups)
 
 
@@ -256,7 +254,7 @@ def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) ->
             ScopeSpec(spec, stage.scope_shape)  # raises an error if they do not fit
             if stage.scope_coupling is None:
                 blocks = _CoupledBlocks([_StagedTensor(stage, spec)], spec)
-                _pruning_group(group["tensor_fqn"], [blocks], at).budget({group["tensor_fqn"]: group})
+                _pruning_group([blocks], at).budget({group["tensor_fqn"]: group})
 
 
 def pruning_groups_by_name(pruning_groups: Iterable[PruningGroup]) -> dict[str, list[PruningGroup]]:
@@ -331,20 +329,19 @@ def _coupled_blocks(tensors: Iterable[_StagedTensor]) -> list[_CoupledBlocks]:
     return result
 
 
-def _pruning_group(
-    label: str, sharing: Sequence[_CoupledBlocks], stage: int, fixed: Collection[str] = ()
-) -> PruningGroup:
+def _pruning_group(sharing: Sequence[_CoupledBlocks], stage: int, fixed: Collection[str] = ()) -> PruningGroup:
     """Return the pruning group of blocks that share one budget; `fixed` is as in `PruningGroup`."""
     tensors = [tensor for blocks in sharing for tensor in blocks.tensors]
+    structure, coupling = tensors[0].structure, tensors[0].structure.scope_coupling
+    label = str(sharing[0].block.name) if coupling is None else f"scope coupling {coupling!r}"
     scopes = [ScopeSpec(blocks.block, blocks.tensors[0].structure.scope_shape) for blocks in sharing]
     _must_agree(label, _SCORING, tensors)
     empty = [blocks.tensors[0].spec.name for blocks in sharing if not blocks.block.numblk()]
     if empty and len(empty) < len(sharing):
         raise CouplingError(f"{label}: {empty[0]} has no elements; leave it out of the shared budget")
-    structure = tensors[0].structure
     least: tuple[int, ...] = ()
     if structure.max_sparsity is not None:
-        if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
+        if coupling is None or stage or any(s.numscp() != 1 for s in scopes):
             raise SparsityError(
                 f"{label}: max_sparsity applies only where several whole tensors share one budget; give them a "
                 "scope_coupling and no scope_shape, and give max_sparsity in the first stage only"
