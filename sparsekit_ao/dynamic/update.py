@@ -186,12 +186,11 @@ class Settings:
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
         """Raise unless each optimizer trains a parameter, and each parameter has one that stores what updates read."""
-        momentum, squares = self.needs_momentum, self.needs_squares
         used = set()
         for group in groups:
             parameter, name = original(group), group["tensor_fqn"]
             index = trainer_of(optimizers, parameter, name, *([ORDER] if is_sharded(parameter) else []))
-            check_state(optimizers[index], parameter, name, momentum=momentum, squares=squares)
+            check_state(optimizers[index], parameter, name, momentum=self.needs_momentum, squares=self.needs_squares)
             used.add(index)
         if groups and len(used) < len(optimizers):
             raise SparsityError(
