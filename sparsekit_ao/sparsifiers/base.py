@@ -154,8 +154,7 @@ class MaskSparsifier(Checkpointed):
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         """Return the mask of a group's tensor in the model or in a copy of it; raise if the mask was removed."""
-        module = group["module"] if model is None else self._module_in(model, group)
-        weight_mask = masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
+        weight_mask = masking.placed_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:
             is_copy = model is not None and model is not self.model
             other = " in the given model, or it is not a copy made after prepare (as an EMA must be)" if is_copy else ""
