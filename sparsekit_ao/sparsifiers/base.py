@@ -494,10 +494,10 @@ def _kept_params(
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
     """Return a warning if masks were never chosen (`chosen_at` is None) or were chosen at other levels, else ""."""
     if chosen_at is None:
-        if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
+        if all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
             return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
-        pairs = ((g, m) for g, m in zip(groups, masks, strict=True) if not m.is_meta and m.numel())
+        pairs = ((g, m) for g, m in zip(groups, masks, strict=True) if m.numel())
         whole = [g["tensor_fqn"] for g, mask in pairs if g.get("sparsity_level", 0) > 0 and bool(mask.all())]
         if whole:
             return (
@@ -515,7 +515,7 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:
     """Warn if the masks of a copy keep more elements than the sparsifier's own, as masks averaged by an EMA do."""
-    if any(mask.is_meta for mask in (*live, *of_copy)):
+    if any(mask.is_meta for mask in live):
         return
     size, averaged = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
     if averaged > size:
