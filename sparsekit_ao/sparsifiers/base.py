@@ -96,16 +96,11 @@ class MaskSparsifier(Checkpointed):
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
-        self._state, self._phase = defaultdict(dict), "new"
-        self._mask_levels = None  # the levels at which all masks were chosen last
         self._warned = False  # whether `step` has warned about adapted or replaced layers
-        self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
         self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
         self._skip_unfit = False
         super().__init__(defaults=defaults)
-        self.model = None
-        self.config = None
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Return the keys of a config entry for one tensor, completed with the defaults."""

@@ -30,14 +30,14 @@ class Checkpointed(BaseSparsifier):
     not_copied: tuple[str, ...] = ("step",)
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
-    model: nn.Module | None
-    config: list[TensorGroup] | None  # type: ignore[assignment]
+    model: nn.Module | None = None
+    config: list[TensorGroup] | None = None  # type: ignore[assignment]
     _state: dict[str, dict[str, Any]]
     _positions: Mapping[str, int] = MappingProxyType({})  # of tensors in `groups`, where these have not changed since
-    _phase: str
-    _mask_levels: list[Any] | None
+    _phase: str = "new"
+    _mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
     _resolved: ResolvedConfig
-    _resumes: bool
+    _resumes: bool = False  # whether `prepare` restores pickled masks
     _check_groups: Callable[[Sequence[TensorGroup]], None]
     require_prepared: Callable[[str], None]
     live_mask: Callable[[TensorGroup], Tensor]
