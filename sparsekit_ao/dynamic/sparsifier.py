@@ -209,7 +209,6 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _after_prepare(self) -> None:
         """Zero the weights that the initial masks drop; for weights on the meta device, `attach` does so."""
         super()._after_prepare()
-        assert self.model is not None
         self._capture.watch(self.groups, self.model)
         self._known = []
         if not self._resumes:
