@@ -132,14 +132,14 @@ class MaskSparsifier(Checkpointed):
         for group in self.groups:
             self.update_mask(**group)
 
-    def require_prepared(self, what: str) -> None:
-        """Raise unless a model is prepared; `what` is the call that needs one."""
+    def require_prepared(self, what: str) -> nn.Module:
+        """Return the prepared model, or raise an error if there is none; `what` is the call that needs one."""
         if what == "step" and parametrize._cache_enabled:
             raise SparsityError("step: weights are not masked anew inside materialized(); call step after that context")
         if self._phase == "prepared":
-            if distributed.has_process_group():
-                distributed.reshard(self.model)
-            return
+            assert self.model is not None
+            distributed.reshard(self.model)
+            return self.model
         why = {
             "new": "no model has been prepared; call prepare(model, config) first",
             "squashed": "the masks were squashed already; call prepare(model, config) to start again",
@@ -299,11 +299,10 @@ class MaskSparsifier(Checkpointed):
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `enable_mask_update` is False."""
-        self.require_prepared("step")
+        model = self.require_prepared("step")
         if self.enable_mask_update:
             if not self._warned:
-                assert self.model is not None
-                adapted, replaced = _moved_layers(self.model, self.groups)
+                adapted, replaced = _moved_layers(model, self.groups)
                 for text in (*adapted[:1], *replaced[:1]):
                     warnings.warn(f"step: {text}", stacklevel=3)
                 self._warned = bool(adapted or replaced)
@@ -351,9 +350,8 @@ class MaskSparsifier(Checkpointed):
                 masked weight, or `fully_shard` wrapped the model only as a part of a larger one. Nothing is changed
                 then. After any other exception all masks are still registered, so the call can be repeated.
         """
-        self.require_prepared("squash_mask")
-        assert self.model is not None
-        adapted, replaced = _moved_layers(self.model, self.groups)
+        own_model = self.require_prepared("squash_mask")
+        adapted, replaced = _moved_layers(own_model, self.groups)
         if adapted:
             raise SparsityError(f"squash_mask: {adapted[0]}")
         for text in replaced[:1]:
@@ -368,11 +366,11 @@ class MaskSparsifier(Checkpointed):
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         self._sync_state()
-        self._squash(self.model if model is None else model)
+        self._squash(own_model if model is None else model)
         for group, params in zip(self.groups, sparse_params, strict=True):
             if params:
                 self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
-        if model is None or model is self.model:
+        if model is None or model is own_model:
             self._end()
 
     def _squash(self, model: nn.Module) -> None:
@@ -411,10 +409,9 @@ class MaskSparsifier(Checkpointed):
 
     def report(self) -> Report:
         """Return a `report.Report` with a row for each mask that tells what it keeps now."""
-        self.require_prepared("report")
-        assert self.model is not None
+        model = self.require_prepared("report")
         refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
-        return make_report(list(self._rows()), self._resolved, self.model, self.groups)
+        return make_report(list(self._rows()), self._resolved, model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group. Here blocks are single elements; subclasses with scopes count their blocks."""

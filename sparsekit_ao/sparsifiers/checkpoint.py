@@ -39,7 +39,7 @@ class Checkpointed(BaseSparsifier):
     _resolved: ResolvedConfig
     _resumes: bool = False  # whether `prepare` restores pickled masks
     _check_groups: Callable[[Sequence[TensorGroup]], None]
-    require_prepared: Callable[[str], None]
+    require_prepared: Callable[[str], nn.Module]
     live_mask: Callable[[TensorGroup], Tensor]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -170,8 +170,7 @@ class ProximalSparsifier(BudgetSparsifier):
         >>> int(masks.mask("0.weight").sum()), masks.check()
         (8, 4)
         """
-        self.require_prepared("to_masks")
-        assert self.model is not None
+        model = self.require_prepared("to_masks")
         target = checked_target(sparsifier)
         is_fixed = isinstance(target, ScopeSparsifier)
         masks = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
@@ -182,8 +181,8 @@ class ProximalSparsifier(BudgetSparsifier):
                 count = kept_counts(pruning, masks)
                 for name in pruning.specs:
                     entries[name]["nnz"] = count
-        self._squash(self.model)
-        target.prepare(self.model, list(entries.values()))
+        self._squash(model)
+        target.prepare(model, list(entries.values()))
         if is_fixed:
             for group in target.groups:
                 target.mask(group["tensor_fqn"]).copy_(masks[group["tensor_fqn"]])
