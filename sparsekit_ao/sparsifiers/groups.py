@@ -64,8 +64,8 @@ class PruningGroup:
         dense: Callable[[str], Tensor],
         statistics: Callable[[str], Statistics],
         computed: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> dict[Tensor, Tensor]:
-        """Return {meta placeholder: weight or saliency} that the scope scores; `computed` are results of `value_of`."""
+    ) -> tuple[dict[Tensor, Tensor], Norm]:
+        """Return {meta placeholder: weight or saliency} to score, and its norm; `computed` are from `value_of`."""
         is_plain, values = self.score is None and self.member_scores == "sum", {}
         scored = self.specs if is_plain else self.scored(statistics)
         for name, spec in self.specs.items():
@@ -76,7 +76,12 @@ class PruningGroup:
             else:
                 value = computed[name] if name in computed else self.value_of(name, dense(name), statistics(name))
                 values[spec.view.param] = value
-        return values
+        # The sum of non-negative saliencies is their 1-norm, which has faster kernels. Values on a GPU are not
+        # inspected, since that would wait for the device.
+        is_non_negative = self.score is not None and all(
+            t.device.type == "cpu" and not is_sharded(t) and bool((t >= 0).all()) for t in values.values()
+        )
+        return values, 1 if is_non_negative else self.norm
 
     def value_of(self, name: str, weight: Tensor, statistics: Statistics) -> Tensor:
         """Return the values of one tensor that are scored: its weight, or its saliency if there is a `score`."""
@@ -102,17 +107,6 @@ class PruningGroup:
                 "columns of a Linear, but the coupling has none; use 'sum' or 'mean'"
             )
         return consumers
-
-    def norm_of(self, values: Iterable[Tensor]) -> Norm:
-        """Return the norm that reduces these values to scores of blocks."""
-        if self.score is None:
-            return self.norm
-        # The sum of non-negative saliencies is their 1-norm, which has faster kernels. Values on a GPU are not
-        # inspected, since that would wait for the device.
-        for t in values:
-            if t.device.type != "cpu" or is_sharded(t) or not bool((t >= 0).all()):
-                return self.norm
-        return 1
 
     def budget(self, groups: Mapping[str, TensorGroup]) -> Budget:
         """Return how many blocks each scope keeps now, or raise an error if a level or count does not fit."""

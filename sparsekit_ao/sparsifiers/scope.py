@@ -296,8 +296,8 @@ class BudgetSparsifier(MaskSparsifier):
         for pruning, keep in keeps.items():
             for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
                 dense[name] = masking.dense_weight(groups[name]["module"], groups[name]["tensor_name"])
-            values = pruning.values(dense.__getitem__, self._statistics_of)
-            request = pruning.request(masks, keep, values, pruning.norm_of(values.values()))
+            values, norm = pruning.values(dense.__getitem__, self._statistics_of)
+            request = pruning.request(masks, keep, values, norm)
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
             for spec, mask in request.masks.items():
@@ -472,9 +472,8 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         self.require_prepared("block_scores")
         scores, recorder, groups = [], self.recorder, groups_by_name(self.groups)
         for pruning in self.pruning_groups():
-            values = pruning.values(lambda name: self._dense(groups[name]), recorder.of)
-            norms = pruning.scope.block_norms(values, norm=pruning.norm_of(values.values()))
-            scores.append((tuple(pruning.specs), norms))
+            values, norm = pruning.values(lambda name: self._dense(groups[name]), recorder.of)
+            scores.append((tuple(pruning.specs), pruning.scope.block_norms(values, norm=norm)))
         return scores
 
     def _extra_state(self) -> dict[str, Any]:
