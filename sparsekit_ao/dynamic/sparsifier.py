@@ -21,7 +21,7 @@ from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
 from ..sparsifiers.groups import groups_by_name
-from ..sparsifiers.optimizer_state import keeps_zeros, original, reset_state, unwrap_optimizer, unwrap_optimizers
+from ..sparsifiers.optimizer_state import ELEMENTWISE, original, reset_state, unwrap_optimizer, unwrap_optimizers
 from ..sparsifiers.scope import BudgetSparsifier
 from ..sparsifiers.stages import Level, checked_pattern, level_and_pattern, without_pattern
 from .budgets import Budgets, refuse_optimizer_as_level
@@ -209,7 +209,6 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _after_prepare(self) -> None:
         """Zero the weights that the initial masks drop; for weights on the meta device, `attach` does so."""
         super()._after_prepare()
-        assert self.model is not None
         self._capture.watch(self.groups, self.model)
         self._known = []
         if not self._resumes:
@@ -253,7 +252,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
                 self._update_all()
         self.iteration += 1
         was_masked, optimizers = self._capture.masked, self._capture.optimizers
-        if not was_masked or not all(map(keeps_zeros, optimizers)):
+        if not was_masked or any(type(optimizer) not in ELEMENTWISE for optimizer in optimizers):
             zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         self._capture.clear()
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
@@ -283,10 +282,10 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         zero_dropped(groups)
         zero_dropped_state(groups, self._capture.optimizers)
 
-    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module) -> None:
         """Squash such that the next optimizer step keeps the zeros, and detach the optimizers."""
         masked = [(original(g), self.live_mask(g)) for g in self.groups]
-        super()._squash(model, sparse_params)
+        super()._squash(model)
         if model is not self.model:
             return
         for parameter, mask in masked:

@@ -186,12 +186,11 @@ class Settings:
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], groups: Sequence[TensorGroup]) -> None:
         """Raise unless each optimizer trains a parameter, and each parameter has one that stores what updates read."""
-        momentum, squares = self.needs_momentum, self.needs_squares
         used = set()
         for group in groups:
             parameter, name = original(group), group["tensor_fqn"]
             index = trainer_of(optimizers, parameter, name, *([ORDER] if is_sharded(parameter) else []))
-            check_state(optimizers[index], parameter, name, momentum=momentum, squares=squares)
+            check_state(optimizers[index], parameter, name, momentum=self.needs_momentum, squares=self.needs_squares)
             used.add(index)
         if groups and len(used) < len(optimizers):
             raise SparsityError(
@@ -259,8 +258,7 @@ def run_update(
         slots.append(
             Slots(pruning=pruning, placed=placed, statistics=recorded, iteration=iteration, seed=settings.seed)
         )
-    limits = [budgets.of_scopes(k) for k in range(len(slots))]
-    masks, shared_counts = _choose(slots, limits, budgets, settings, iteration, fraction)
+    masks, shared_counts = _choose(slots, budgets, settings, iteration, fraction)
     chosen = zip(budgets.pruning_groups, masks, strict=True)
     by_tensor = {name: new[spec] for pruning, new in chosen for name, spec in pruning.specs.items()}
     groups = list(budgets.groups.values())
@@ -277,12 +275,10 @@ def run_update(
 
 
 def _choose(
-    slots: list[Slots], limits: list[Tensor], budgets: Budgets, settings: Settings, iteration: int, fraction: float
+    slots: list[Slots], budgets: Budgets, settings: Settings, iteration: int, fraction: float
 ) -> tuple[list[Tensors], dict[int, int]]:
-    """Return new masks of every pruning group, and {index of one that shares the overall budget: blocks in each scope}.
-
-    `limits` tell how many blocks each scope may keep: for each pruning group int64 [scopes] on the CPU.
-    """
+    """Return new masks of every pruning group, and {index of one with a shared budget: blocks in each scope}."""
+    limits = [budgets.of_scopes(k) for k in range(len(slots))]  # how many blocks each scope may keep
     shared, regrows = budgets.shared, settings.grow is not None
     # RigL and SET prune each pruning group by itself and grow as many blocks; only with global criteria they compete.
     competing = shared if settings.prune.is_global else []
@@ -296,11 +292,11 @@ def _choose(
     pruned = {}  # {index: (masks after pruning, int64 [scopes] of the slots that are left in each scope)}
     if competing:
         rivals, their_limits = [slots[k] for k in competing], [limits[k] for k in competing]
-        together = _prune_together(rivals, their_limits, settings.prune, fraction, most, regrows)
+        together = _prune_together(rivals, their_limits, settings, fraction, most)
         pruned = dict(zip(competing, together, strict=True))
     for k in (k for k in range(len(slots)) if k not in pruned):
         if regrows or k in shared:
-            pruned[k] = _prune(slots[k], limits[k], settings.prune, fraction, regrows)
+            pruned[k] = _prune(slots[k], limits[k], settings, fraction)
         else:  # it has a budget of its own, which pruning would undercut, since nothing grows back
             pruned[k] = _masks_and_counts(slots[k], slots[k].active)
     masks, left = [pruned[k][0] for k in range(len(slots))], [pruned[k][1] for k in range(len(slots))]
@@ -325,11 +321,9 @@ def _masks_and_counts(slots: Slots, rows: Tensor) -> tuple[Tensors, Tensor]:
     return slots.masks_of(rows), rows.sum(1)  # masks in place of rows, because only masks can be sharded
 
 
-def _prune(
-    slots: Slots, limits: Tensor, criterion: Criterion, fraction: float, regrows: bool
-) -> tuple[Tensors, Tensor]:
+def _prune(slots: Slots, limits: Tensor, settings: Settings, fraction: float) -> tuple[Tensors, Tensor]:
     """Prune floor(fraction * active) slots, or more where a scope exceeds its limit; return `_masks_and_counts`."""
-    active, scores = slots.active, _scores(criterion, slots)
+    active, scores = slots.active, _scores(settings.prune, slots)
     count = torch.minimum(counts_after_dropping(active.sum(1), fraction), limits.to(active.device))
     rows = keep_mask(scores, count, candidates=active)
     # Every scope has lost its lowest floor(fraction * active) slots, which may be too few for the pruning group as a
@@ -337,7 +331,7 @@ def _prune(
     # loses the lowest of the slots that are the weakest in their scope: with four scopes of 2 active slots, the lowest
     # 2 of 4.
     still_to_prune = int(rows.sum() - counts_after_dropping(active.sum(), fraction))
-    if regrows and len(rows) > 1 and still_to_prune > 0:
+    if settings.grow is not None and len(rows) > 1 and still_to_prune > 0:
         all_but_weakest = keep_mask(scores, (rows.sum(1) - 1).clamp(min=0), candidates=rows)
         weakest = (rows & ~all_but_weakest).reshape(1, -1)
         still_kept = keep_mask(scores.reshape(1, -1), max(int(weakest.sum()) - still_to_prune, 0), candidates=weakest)
@@ -346,12 +340,12 @@ def _prune(
 
 
 def _prune_together(
-    slots: list[Slots], limits: list[Tensor], criterion: Criterion, fraction: float, most: int | None, regrows: bool
+    slots: list[Slots], limits: list[Tensor], settings: Settings, fraction: float, most: int | None
 ) -> list[tuple[Tensors, Tensor]]:
     """Let pruning groups compete: together they lose floor(fraction * active) slots, and keep at most `most` blocks."""
-    scores, active = [_scores(criterion, s) for s in slots], [s.active for s in slots]
+    scores, active = [_scores(settings.prune, s) for s in slots], [s.active for s in slots]
     # With a target, or without growth, all scopes of a pruning group keep the same number of slots.
-    totals, is_even = [int(a.sum()) for a in active], most is not None or not regrows
+    totals, is_even = [int(a.sum()) for a in active], most is not None or settings.grow is None
     count = sparsity_to_nnz(fraction, sum(totals))
     count = count if most is None else min(count, most)
     least = [s.shape[0] if is_even else 1 for s in slots]  # one block in each scope, or in the whole pruning group

@@ -107,9 +107,7 @@ def one_shot(
     check_options("one_shot", device, stream_memory, checkpoint, compensate)
     if not isinstance(sparsifier, ScopeSparsifier):
         raise SparsityError(f"one_shot needs a ScopeSparsifier, got {type(sparsifier).__name__}")
-    sparsifier.require_prepared("one_shot")
-    model = sparsifier.model
-    assert model is not None
+    model = sparsifier.require_prepared("one_shot")
     if is_offloaded(model):
         raise SparsityError(
             "one_shot: accelerate offloads weights of this model, and masks cannot follow them; use prune(model, ..., "

@@ -295,8 +295,7 @@ class Scoring:
             return torch.zeros(weight.shape, dtype=weight.dtype, device="cpu") if weight.is_meta else weight
 
         def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
-            scored = pruning.values(dense, layers.recorder.of, self._values[pruning])
-            return scored, pruning.norm_of(scored.values())
+            return pruning.values(dense, layers.recorder.of, self._values[pruning])
 
         weights = {name: dense(name) for pruning in self._shared for name in pruning.specs}
         masks = {name: torch.ones(w.shape, dtype=torch.bool, device=w.device) for name, w in weights.items()}
@@ -399,8 +398,7 @@ def _mask_by_score(layer: Layer, groups: Mapping[str, TensorGroup]) -> Tensor:
     def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
         if any(n in INPUTS for n in statistics.missing(needs_of(pruning.score))):
             return {spec.view.param: layer.weight for spec in pruning.specs.values()}, 2
-        saliencies = pruning.values(lambda _: layer.weight, lambda _: statistics)
-        return saliencies, pruning.norm_of(saliencies.values())
+        return pruning.values(lambda _: layer.weight, lambda _: statistics)
 
     return _mask_of(layer, groups, values)
 

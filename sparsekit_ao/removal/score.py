@@ -101,8 +101,8 @@ def _all_scored(
         # No batch reaches a layer that only training runs: the others rate its units, if there are any.
         unread = [name for name in weights if needs and name not in recorder.collected]
         zeros = {name: torch.zeros_like(weights[name]) for name in unread if len(unread) < len(weights)}
-        values = pruning.values(weights.__getitem__, recorder.of, zeros)
-        rows = pruning.scope.block_norms(values, norm=pruning.norm_of(values.values()))
+        values, norm = pruning.values(weights.__getitem__, recorder.of, zeros)
+        rows = pruning.scope.block_norms(values, norm=norm)
         scores.setdefault((ids(pruning.specs), rows.shape[-1]), []).append(rows)
 
     def rows_of(bound: BoundCoupling) -> Tensor:

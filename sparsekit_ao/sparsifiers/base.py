@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
@@ -31,7 +32,7 @@ from .config import (
     resolve_groups,
 )
 from .report import Report, Row, make_report, make_row
-from .usage import Trainable
+from .usage import refuse_misaligned_state
 
 _ADAPTERS = (
     "adapters were added to its masked layer. peft's merge_and_unload() would add them to a temporary masked copy of "
@@ -73,7 +74,7 @@ class UpdateInterval:
         return self.until is not None and step >= self.until - self.until % self.update_every
 
 
-class MaskSparsifier(Trainable, Checkpointed):
+class MaskSparsifier(Checkpointed):
     """Abstract base class of sparsifiers that can be called, copied, saved and resumed safely.
 
     It derives from `torch_ao.BaseSparsifier`. A subclass fills masks one by one in
@@ -95,16 +96,11 @@ class MaskSparsifier(Trainable, Checkpointed):
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
-        self._state, self._phase = defaultdict(dict), "new"
-        self._mask_levels = None  # the levels at which all masks were chosen last
         self._warned = False  # whether `step` has warned about adapted or replaced layers
-        self._resumes = False  # whether `prepare` restores pickled masks
         self._resolved = ResolvedConfig()
         self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
         self._skip_unfit = False
         super().__init__(defaults=defaults)
-        self.model = None
-        self.config = None
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Return the keys of a config entry for one tensor, completed with the defaults."""
@@ -136,14 +132,14 @@ class MaskSparsifier(Trainable, Checkpointed):
         for group in self.groups:
             self.update_mask(**group)
 
-    def require_prepared(self, what: str) -> None:
-        """Raise unless a model is prepared; `what` is the call that needs one."""
+    def require_prepared(self, what: str) -> nn.Module:
+        """Return the prepared model, or raise an error if there is none; `what` is the call that needs one."""
         if what == "step" and parametrize._cache_enabled:
             raise SparsityError("step: weights are not masked anew inside materialized(); call step after that context")
         if self._phase == "prepared":
-            if distributed.has_process_group():
-                distributed.reshard(self.model)
-            return
+            assert self.model is not None
+            distributed.reshard(self.model)
+            return self.model
         why = {
             "new": "no model has been prepared; call prepare(model, config) first",
             "squashed": "the masks were squashed already; call prepare(model, config) to start again",
@@ -153,8 +149,7 @@ class MaskSparsifier(Trainable, Checkpointed):
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         """Return the mask of a group's tensor in the model or in a copy of it; raise if the mask was removed."""
-        module = group["module"] if model is None else self._module_in(model, group)
-        weight_mask = masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
+        weight_mask = masking.placed_mask(self._module_in(model, group), group["tensor_name"], group["tensor_fqn"])
         if weight_mask is None:
             is_copy = model is not None and model is not self.model
             other = " in the given model, or it is not a copy made after prepare (as an EMA must be)" if is_copy else ""
@@ -281,13 +276,33 @@ class MaskSparsifier(Trainable, Checkpointed):
             raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
         return self.config, exclude, None
 
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Register the optimizers that train the model; if masks depend on weights alone, they are only checked.
+
+        Raises:
+            SparsityError: The state of an optimizer does not fit the model, such as one saved before `prepare`.
+        """
+        refuse_misaligned_state(optimizer, self.model)
+
+    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Read the gradients as they are now. This does nothing if masks depend on weights alone."""
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
+        return False
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether `step` will never change masks again."""
+        return False
+
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `enable_mask_update` is False."""
-        self.require_prepared("step")
+        model = self.require_prepared("step")
         if self.enable_mask_update:
             if not self._warned:
-                assert self.model is not None
-                adapted, replaced = _moved_layers(self.model, self.groups)
+                adapted, replaced = _moved_layers(model, self.groups)
                 for text in (*adapted[:1], *replaced[:1]):
                     warnings.warn(f"step: {text}", stacklevel=3)
                 self._warned = bool(adapted or replaced)
@@ -335,9 +350,8 @@ class MaskSparsifier(Trainable, Checkpointed):
                 masked weight, or `fully_shard` wrapped the model only as a part of a larger one. Nothing is changed
                 then. After any other exception all masks are still registered, so the call can be repeated.
         """
-        self.require_prepared("squash_mask")
-        assert self.model is not None
-        adapted, replaced = _moved_layers(self.model, self.groups)
+        own_model = self.require_prepared("squash_mask")
+        adapted, replaced = _moved_layers(own_model, self.groups)
         if adapted:
             raise SparsityError(f"squash_mask: {adapted[0]}")
         for text in replaced[:1]:
@@ -352,19 +366,22 @@ class MaskSparsifier(Trainable, Checkpointed):
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         self._sync_state()
-        self._squash(self.model if model is None else model, sparse_params)
-        if model is None or model is self.model:
+        self._squash(own_model if model is None else model)
+        for group, params in zip(self.groups, sparse_params, strict=True):
+            if params:
+                self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
+        if model is None or model is own_model:
             self._end()
 
-    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
-        """Write zeros into `model`, the prepared one or a copy, and remove its masks; modules get `sparse_params`."""
+    def _squash(self, model: nn.Module) -> None:
+        """Write zeros into `model`, the prepared one or a copy, and remove its masks."""
         tensors = [(self._module_in(model, g), g["tensor_name"]) for g in self.groups]
         places = [(g["tensor_fqn"], g["module_fqn"], m) for (m, _), g in zip(tensors, self.groups, strict=True)]
         distributed.refuse_wrapped_outside(model, places)
         for (module, name), group in zip(tensors, self.groups, strict=True):
             masking.refuse_unwritable(module, name, group["tensor_fqn"])
         records = distributed.fsdp_records(model)
-        masks = [masking.find_mask(*tensor) for tensor in tensors]
+        masks = [self.live_mask(group, model) for group in self.groups]
         parameters = [masking.parameters_under(*tensor) for tensor in tensors]
         sharing = sharing_memory(model)
         for group, originals in zip(self.groups, parameters, strict=True):
@@ -378,13 +395,10 @@ class MaskSparsifier(Trainable, Checkpointed):
         # so that the call can be repeated; weights that are masked may be zero by then.
         with masking.removed([*tensors, *masking.other_names(model, tensors)]):
             for originals, mask, values in zip(parameters, masks, rebuilt, strict=True):
-                assert mask is not None
-                masking.write_zeros(originals, mask.mask, values)
-        for (module, name), params in zip(tensors, sparse_params, strict=True):
+                masking.write_zeros(originals, mask, values)
+        for module, name in tensors:
             if id(module._parameters.get(name)) in records:
                 distributed.move_record(records[id(module._parameters[name])], module, name)
-            if params:
-                module.sparse_params = params  # type: ignore[assignment]
 
     def _miscounted(self) -> str:
         """Return a warning if masks do not hold their budgets, for example because they were loaded; else ""."""
@@ -395,10 +409,9 @@ class MaskSparsifier(Trainable, Checkpointed):
 
     def report(self) -> Report:
         """Return a `report.Report` with a row for each mask that tells what it keeps now."""
-        self.require_prepared("report")
-        assert self.model is not None
+        model = self.require_prepared("report")
         refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
-        return make_report(list(self._rows()), self._resolved, self.model, self.groups)
+        return make_report(list(self._rows()), self._resolved, model, self.groups)
 
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group. Here blocks are single elements; subclasses with scopes count their blocks."""
@@ -473,10 +486,10 @@ def _kept_params(
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
     """Return a warning if masks were never chosen (`chosen_at` is None) or were chosen at other levels, else ""."""
     if chosen_at is None:
-        if not any(m.is_meta for m in masks) and all(bool(m.all()) for m in masks):
+        if all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
             return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
-        pairs = ((g, m) for g, m in zip(groups, masks, strict=True) if not m.is_meta and m.numel())
+        pairs = ((g, m) for g, m in zip(groups, masks, strict=True) if m.numel())
         whole = [g["tensor_fqn"] for g, mask in pairs if g.get("sparsity_level", 0) > 0 and bool(mask.all())]
         if whole:
             return (
@@ -494,7 +507,7 @@ def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Se
 
 def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None:
     """Warn if the masks of a copy keep more elements than the sparsifier's own, as masks averaged by an EMA do."""
-    if any(mask.is_meta for mask in (*live, *of_copy)):
+    if any(mask.is_meta for mask in live):
         return
     size, averaged = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
     if averaged > size:

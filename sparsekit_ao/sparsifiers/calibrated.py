@@ -95,7 +95,6 @@ class Calibrated(MaskSparsifier):
         5
         """
         self.require_prepared("calibrate")
-        assert self.model is not None
         for need in needs:
             if need not in NEEDS:
                 raise SparsityError(f"calibrate: needs are some of {', '.join(map(repr, NEEDS))}, got {need!r}")

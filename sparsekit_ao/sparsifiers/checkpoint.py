@@ -30,16 +30,16 @@ class Checkpointed(BaseSparsifier):
     not_copied: tuple[str, ...] = ("step",)
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
-    model: nn.Module | None
-    config: list[TensorGroup] | None  # type: ignore[assignment]
+    model: nn.Module | None = None
+    config: list[TensorGroup] | None = None  # type: ignore[assignment]
     _state: dict[str, dict[str, Any]]
     _positions: Mapping[str, int] = MappingProxyType({})  # of tensors in `groups`, where these have not changed since
-    _phase: str
-    _mask_levels: list[Any] | None
+    _phase: str = "new"
+    _mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
     _resolved: ResolvedConfig
-    _resumes: bool
+    _resumes: bool = False  # whether `prepare` restores pickled masks
     _check_groups: Callable[[Sequence[TensorGroup]], None]
-    require_prepared: Callable[[str], None]
+    require_prepared: Callable[[str], nn.Module]
     live_mask: Callable[[TensorGroup], Tensor]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -62,10 +62,6 @@ class Checkpointed(BaseSparsifier):
         attributes["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
         attributes["_phase"] = "detached" if self._phase == "prepared" else self._phase
         return {**attributes, "model": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """What pickle calls instead of `BaseSparsifier`'s method, which expects other entries."""
-        self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` can read.
@@ -263,15 +259,6 @@ def saved_count(state_dict: object, key: str, default: int) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise SparsityError(f"load_state_dict: {key!r} must be an int >= 0, got {count!r}")
     return count
-
-
-def saved_names(state_dict: object, key: str, groups: Sequence[TensorGroup]) -> list[str]:
-    """Names of some of these groups in a state dict, none if it has no such entry."""
-    saved = state_dict.get(key, []) if isinstance(state_dict, Mapping) else []
-    names = [g["tensor_fqn"] for g in groups]
-    if not isinstance(saved, list) or any(n not in names for n in saved):
-        raise SparsityError(f"load_state_dict: {key!r} must be a list of names of tensors in the config, got {saved!r}")
-    return list(saved)
 
 
 def _merged_group(

@@ -55,7 +55,6 @@ class ConfigContext(NamedTuple):
     """The tensor that a config entry is completed for, and the first words of errors about the entry."""
 
     module: nn.Module
-    module_fqn: str
     tensor_name: str
     tensor_fqn: str
     tensor: Tensor
@@ -293,7 +292,7 @@ def _matches(
     outside = [n for n, is_exact in matched.items() if is_exact and n not in of_classes]
     if outside:
         raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {_named(classes)}")
-    kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes and (n in names or n in matched)}
+    kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes}
     if not kept:
         raise SparsityError(f"{where}the model has no module of class {_named(classes)} with a tensor {tensor!r}")
     return kept
@@ -320,8 +319,8 @@ def excluded_names(
     around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
     for at, excluded in enumerate(exclude):
         where = f"exclude[{at}]"
-        if isinstance(excluded, nn.Module):
-            left_out = [n for n in names if any(modules.get(name) is excluded for name in ("", *around[n]))]
+        if isinstance(excluded, nn.Module):  # the model itself, or a module of another one
+            left_out = [*names] if excluded is model else []
             if not left_out:
                 raise SparsityError(f"{where}, a {type(excluded).__name__}, is not in the model, or has no parameters")
         elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
@@ -400,7 +399,7 @@ def _group(
     if mask is None and parametrize.is_parametrized(module, name):
         refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
-    return {**complete(keys, ConfigContext(module, prefix, name, fqn, tensor, where)), **place}
+    return {**complete(keys, ConfigContext(module, name, fqn, tensor, where)), **place}
 
 
 def _refuse_shared(groups: Sequence[TensorGroup], model: nn.Module, names_of: Mapping[int, list[str]]) -> None:

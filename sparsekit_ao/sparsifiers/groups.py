@@ -64,8 +64,8 @@ class PruningGroup:
         dense: Callable[[str], Tensor],
         statistics: Callable[[str], Statistics],
         computed: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> dict[Tensor, Tensor]:
-        """Return {meta placeholder: weight or saliency} that the scope scores; `computed` are results of `value_of`."""
+    ) -> tuple[dict[Tensor, Tensor], Norm]:
+        """Return {meta placeholder: weight or saliency} to score, and its norm; `computed` are from `value_of`."""
         is_plain, values = self.score is None and self.member_scores == "sum", {}
         scored = self.specs if is_plain else self.scored(statistics)
         for name, spec in self.specs.items():
@@ -76,7 +76,12 @@ class PruningGroup:
             else:
                 value = computed[name] if name in computed else self.value_of(name, dense(name), statistics(name))
                 values[spec.view.param] = value
-        return values
+        # The sum of non-negative saliencies is their 1-norm, which has faster kernels. Values on a GPU are not
+        # inspected, since that would wait for the device.
+        is_non_negative = self.score is not None and all(
+            t.device.type == "cpu" and not is_sharded(t) and bool((t >= 0).all()) for t in values.values()
+        )
+        return values, 1 if is_non_negative else self.norm
 
     def value_of(self, name: str, weight: Tensor, statistics: Statistics) -> Tensor:
         """Return the values of one tensor that are scored: its weight, or its saliency if there is a `score`."""
@@ -102,17 +107,6 @@ class PruningGroup:
                 "columns of a Linear, but the coupling has none; use 'sum' or 'mean'"
             )
         return consumers
-
-    def norm_of(self, values: Iterable[Tensor]) -> Norm:
-        """Return the norm that reduces these values to scores of blocks."""
-        if self.score is None:
-            return self.norm
-        # The sum of non-negative saliencies is their 1-norm, which has faster kernels. Values on a GPU are not
-        # inspected, since that would wait for the device.
-        for t in values:
-            if t.device.type != "cpu" or is_sharded(t) or not bool((t >= 0).all()):
-                return self.norm
-        return 1
 
     def budget(self, groups: Mapping[str, TensorGroup]) -> Budget:
         """Return how many blocks each scope keeps now, or raise an error if a level or count does not fit."""
@@ -242,9 +236,7 @@ def make_pruning_groups(
             first = blocks.tensors[0]
             name = first.structure.scope_coupling
             sharing.setdefault(name if name is not None else (first.spec.name,), []).append(blocks)
-        for coupling, blocks_of in sharing.items():
-            label = f"scope coupling {coupling!r}" if isinstance(coupling, str) else str(blocks_of[0].block.name)
-            pruning_groups.append(_pruning_group(label, blocks_of, stage, fixed))
+        pruning_groups += [_pruning_group(blocks, stage, fixed) for blocks in sharing.values()]
     return tuple(pruning_groups)
 
 
@@ -256,7 +248,16 @@ def refuse_unfit(group: TensorGroup, stages: Sequence[Stage], tensor: Tensor) ->
             ScopeSpec(spec, stage.scope_shape)  # raises an error if they do not fit
             if stage.scope_coupling is None:
                 blocks = _CoupledBlocks([_StagedTensor(stage, spec)], spec)
-                _pruning_group(group["tensor_fqn"], [blocks], at).budget({group["tensor_fqn"]: group})
+                _pruning_group([blocks], at).budget({group["tensor_fqn"]: group})
+
+
+def pruning_groups_by_name(pruning_groups: Iterable[PruningGroup]) -> dict[str, list[PruningGroup]]:
+    """Return {tensor_fqn: the pruning groups that the tensor is in, earlier stages first}."""
+    of_tensors: dict[str, list[PruningGroup]] = {}
+    for pruning in pruning_groups:
+        for name in pruning.specs:
+            of_tensors.setdefault(name, []).append(pruning)
+    return of_tensors
 
 
 def numel_of_groups(pruning_groups: Sequence[PruningGroup]) -> int:
@@ -322,20 +323,19 @@ def _coupled_blocks(tensors: Iterable[_StagedTensor]) -> list[_CoupledBlocks]:
     return result
 
 
-def _pruning_group(
-    label: str, sharing: Sequence[_CoupledBlocks], stage: int, fixed: Collection[str] = ()
-) -> PruningGroup:
+def _pruning_group(sharing: Sequence[_CoupledBlocks], stage: int, fixed: Collection[str] = ()) -> PruningGroup:
     """Return the pruning group of blocks that share one budget; `fixed` is as in `PruningGroup`."""
     tensors = [tensor for blocks in sharing for tensor in blocks.tensors]
+    structure, coupling = tensors[0].structure, tensors[0].structure.scope_coupling
+    label = str(sharing[0].block.name) if coupling is None else f"scope coupling {coupling!r}"
     scopes = [ScopeSpec(blocks.block, blocks.tensors[0].structure.scope_shape) for blocks in sharing]
     _must_agree(label, _SCORING, tensors)
     empty = [blocks.tensors[0].spec.name for blocks in sharing if not blocks.block.numblk()]
     if empty and len(empty) < len(sharing):
         raise CouplingError(f"{label}: {empty[0]} has no elements; leave it out of the shared budget")
-    structure = tensors[0].structure
     least: tuple[int, ...] = ()
     if structure.max_sparsity is not None:
-        if structure.scope_coupling is None or stage or any(s.numscp() != 1 for s in scopes):
+        if coupling is None or stage or any(s.numscp() != 1 for s in scopes):
             raise SparsityError(
                 f"{label}: max_sparsity applies only where several whole tensors share one budget; give them a "
                 "scope_coupling and no scope_shape, and give max_sparsity in the first stage only"

@@ -23,7 +23,7 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 #: options that only optimizers with such a mean or sum have: Adam's, RMSprop's, Adadelta's, Adagrad's
 _SQUARING = ("betas", "centered", "rho", "lr_decay")
 #: their step changes an element by its own gradient, state and value alone, so zeros stay zeros; others may mix them
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adadelta, optim.Adagrad, optim.ASGD, optim.RMSprop, optim.Rprop),
 )
@@ -162,11 +162,6 @@ def _state_of(optimizers: Sequence[Optimizer], parameter: Tensor) -> list[Tensor
     return [t for t in leaves if isinstance(t, Tensor) and t.shape == parameter.shape]
 
 
-def keeps_zeros(optimizer: Optimizer) -> bool:
-    """Return whether a weight that is zero, with zero gradient and state, is sure to be zero after a step."""
-    return type(optimizer) in _ELEMENTWISE
-
-
 def _state_owner(optimizer: Optimizer) -> Optimizer:
     """The optimizer that keeps the state: inside `ZeroRedundancyOptimizer` one for the parameters of this rank."""
     return getattr(optimizer, "optim", optimizer)
@@ -274,7 +269,7 @@ class MovedParameters:
         """Watch these optimizers instead of the present ones."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers, self._moved = list(optimizers), set()
+        self.optimizers, self._moved, self._versions = list(optimizers), set(), {}
         self._watch()
 
     def stepped(self, parameters: Mapping[str, Tensor]) -> list[str]:

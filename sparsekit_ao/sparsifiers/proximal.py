@@ -20,7 +20,7 @@ from ..errors import CouplingError, SparsityError, is_number
 from ..schedules import is_schedule
 from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
-from .checkpoint import saved_count, saved_names
+from .checkpoint import saved_count
 from .config import ConfigContext, TensorGroup, copied
 from .groups import PruningGroup, counts_in_scopes, groups_by_name
 from .optimizer_state import (
@@ -125,9 +125,7 @@ class ProximalSparsifier(BudgetSparsifier):
         super().attach(optimizers)
         if self._phase == "prepared":
             check_optimizers(optimizers, parameters_of(self.groups), self.conditioner)
-        stepped = self._moved.restored()
         self._moved.attach(optimizers)
-        self._moved.restore(stepped)
 
     def step(self, use_path: bool = True) -> None:
         """Apply the proximal operator to every tensor that its optimizer has moved since the last call.
@@ -172,8 +170,7 @@ class ProximalSparsifier(BudgetSparsifier):
         >>> int(masks.mask("0.weight").sum()), masks.check()
         (8, 4)
         """
-        self.require_prepared("to_masks")
-        assert self.model is not None
+        model = self.require_prepared("to_masks")
         target = checked_target(sparsifier)
         is_fixed = isinstance(target, ScopeSparsifier)
         masks = {g["tensor_fqn"]: self.live_mask(g) for g in self.groups}
@@ -184,8 +181,8 @@ class ProximalSparsifier(BudgetSparsifier):
                 count = kept_counts(pruning, masks)
                 for name in pruning.specs:
                     entries[name]["nnz"] = count
-        self._squash(self.model, [{} for _ in self.groups])
-        target.prepare(self.model, list(entries.values()))
+        self._squash(model)
+        target.prepare(model, list(entries.values()))
         if is_fixed:
             for group in target.groups:
                 target.mask(group["tensor_fqn"]).copy_(masks[group["tensor_fqn"]])
@@ -197,7 +194,12 @@ class ProximalSparsifier(BudgetSparsifier):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state, and continue the schedule of the strength at the step where the state was saved."""
         self.require_prepared("load_state_dict")
-        iteration, stepped = saved_count(state_dict, "iteration", 0), saved_names(state_dict, "stepped", self.groups)
+        iteration, names = saved_count(state_dict, "iteration", 0), [g["tensor_fqn"] for g in self.groups]
+        stepped = state_dict.get("stepped", []) if isinstance(state_dict, Mapping) else []
+        if not isinstance(stepped, list) or any(name not in names for name in stepped):
+            raise SparsityError(
+                f"load_state_dict: 'stepped' must be a list of names of tensors in the config, got {stepped!r}"
+            )
         super().load_state_dict(state_dict, strict)
         self.iteration = iteration
         self._moved.restore(stepped)
@@ -286,13 +288,11 @@ class ProximalSparsifier(BudgetSparsifier):
     def _parameter(self, group: TensorGroup, model: nn.Module | None = None) -> nn.Parameter:
         return self._module_in(model, group)._parameters[group["tensor_name"]]  # type: ignore[return-value]
 
-    def _squash(self, model: nn.Module, sparse_params: Sequence[Mapping[str, Any]]) -> None:
+    def _squash(self, model: nn.Module) -> None:
         """Write zeros into the blocks that the last step dropped, also where the optimizer has moved them since."""
-        for group, params in zip(self.groups, sparse_params, strict=True):
+        for group in self.groups:
             weight = self._parameter(group, model).detach()
             weight.masked_fill_(~self.live_mask(group).to(weight.device), 0)
-            if params:
-                self._module_in(model, group).sparse_params = params  # type: ignore[assignment]
 
     def check(self, model: nn.Module | None = None) -> int:
         """Verify that every scope keeps its budget, as `ScopeSparsifier.check` does."""

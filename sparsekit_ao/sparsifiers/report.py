@@ -22,7 +22,7 @@ from ..structure.tiles import to_aligned
 from ..structure.windows import Window, fill_mask, kept_flags, kept_grid
 from ..tables import FOLDED_ABOVE, Table
 from .config import ResolvedConfig, TensorGroup
-from .groups import PruningGroup, counts_in_scopes, kept_in, labels_of, numel_of_groups
+from .groups import PruningGroup, counts_in_scopes, kept_in, labels_of, numel_of_groups, pruning_groups_by_name
 
 NEARLY_EMPTY = 0.99  # sparsity above which a printed report names a tensor
 SHOWN = 5  # parameters that no entry names in a printed report
@@ -206,11 +206,7 @@ def check_masks(
 ) -> int:
     """Return the number of scopes; raise if one is wrong. `masks` is what `BudgetSparsifier._masks` returns."""
     wrong: list[str] = []
-    checked = 0
-    of_tensors: dict[str, list[PruningGroup]] = {}
-    for pruning in pruning_groups:
-        for name in pruning.specs:
-            of_tensors.setdefault(name, []).append(pruning)
+    checked, of_tensors = 0, pruning_groups_by_name(pruning_groups)
     for pruning in progress_bar(pruning_groups, "check", "tensors", elements=numel_of_groups(pruning_groups)):
         is_exact = all(masks[name][1] for name in pruning.specs)
         of_group = {spec: full_tensor(masks[name][0]) for name, spec in pruning.specs.items()}

@@ -28,6 +28,7 @@ from .groups import (
     make_pruning_groups,
     numel_of_groups,
     parts_of,
+    pruning_groups_by_name,
     refuse_unfit,
 )
 from .report import Row, check_masks, make_row
@@ -137,7 +138,7 @@ class BudgetSparsifier(MaskSparsifier):
         refuse_unknown_keys(changes, self.keys, self.keys)
         if not changes:
             return group
-        names = {k: group[k] for k in ("module", "module_fqn", "tensor_name", "tensor_fqn")}
+        names = {k: group[k] for k in ("module", "tensor_name", "tensor_fqn")}
         place = ConfigContext(**names, tensor=self._dense(group), where=f"update_mask: {group['tensor_fqn']}: ")
         changed = merged({k: v for k, v in group.items() if k in self.keys}, changes, place, self.keys)
         if without_pattern(changes, place, self.keys).get("nnz") is not None:
@@ -157,14 +158,11 @@ class BudgetSparsifier(MaskSparsifier):
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group, with the blocks of its last stage."""
         pruning_groups, entries, named = self.pruning_groups(), self._resolved.entries, groups_by_name(self.groups)
-        stages_of_tensors: dict[str, list[PruningGroup]] = {}
-        for pruning in pruning_groups:
-            for name in pruning.specs:
-                stages_of_tensors.setdefault(name, []).append(pruning)
+        of_tensors = pruning_groups_by_name(pruning_groups)
         for group in progress_bar(self.groups, "report", "tensors", elements=numel_of_groups(pruning_groups)):
             name = group["tensor_fqn"]
-            last = stages_of_tensors[name][-1]
-            pattern = " then ".join(pruning.pattern(name) for pruning in stages_of_tensors[name])
+            last = of_tensors[name][-1]
+            pattern = " then ".join(pruning.pattern(name) for pruning in of_tensors[name])
             key, asked = last.own_budgets.get(name) or ("sparsity_level", group["sparsity_level"])
             asked = asked if key == "sparsity_level" else last.scope.level_of(last.budget(named))  # reported as a level
             yield make_row(name, self.live_mask(group), entries, pattern=pattern, asked=asked, spec=last.specs[name])
@@ -250,8 +248,11 @@ class BudgetSparsifier(MaskSparsifier):
 
     def _begin(self, groups: Sequence[TensorGroup]) -> None:
         """Set `sparsity_level` to the level that `nnz` amounts to where it is given, and copy it to `level_of_nnz`."""
-        named = groups_by_name(groups)
-        largest = _largest_groups(self.pruning_groups(groups))
+        named, largest = groups_by_name(groups), dict[str, PruningGroup]()
+        # A count may amount to a different level in each stage; that in the largest (or last) pruning group is taken.
+        for name, of_tensor in pruning_groups_by_name(self.pruning_groups(groups)).items():
+            if sharing := [pruning for pruning in reversed(of_tensor) if name not in pruning.own_budgets]:
+                largest[name] = max(sharing, key=lambda pruning: len(pruning.specs))
         levels = {pruning: pruning.scope.level_of(pruning.budget(named)) for pruning in {*largest.values()}}
         for name, group in named.items():
             if group.get("nnz") is not None and name in largest:
@@ -270,8 +271,7 @@ class BudgetSparsifier(MaskSparsifier):
             for name in pruning.specs:
                 if name not in masks:  # an earlier stage may have the same tensor
                     masks[name] = self.live_mask(groups[name])
-                    if masks[name].is_meta:
-                        refuse_meta_masks("step", [groups[name]], [masks[name]])
+                    refuse_meta_masks("step", [groups[name]], [masks[name]])
         at_once = sum(map(Tensor.numel, masks.values())) <= AT_ONCE
         if distributed.has_process_group():
             for pruning in pruning_groups:
@@ -296,8 +296,7 @@ class BudgetSparsifier(MaskSparsifier):
         for pruning, keep in keeps.items():
             for name in pruning.specs.keys() - dense.keys():  # an earlier stage may have read the weight
                 dense[name] = masking.dense_weight(groups[name]["module"], groups[name]["tensor_name"])
-            values = pruning.values(dense.__getitem__, self._statistics_of)
-            norm = pruning.norm if pruning.score is None else pruning.norm_of(values.values())
+            values, norm = pruning.values(dense.__getitem__, self._statistics_of)
             request = pruning.request(masks, keep, values, norm)
             stages.setdefault(pruning.stage, {})[pruning] = request
         for request in stages.get(0, {}).values():
@@ -342,18 +341,6 @@ class BudgetSparsifier(MaskSparsifier):
             mask = getattr(module, name).detach() != 0 if live is None else live.mask
             masks[group["tensor_fqn"]] = mask, live is not None
         return masks
-
-
-def _largest_groups(pruning_groups: Sequence[PruningGroup]) -> dict[str, PruningGroup]:
-    """Return {tensor: the largest of its pruning groups}, without stages that have a budget of their own."""
-    # A count may amount to a different level in each stage; `_begin` takes the level in the largest pruning group.
-    largest: dict[str, PruningGroup] = {}
-    for pruning in pruning_groups:
-        for name in pruning.specs:
-            is_larger = name not in largest or len(largest[name].specs) <= len(pruning.specs)
-            if name not in pruning.own_budgets and is_larger:
-                largest[name] = pruning
-    return largest
 
 
 class ScopeSparsifier(Calibrated, BudgetSparsifier):
@@ -485,9 +472,8 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         self.require_prepared("block_scores")
         scores, recorder, groups = [], self.recorder, groups_by_name(self.groups)
         for pruning in self.pruning_groups():
-            values = pruning.values(lambda name: self._dense(groups[name]), recorder.of)
-            norms = pruning.scope.block_norms(values, norm=pruning.norm_of(values.values()))
-            scores.append((tuple(pruning.specs), norms))
+            values, norm = pruning.values(lambda name: self._dense(groups[name]), recorder.of)
+            scores.append((tuple(pruning.specs), pruning.scope.block_norms(values, norm=norm)))
         return scores
 
     def _extra_state(self) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""The methods that trainers call, and errors for calls that could have no effect (wrong order, another model)."""
+"""Errors for calls that could have no effect: in the wrong order, for another model, or with unknown keys."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..errors import SparsityError
 from .config import TensorGroup
@@ -14,33 +13,6 @@ _OF_PARAMETER = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
     *("sum", "prev", "step_size", "ax"),
 )
-
-
-class Trainable:
-    """The methods that trainers call, as they are for a sparsifier whose masks depend on weights alone."""
-
-    model: nn.Module | None
-
-    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Register the optimizers that train the model; if masks depend on weights alone, they are only checked.
-
-        Raises:
-            SparsityError: The state of an optimizer does not fit the model, such as one saved before `prepare`.
-        """
-        refuse_misaligned_state(optimizer, self.model)
-
-    def take_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Read the gradients as they are now. This does nothing if masks depend on weights alone."""
-
-    @property
-    def uses_gradients(self) -> bool:
-        """Whether masks depend on gradients or momentum, so that `take_gradients` must precede clipping."""
-        return False
-
-    @property
-    def _is_frozen(self) -> bool:
-        """Whether `step` will never change masks again."""
-        return False
 
 
 def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: str) -> None:
