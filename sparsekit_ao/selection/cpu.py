@@ -58,7 +58,7 @@ def run(requests: Sequence[Request]) -> None:
     for request in requests:
         scope = request.scope
         if isinstance(scope, ScopeSpec) and scope.has_single_elements and scope.numblk_per_scope() < LONG:
-            parts = _chunks(request, scope)
+            parts = _chunks(request)
             if len(parts) == 1:  # filled here, since a thread would take longer to start
                 parts[0]()
             else:
@@ -114,25 +114,18 @@ def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: boo
     return to_aligned(grid, first.order, ndim)
 
 
-def _chunks(request: Request, scope: ScopeSpec) -> list[Callable[[], None]]:
+def _chunks(request: Request) -> list[Callable[[], None]]:
     """Return a function for each chunk of a request of short scopes of single elements, which fills this chunk."""
-    (m,) = request.scope_windows[0].windows
+    (m,), shape, keep = request.windows, request.scope_windows[0].shape, request.budget
     assert m.values is not None
-    is_short = scope.numblk_per_scope() <= PAIRS
-    fill = partial(
-        _fill_pairs if is_short else _fill_rows,
-        shape=scope.shape,
-        magnitude=request.norm is not None,  # since any norm of a single element is its magnitude
-        within_mask=request.within_mask,
-        masked=request.masked,
-    )
-    keep = request.budget
+    is_short = math.prod(shape) <= PAIRS
+    fill = partial(_fill_pairs if is_short else _fill_rows, request)
     chunk = 4 * CHUNK // m.values.element_size() if is_short else CHUNK  # keys of short scopes are as wide as values
     if m.values.numel() <= chunk:
         return [partial(fill, m, keep)]
     chunks = list[Callable[[], None]]()
-    for place, _ in cut_parts(m.window, scope.shape, chunk):
-        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, scope.shape, strict=True))
+    for place, _ in cut_parts(m.window, shape, chunk):
+        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, shape, strict=True))
         chunks.append(partial(fill, _at(m, cut), keep[place] if isinstance(keep, Tensor) else keep))
     return chunks
 
@@ -159,19 +152,18 @@ def _fill_plain(request: Request) -> None:
             _keep_long(list(_long_parts(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
 
 
-def _fill_pairs(
-    m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
-) -> None:
+def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of short scopes: slot i beats a later slot j unless j is strictly higher."""
     assert m.values is not None and m.mask is not None
+    shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
     # For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
     # [1, 4, R, C / 4], so that `lanes` is [4, scopes].
     order, split = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2)), list[int]()
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
-    if masked or within_mask:  # the mask would be transposed too, which takes longer
-        under, within = mask if masked else None, mask if within_mask else None
+    if request.masked or within_mask:  # the mask would be transposed too, which takes longer
+        under, within = mask if request.masked else None, mask if within_mask else None
         keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=True).reshape(split).transpose(order)
     else:
         keys = _keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=True)
@@ -194,16 +186,15 @@ def _fill_pairs(
         _write(mask, written.view(np.bool_), m.mask.dtype, within_mask)
 
 
-def _fill_rows(
-    m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
-) -> None:
+def _fill_rows(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of scopes that are longer, but not `LONG`, as among rows of keys."""
     assert m.values is not None and m.mask is not None
+    shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
     order, split = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2)), list[int]()
     for size, tile in zip(m.values.shape, shape, strict=True):
         split += [size // tile, tile]
     mask, dtype = _ints(m.mask), m.values.dtype
-    under, within = mask if masked else None, mask if within_mask else None
+    under, within = mask if request.masked else None, mask if within_mask else None
     source = _keys(_ints(m.values), dtype, magnitude, under=under, within=within).reshape(split).transpose(order)
     keys = np.empty(source.shape, source.dtype)
     for part in _parts_to_copy(source):
@@ -276,7 +267,7 @@ def _keys(
     """Return keys ordered as scores, in 32 bits or more unless `narrow`: 0 if `under` is 0, lowest if `within` is 0."""
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
     top, nan = _iinfo(bits.dtype).max, INF[dtype] + 1
-    if magnitude:
+    if magnitude:  # which any norm of a single element is
         keys = np.bitwise_and(bits, bits.dtype.type(top), order="C").astype(wide, copy=False)
         if keys.size and keys.max() > nan:
             keys = np.minimum(keys, wide(nan))
