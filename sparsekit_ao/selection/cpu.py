@@ -158,9 +158,8 @@ def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
     shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
     # For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
     # [1, 4, R, C / 4], so that `lanes` is [4, scopes].
-    order, split = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2)), list[int]()
-    for size, tile in zip(m.values.shape, shape, strict=True):
-        split += [size // tile, tile]
+    order = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2))
+    split = [n for size, tile in zip(m.values.shape, shape, strict=True) for n in (size // tile, tile)]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
     if request.masked or within_mask:  # the mask would be transposed too, which takes longer
         under, within = mask if request.masked else None, mask if within_mask else None
@@ -190,9 +189,8 @@ def _fill_rows(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of scopes that are longer, but not `LONG`, as among rows of keys."""
     assert m.values is not None and m.mask is not None
     shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
-    order, split = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2)), list[int]()
-    for size, tile in zip(m.values.shape, shape, strict=True):
-        split += [size // tile, tile]
+    order = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2))
+    split = [n for size, tile in zip(m.values.shape, shape, strict=True) for n in (size // tile, tile)]
     mask, dtype = _ints(m.mask), m.values.dtype
     under, within = mask if request.masked else None, mask if within_mask else None
     source = _keys(_ints(m.values), dtype, magnitude, under=under, within=within).reshape(split).transpose(order)
@@ -288,10 +286,7 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
         return np.full(keys.shape, keep > 0)
     total = keep * rows if isinstance(keep, int) else int(keep.sum())
     least = keys.min(initial=_iinfo(keys.dtype).max)
-    least_is_common = least in (
-        0,
-        _iinfo(keys.dtype).min,
-    )  # that of zeros, or of slots that may not be kept
+    least_is_common = least in (0, _iinfo(keys.dtype).min)  # that of zeros, or of slots that may not be kept
     if least_is_common and np.count_nonzero(above := keys > least) <= total:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():
