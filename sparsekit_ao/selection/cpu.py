@@ -344,13 +344,10 @@ class _LongPart:
         within: Tensor | None = None,
         within_mask: bool = False,
     ) -> None:
-        self.size, self.above = values.numel(), 0
+        self.size = values.numel()
         self._values, self._mask, self._dtype, self._magnitude = _ints(values), _ints(mask), values.dtype, magnitude
         self._mask_dtype, self._within_mask = mask.dtype, within_mask
         self._under, self._within = (None if t is None else _ints(t) for t in (under, within))
-        self._kept: Array = np.empty(0, np.bool_)
-        self.places: Array = np.empty(0, np.int64)
-        self.undecided: Array = self.places
 
     def keys(self, at: tuple[Array, ...] | None = None) -> Array:
         """Return all keys in the order of the slots, or those at some places; one-dimensional."""
@@ -439,14 +436,13 @@ def _keep_between(parts: Sequence[_LongPart], keep: int, low: int, high: int) ->
         _on_threads([partial(part.write, part.places[k]) for part, k in zip(parts, chosen, strict=True)])
         return True
     room -= sum(counts)
-    ties = [np.empty(0, np.int64)] * len(parts)
-    for at, part in enumerate(parts):
-        if room:
-            ties[at] = part.tied(low)[:room]
-            room -= len(ties[at])
+    more: list[Array] = []
+    for part in parts:
+        tied = part.tied(low)[:room] if room else part.places[:0]
+        room -= len(tied)
+        more.append(np.concatenate((part.places, tied)))
     if room:
         return False
-    more = [np.concatenate((part.places, tied)) for part, tied in zip(parts, ties, strict=True)]
     _on_threads([partial(part.write, places) for part, places in zip(parts, more, strict=True)])
     return True
 
