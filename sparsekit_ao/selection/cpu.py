@@ -82,10 +82,11 @@ def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = No
     if out.numel() == 0:
         return out
     if width >= LONG:
+        if candidates is not None:
+            out.copy_(candidates)
         budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
         for row, budget in enumerate(budgets):
-            allowed = None if candidates is None else candidates[row]
-            _keep_long([_LongPart(scores[row], out[row], False, within=allowed)], budget)
+            _keep_long([_LongPart(scores[row], out[row], False, within_mask=candidates is not None)], budget)
         return out
     step = max(1, CHUNK // width)
     parts = [slice(at, at + step) for at in range(0, rows, step)]
@@ -335,19 +336,12 @@ class _LongPart:
     """Consecutive slots of one long scope, whose keys are computed when they are needed."""
 
     def __init__(
-        self,
-        values: Tensor,
-        mask: Tensor,
-        magnitude: bool,
-        *,
-        under: Tensor | None = None,
-        within: Tensor | None = None,
-        within_mask: bool = False,
+        self, values: Tensor, mask: Tensor, magnitude: bool, *, masked: bool = False, within_mask: bool = False
     ) -> None:
         self.size = values.numel()
         self._values, self._mask, self._dtype, self._magnitude = _ints(values), _ints(mask), values.dtype, magnitude
         self._mask_dtype, self._within_mask = mask.dtype, within_mask
-        self._under, self._within = (None if t is None else _ints(t) for t in (under, within))
+        self._under, self._within = self._mask if masked else None, self._mask if within_mask else None
 
     def keys(self, at: tuple[Array, ...] | None = None) -> Array:
         """Return all keys in the order of the slots, or those at some places; one-dimensional."""
@@ -378,19 +372,15 @@ class _LongPart:
     def write(self, more: Array) -> None:
         """Write the mask: it keeps what `decide` keeps, and the places `more`."""
         self._kept[more] = True
-        kept = self._kept.reshape(self._mask.shape)
-        if self._within is not None and not self._within_mask:
-            kept &= self._within != 0
-        _write(self._mask, kept, self._mask_dtype, self._within_mask)
+        _write(self._mask, self._kept.reshape(self._mask.shape), self._mask_dtype, self._within_mask)
 
 
 def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
     """Yield the chunks of consecutive slots of a window of single elements."""
     assert m.values is not None and m.mask is not None
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # a chunk needs several arrays
-        mask, is_within = m.mask[place], request.within_mask
-        under, within = mask if request.masked else None, mask if is_within else None
-        yield _LongPart(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
+        magnitude, masked, within_mask = request.norm is not None, request.masked, request.within_mask
+        yield _LongPart(values, m.mask[place], magnitude, masked=masked, within_mask=within_mask)
 
 
 def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
