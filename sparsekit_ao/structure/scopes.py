@@ -139,12 +139,12 @@ class SparseScope(Thresholded):
 
     def block_norms(self, values: Values = None, norm: Norm = 2) -> Tensor:
         """Return the norms of the blocks as (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
-        rows = self._scores(values, None, norm)
+        rows = self._scores(values, norm)
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
         """Return the nnz-th largest block norm of each scope [*scope grid]; 1 <= nnz <= blocks per scope."""
-        return self._kth(self._scores(values, None), self.budget(nnz, least=1)).reshape(self.grid_shape)
+        return self._kth(self._scores(values), self.budget(nnz, least=1)).reshape(self.grid_shape)
 
     def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
         """Return a threshold between the last block kept and the first dropped: `(x_k + w x_{k+1}) / (1 + w)`.
@@ -152,7 +152,7 @@ class SparseScope(Thresholded):
         It needs 1 <= nnz < blocks per scope, so that both exist. The result has the scope grid's shape.
         """
         keep = self.budget(nnz, least=1, spare=1)
-        scores = self._scores(values, None)
+        scores = self._scores(values)
         low, high = self._kth(scores, keep + 1), self._kth(scores, keep)
         return ((high + k_weight * low) / (1 + k_weight)).reshape(self.grid_shape)
 
@@ -164,7 +164,7 @@ class SparseScope(Thresholded):
         always below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one.
         The results have the shape of each member's block grid.
         """
-        rows = self._scores(values, None)
+        rows = self._scores(values)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
         dropped = ~kept if real is None else real & ~kept
         low = torch.where(dropped, rows, 0).amax(1, keepdim=True)
@@ -195,7 +195,7 @@ class SparseScope(Thresholded):
         """
         if values is not None and block_scores is not None:
             raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
-        rows = self._scores(values, block_scores)
+        rows = self._scores(values) if block_scores is None else self._rows_of(block_scores, "block_scores")
         if rows.dtype not in KEY_DTYPES:
             raise SparsityError(
                 f"{self._where()}block_scores must be float16, bfloat16, float32 or float64, got {rows.dtype}"
@@ -249,10 +249,8 @@ class SparseScope(Thresholded):
             )
         return nnz
 
-    def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
-        """Return [scopes, competitors]: the norms of the values, or the given scores."""
-        if block_scores is not None:
-            return self._rows_of(block_scores, "block_scores")
+    def _scores(self, values: Values, norm: Norm = 2) -> Tensor:
+        """Return the norms of the values, [scopes, competitors]."""
         return torch.cat([scope_scores(w, norm, self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
