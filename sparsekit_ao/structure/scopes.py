@@ -55,17 +55,11 @@ def counts_after_dropping(counts: Tensor, sparsity: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeMember:
-    """One block grid of a `SparseScope`, tiled into scopes.
+    """One block grid of a `SparseScope`, tiled into scopes."""
 
-    Attributes:
-        block: The blocks that compete.
-        shape: Blocks of a scope along each dimension of the block grid.
-        order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-    """
-
-    block: SparseBlock
-    shape: Shape
-    order: Shape = ()
+    block: SparseBlock  # the blocks that compete
+    shape: Shape  # blocks of a scope along each dimension of the block grid
+    order: Shape = ()  # aligned scope dimension k is this scope grid's dimension order[k]; () is the identity
 
     @property
     def grid_shape(self) -> Shape:
