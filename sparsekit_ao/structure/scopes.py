@@ -222,7 +222,7 @@ class SparseScope(Thresholded):
 
         The values of a tensor on another device than the CPU are not checked: that would wait for the device.
         """
-        where = f"{self.name}: " if self.name else ""
+        where = self._where()
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
             raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
         low = high = nnz
