@@ -81,25 +81,25 @@ def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = No
     rows, width = scores.shape
     if out.numel() == 0:
         return out
+    within_mask = candidates is not None
+    if candidates is not None:
+        out.copy_(candidates)  # from which slots are then removed
     if width >= LONG:
-        if candidates is not None:
-            out.copy_(candidates)
         budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
         for row, budget in enumerate(budgets):
-            _keep_long([_LongPart(scores[row], out[row], False, within_mask=candidates is not None)], budget)
+            _keep_long([_LongPart(scores[row], out[row], False, within_mask=within_mask)], budget)
         return out
     step = max(1, CHUNK // width)
     parts = [slice(at, at + step) for at in range(0, rows, step)]
-    _on_threads([partial(_keep_row_chunk, scores, out, keep, candidates, part) for part in parts])
+    _on_threads([partial(_keep_row_chunk, scores, out, keep, within_mask, part) for part in parts])
     return out
 
 
-def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates: Tensor | None, part: slice) -> None:
-    allowed = None if candidates is None else _ints(candidates[part])
-    keys = _keys(_ints(scores[part]), scores.dtype, False, within=allowed)
+def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, within_mask: bool, part: slice) -> None:
+    mask = _ints(out[part])
+    keys = _keys(_ints(scores[part]), scores.dtype, False, within=mask if within_mask else None)
     budget = _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep
-    kept = _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2)
-    np.copyto(_ints(out[part]), kept if allowed is None else kept & (allowed != 0))
+    _write(mask, _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2), out.dtype, within_mask)
 
 
 def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
@@ -147,10 +147,9 @@ def _fill_plain(request: Request) -> None:
     else:
         keep = request.budget
         for place in np.ndindex(*scopes[0].scope_grid):
-            part = _at(
-                members[0], tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, scopes[0].shape, strict=True))
-            )
-            _keep_long(list(_long_parts(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
+            cut = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, scopes[0].shape, strict=True))
+            parts = list(_long_parts(_at(members[0], cut), request))
+            _keep_long(parts, int(keep[place]) if isinstance(keep, Tensor) else keep)
 
 
 def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
