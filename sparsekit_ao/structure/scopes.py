@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError, is_number
-from .blocks import BlockSpec, SparseBlock, aligned_members, block_windows, check_distinct, refuse_others
+from .blocks import BlockSpec, SparseBlock, aligned_members, block_windows
 from .rule import KEY_DTYPES, keep_rows
 from .thresholds import Thresholded, Values
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
@@ -419,9 +419,7 @@ class ScopeCoupling(SparseScope):
         self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        refuse_others("ScopeCoupling", scopes, ScopeSpec, self._where())
-        check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
-        full, self.grid_shape = aligned_members("scope", scopes, orders, self._where())
+        full, self.grid_shape = aligned_members(ScopeSpec, scopes, orders, self._where())
         self._specs, self._members, self.is_partial = list(scopes), [], any(s.is_partial for s in scopes)
         for s, order in zip(scopes, full, strict=True):
             # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
