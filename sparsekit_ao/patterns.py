@@ -125,10 +125,8 @@ def _dimensions(module: nn.Module, shape: tuple[int, ...]) -> _Dimensions:
     groups = getattr(module, "groups", 1) if isinstance(module, (*TRANSPOSED_CONVOLUTIONS, *CONVOLUTIONS)) else 1
     if len(shape) < 2:
         return _Dimensions(shape=shape, output=0, input=None)
-    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS) or is_of_transformers(module, "Conv1D"):
         return _Dimensions(shape=shape, output=1, input=0, groups=groups)
-    if is_of_transformers(module, "Conv1D"):
-        return _Dimensions(shape=shape, output=1, input=0)
     if len(shape) == 3 and not isinstance(module, (*CONVOLUTIONS, nn.Bilinear)):
         output, input_ = (2, 1) if is_transposed(module) else (1, 2)
         return _Dimensions(shape=shape, output=output, input=input_, experts=0)

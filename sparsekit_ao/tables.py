@@ -5,7 +5,7 @@ import inspect
 import io
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,18 +31,6 @@ def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] =
         return lines
     far = ["they have little in common: remove less, give batches (more of them), or recover"] if error > FAR else []
     return [*lines, f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
-
-
-def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return lines of cells as texts whose columns are aligned to the left, or to the right if listed in `right`.
-
-    >>> aligned([("name", "n"), ("a", "10")], right=[1])
-    ['name   n', 'a     10']
-    """
-    columns = list(zip(*lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    pads = [str.rjust if k in right else str.ljust for k in range(len(columns))]
-    return ["  ".join(pad(cell, n) for pad, cell, n in zip(pads, cells, widths, strict=True)) for cells in lines]
 
 
 def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
@@ -107,9 +95,12 @@ class Table(Sequence[Row], Generic[Row]):
 
     def table(self, folds: bool = False) -> str:
         """Return the rows as aligned text, one line for each."""
-        cells = self.cells(folds)
-        numbers = [k for k, column in enumerate(zip(*cells[1:], strict=True)) if all(map(_NUMBER.fullmatch, column))]
-        return "\n".join(line.rstrip() for line in aligned(cells, numbers))
+        lines = self.cells(folds)
+        columns = list(zip(*lines, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        pads = [str.rjust if all(map(_NUMBER.fullmatch, column[1:])) else str.ljust for column in columns]
+        texts = ("  ".join(pad(cell, n) for pad, cell, n in zip(pads, cells, widths, strict=True)) for cells in lines)
+        return "\n".join(text.rstrip() for text in texts)
 
     def __str__(self) -> str:
         return "\n".join([*self.above(), self.table(folds=True), *self.below()])

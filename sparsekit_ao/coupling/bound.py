@@ -95,7 +95,7 @@ def solve_sizes(
     while True:
         before = len(sizes)
         for fqn, axes, shape in tensors:
-            for axis, size in _implied_sizes(axes, shape, sizes, f"{fqn}: "):
+            for axis, size in _implied_sizes(axes, shape, sizes):
                 if axis not in shared or axis in known:
                     continue  # h and w of two kernels need not agree; the pattern itself checks a known size
                 if sizes.setdefault(axis, size) != size:
@@ -109,8 +109,8 @@ def solve_sizes(
             return sizes
 
 
-def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int], where: str) -> Iterable[tuple[str, int]]:
-    dimensions = dimensions_of(axes, where)
+def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int]) -> Iterable[tuple[str, int]]:
+    dimensions = dimensions_of(axes)
     if len(dimensions) != len(shape):
         return  # check_shape reports it
     for size, factors in zip(window_shape(axes, shape), dimensions, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import has_process_group
+from ..distributed import of_all_ranks
 from ..errors import SparsityError, checked_model
 from ..models.names import named_tensors
 from ..models.running import Forward, call, check_batches, eval_mode
@@ -175,10 +175,8 @@ def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook = functools.partial(_add_scores, totals)
             hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
         yield scores
-    if has_process_group():
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, sums)
-        sums = {path: sum(own[path] for own in ranks) for path in sums}
+    ranks = of_all_ranks(sums)
+    sums = {path: sum(own[path] for own in ranks) for path in sums}
     if not any(bool(counts.any()) for _, counts in sums.values()):
         raise SparsityError(
             "expert_scores: no token reached an expert; there are no batches, or experts are not called"

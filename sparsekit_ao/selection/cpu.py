@@ -58,7 +58,7 @@ def run(requests: Sequence[Request]) -> None:
     for request in requests:
         scope = request.scope
         if isinstance(scope, ScopeSpec) and scope.has_single_elements and scope.numblk_per_scope() < LONG:
-            parts = _chunks(request, scope)
+            parts = _chunks(request)
             if len(parts) == 1:  # filled here, since a thread would take longer to start
                 parts[0]()
             else:
@@ -81,24 +81,25 @@ def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = No
     rows, width = scores.shape
     if out.numel() == 0:
         return out
+    within_mask = candidates is not None
+    if candidates is not None:
+        out.copy_(candidates)  # from which slots are then removed
     if width >= LONG:
         budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
         for row, budget in enumerate(budgets):
-            allowed = None if candidates is None else candidates[row]
-            _keep_long([_LongPart(scores[row], out[row], False, within=allowed)], budget)
+            _keep_long([_LongPart(scores[row], out[row], False, within_mask=within_mask)], budget)
         return out
     step = max(1, CHUNK // width)
     parts = [slice(at, at + step) for at in range(0, rows, step)]
-    _on_threads([partial(_keep_row_chunk, scores, out, keep, candidates, part) for part in parts])
+    _on_threads([partial(_keep_row_chunk, scores, out, keep, within_mask, part) for part in parts])
     return out
 
 
-def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, candidates: Tensor | None, part: slice) -> None:
-    allowed = None if candidates is None else _ints(candidates[part])
-    keys = _keys(_ints(scores[part]), scores.dtype, False, within=allowed)
+def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, within_mask: bool, part: slice) -> None:
+    mask = _ints(out[part])
+    keys = _keys(_ints(scores[part]), scores.dtype, False, within=mask if within_mask else None)
     budget = _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep
-    kept = _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2)
-    np.copyto(_ints(out[part]), kept if allowed is None else kept & (allowed != 0))
+    _write(mask, _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2), out.dtype, within_mask)
 
 
 def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
@@ -114,25 +115,18 @@ def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: boo
     return to_aligned(grid, first.order, ndim)
 
 
-def _chunks(request: Request, scope: ScopeSpec) -> list[Callable[[], None]]:
+def _chunks(request: Request) -> list[Callable[[], None]]:
     """Return a function for each chunk of a request of short scopes of single elements, which fills this chunk."""
-    (m,) = request.scope_windows[0].windows
+    (m,), shape, keep = request.windows, request.scope_windows[0].shape, request.budget
     assert m.values is not None
-    is_short = scope.numblk_per_scope() <= PAIRS
-    fill = partial(
-        _fill_pairs if is_short else _fill_rows,
-        shape=scope.shape,
-        magnitude=request.norm is not None,  # since any norm of a single element is its magnitude
-        within_mask=request.within_mask,
-        masked=request.masked,
-    )
-    keep = request.budget
+    is_short = math.prod(shape) <= PAIRS
+    fill = partial(_fill_pairs if is_short else _fill_rows, request)
     chunk = 4 * CHUNK // m.values.element_size() if is_short else CHUNK  # keys of short scopes are as wide as values
     if m.values.numel() <= chunk:
         return [partial(fill, m, keep)]
     chunks = list[Callable[[], None]]()
-    for place, _ in cut_parts(m.window, scope.shape, chunk):
-        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, scope.shape, strict=True))
+    for place, _ in cut_parts(m.window, shape, chunk):
+        cut = tuple(slice(p.start * n, p.stop * n) for p, n in zip(place, shape, strict=True))
         chunks.append(partial(fill, _at(m, cut), keep[place] if isinstance(keep, Tensor) else keep))
     return chunks
 
@@ -153,25 +147,22 @@ def _fill_plain(request: Request) -> None:
     else:
         keep = request.budget
         for place in np.ndindex(*scopes[0].scope_grid):
-            part = _at(
-                members[0], tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, scopes[0].shape, strict=True))
-            )
-            _keep_long(list(_long_parts(part, request)), int(keep[place]) if isinstance(keep, Tensor) else keep)
+            cut = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, scopes[0].shape, strict=True))
+            parts = list(_long_parts(_at(members[0], cut), request))
+            _keep_long(parts, int(keep[place]) if isinstance(keep, Tensor) else keep)
 
 
-def _fill_pairs(
-    m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
-) -> None:
+def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of short scopes: slot i beats a later slot j unless j is strictly higher."""
     assert m.values is not None and m.mask is not None
+    shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
     # For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
     # [1, 4, R, C / 4], so that `lanes` is [4, scopes].
-    order, split = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2)), list[int]()
-    for size, tile in zip(m.values.shape, shape, strict=True):
-        split += [size // tile, tile]
+    order = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2))
+    split = [n for size, tile in zip(m.values.shape, shape, strict=True) for n in (size // tile, tile)]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
-    if masked or within_mask:  # the mask would be transposed too, which takes longer
-        under, within = mask if masked else None, mask if within_mask else None
+    if request.masked or within_mask:  # the mask would be transposed too, which takes longer
+        under, within = mask if request.masked else None, mask if within_mask else None
         keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=True).reshape(split).transpose(order)
     else:
         keys = _keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=True)
@@ -194,16 +185,14 @@ def _fill_pairs(
         _write(mask, written.view(np.bool_), m.mask.dtype, within_mask)
 
 
-def _fill_rows(
-    m: Window, keep: int | Tensor, *, shape: tuple[int, ...], magnitude: bool, within_mask: bool, masked: bool
-) -> None:
+def _fill_rows(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of scopes that are longer, but not `LONG`, as among rows of keys."""
     assert m.values is not None and m.mask is not None
-    order, split = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2)), list[int]()
-    for size, tile in zip(m.values.shape, shape, strict=True):
-        split += [size // tile, tile]
+    shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
+    order = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2))
+    split = [n for size, tile in zip(m.values.shape, shape, strict=True) for n in (size // tile, tile)]
     mask, dtype = _ints(m.mask), m.values.dtype
-    under, within = mask if masked else None, mask if within_mask else None
+    under, within = mask if request.masked else None, mask if within_mask else None
     source = _keys(_ints(m.values), dtype, magnitude, under=under, within=within).reshape(split).transpose(order)
     keys = np.empty(source.shape, source.dtype)
     for part in _parts_to_copy(source):
@@ -276,7 +265,7 @@ def _keys(
     """Return keys ordered as scores, in 32 bits or more unless `narrow`: 0 if `under` is 0, lowest if `within` is 0."""
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
     top, nan = _iinfo(bits.dtype).max, INF[dtype] + 1
-    if magnitude:
+    if magnitude:  # which any norm of a single element is
         keys = np.bitwise_and(bits, bits.dtype.type(top), order="C").astype(wide, copy=False)
         if keys.size and keys.max() > nan:
             keys = np.minimum(keys, wide(nan))
@@ -297,10 +286,7 @@ def _kept(keys: Array, keep: int | Array, *, is_16_bit: bool = False) -> Array:
         return np.full(keys.shape, keep > 0)
     total = keep * rows if isinstance(keep, int) else int(keep.sum())
     least = keys.min(initial=_iinfo(keys.dtype).max)
-    least_is_common = least in (
-        0,
-        _iinfo(keys.dtype).min,
-    )  # that of zeros, or of slots that may not be kept
+    least_is_common = least in (0, _iinfo(keys.dtype).min)  # that of zeros, or of slots that may not be kept
     if least_is_common and np.count_nonzero(above := keys > least) <= total:
         room = keep - np.count_nonzero(above, axis=1, keepdims=True)
         if (room >= 0).all():
@@ -349,22 +335,12 @@ class _LongPart:
     """Consecutive slots of one long scope, whose keys are computed when they are needed."""
 
     def __init__(
-        self,
-        values: Tensor,
-        mask: Tensor,
-        magnitude: bool,
-        *,
-        under: Tensor | None = None,
-        within: Tensor | None = None,
-        within_mask: bool = False,
+        self, values: Tensor, mask: Tensor, magnitude: bool, *, masked: bool = False, within_mask: bool = False
     ) -> None:
-        self.size, self.above = values.numel(), 0
+        self.size = values.numel()
         self._values, self._mask, self._dtype, self._magnitude = _ints(values), _ints(mask), values.dtype, magnitude
         self._mask_dtype, self._within_mask = mask.dtype, within_mask
-        self._under, self._within = (None if t is None else _ints(t) for t in (under, within))
-        self._kept: Array = np.empty(0, np.bool_)
-        self.places: Array = np.empty(0, np.int64)
-        self.undecided: Array = self.places
+        self._under, self._within = self._mask if masked else None, self._mask if within_mask else None
 
     def keys(self, at: tuple[Array, ...] | None = None) -> Array:
         """Return all keys in the order of the slots, or those at some places; one-dimensional."""
@@ -395,19 +371,15 @@ class _LongPart:
     def write(self, more: Array) -> None:
         """Write the mask: it keeps what `decide` keeps, and the places `more`."""
         self._kept[more] = True
-        kept = self._kept.reshape(self._mask.shape)
-        if self._within is not None and not self._within_mask:
-            kept &= self._within != 0
-        _write(self._mask, kept, self._mask_dtype, self._within_mask)
+        _write(self._mask, self._kept.reshape(self._mask.shape), self._mask_dtype, self._within_mask)
 
 
 def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
     """Yield the chunks of consecutive slots of a window of single elements."""
     assert m.values is not None and m.mask is not None
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # a chunk needs several arrays
-        mask, is_within = m.mask[place], request.within_mask
-        under, within = mask if request.masked else None, mask if is_within else None
-        yield _LongPart(values, mask, request.norm is not None, under=under, within=within, within_mask=is_within)
+        magnitude, masked, within_mask = request.norm is not None, request.masked, request.within_mask
+        yield _LongPart(values, m.mask[place], magnitude, masked=masked, within_mask=within_mask)
 
 
 def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
@@ -453,14 +425,13 @@ def _keep_between(parts: Sequence[_LongPart], keep: int, low: int, high: int) ->
         _on_threads([partial(part.write, part.places[k]) for part, k in zip(parts, chosen, strict=True)])
         return True
     room -= sum(counts)
-    ties = [np.empty(0, np.int64)] * len(parts)
-    for at, part in enumerate(parts):
-        if room:
-            ties[at] = part.tied(low)[:room]
-            room -= len(ties[at])
+    more: list[Array] = []
+    for part in parts:
+        tied = part.tied(low)[:room] if room else part.places[:0]
+        room -= len(tied)
+        more.append(np.concatenate((part.places, tied)))
     if room:
         return False
-    more = [np.concatenate((part.places, tied)) for part, tied in zip(parts, ties, strict=True)]
     _on_threads([partial(part.write, places) for part, places in zip(parts, more, strict=True)])
     return True
 

@@ -5,7 +5,9 @@ the `scope` axes, index independent budgets. Every other axis is inside the bloc
 which only one part is viewed: in `(8 + u + 4)`, the first 8 and last 4 entries are outside of the view.
 """
 
+import itertools
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,14 +112,9 @@ class AxisPattern:
 
     def leading(self, product: int) -> list[str] | None:
         """Return the first axes of dimension 0 whose sizes multiply to `product`, or None if there are none."""
-        for count, axis in enumerate(self.dimensions[0]):
-            if product == 1:
-                return self.dimensions[0][:count]
-            size = self.sizes.get(axis, 0)
-            if not size or product % size:
-                return None
-            product //= size
-        return [*self.dimensions[0]] if product == 1 else None
+        first = self.dimensions[0]
+        products = itertools.accumulate((self.sizes.get(axis, 0) for axis in first), operator.mul, initial=1)
+        return next((first[:count] for count, n in enumerate(products) if n == product), None)
 
     @property
     def block_shape(self) -> Shape:

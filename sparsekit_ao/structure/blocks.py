@@ -215,9 +215,7 @@ class BlockCoupling(SparseBlock):
         self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        refuse_others("BlockCoupling", specs, BlockSpec, self._where())
-        check_distinct(specs, self._where())
-        full, self.grid_shape = aligned_members("block", specs, orders, self._where())
+        full, self.grid_shape = aligned_members(BlockSpec, specs, orders, self._where())
         self._members = list(zip(specs, full, strict=True))
         self.edge = "partial" if any(spec.edge == "partial" for spec in specs) else "error"
 
@@ -234,25 +232,21 @@ class BlockCoupling(SparseBlock):
         return f"BlockCoupling({self.blocks()!r})"
 
 
-def refuse_others(coupling: str, members: object, kind: type, where: str) -> None:
-    """Raise unless the members of a coupling (a class name) are a list of one kind."""
-    listed = members if isinstance(members, (list, tuple)) else [members]
-    if listed is not members or not all(isinstance(m, kind) for m in listed):
-        names = ", ".join(dict.fromkeys(type(m).__name__ for m in listed))
-        raise SparsityError(f"{where}{coupling} takes a list of {kind.__name__}, got {names}")
+def aligned_members(
+    kind: type, specs: Sequence[Thresholded], orders: Sequence[Sequence[int] | None] | None, where: str
+) -> tuple[list[Shape], Shape]:
+    """Check the members of a coupling, which are of one kind, `BlockSpec` or `ScopeSpec`, and their orders.
 
-
-def check_distinct(specs: Sequence[BlockSpec], where: str) -> None:
-    """Raise where a block spec is given twice."""
-    for spec, times in Counter(specs).items():
+    Returns a permutation for each member, of all aligned dimensions (() is the identity), and the aligned grid.
+    """
+    what = kind.__name__.removesuffix("Spec").lower()  # "block" or "scope"
+    if not isinstance(specs, (list, tuple)) or not all(isinstance(s, kind) for s in specs):
+        found: list[object] = [*specs] if isinstance(specs, (list, tuple)) else [specs]
+        names = ", ".join(dict.fromkeys(type(s).__name__ for s in found))
+        raise SparsityError(f"{where}{what.title()}Coupling takes a list of {kind.__name__}, got {names}")
+    for spec, times in Counter(spec for s in specs for spec in s.blocks()).items():
         if times > 1:
             raise CouplingError(f"{where}{spec.name or 'a block spec'} is given twice; members must be distinct")
-
-
-def aligned_members(
-    kind: str, specs: Sequence[Thresholded], orders: Sequence[Sequence[int] | None] | None, where: str
-) -> tuple[list[Shape], Shape]:
-    """A checked permutation for each member, of all aligned dimensions (() is the identity), and the aligned grid."""
     if not specs:
         raise CouplingError(f"{where}a coupling needs at least one member")
     orders = [None] * len(specs) if orders is None else orders
@@ -270,7 +264,7 @@ def aligned_members(
     for grid, s in zip(grids, specs, strict=True):
         if grid != grids[0]:
             raise CouplingError(
-                f"{where}{s.name or 'a member'} has the aligned {kind} grid {grid}, but {specs[0].name or 'the first'} "
+                f"{where}{s.name or 'a member'} has the aligned {what} grid {grid}, but {specs[0].name or 'the first'} "
                 f"has {grids[0]}. Give an order that permutes one onto the other, or name the shared units by axes, as "
                 'a Coupling({tensor: axes}) does ("(u d) i" and "o (u d)" for heads and the columns that read them).'
             )

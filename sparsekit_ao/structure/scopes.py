@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SparsityError, is_number
-from .blocks import BlockSpec, SparseBlock, aligned_members, block_windows, check_distinct, refuse_others
+from .blocks import BlockSpec, SparseBlock, aligned_members, block_windows
 from .rule import KEY_DTYPES, keep_rows
 from .thresholds import Thresholded, Values
 from .tiles import Shape, grid_of, tile_volumes, tiles_of
@@ -55,17 +55,11 @@ def counts_after_dropping(counts: Tensor, sparsity: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScopeMember:
-    """One block grid of a `SparseScope`, tiled into scopes.
+    """One block grid of a `SparseScope`, tiled into scopes."""
 
-    Attributes:
-        block: The blocks that compete.
-        shape: Blocks of a scope along each dimension of the block grid.
-        order: Aligned scope dimension k is this scope grid's dimension order[k]; () is the identity.
-    """
-
-    block: SparseBlock
-    shape: Shape
-    order: Shape = ()
+    block: SparseBlock  # the blocks that compete
+    shape: Shape  # blocks of a scope along each dimension of the block grid
+    order: Shape = ()  # aligned scope dimension k is this scope grid's dimension order[k]; () is the identity
 
     @property
     def grid_shape(self) -> Shape:
@@ -139,12 +133,12 @@ class SparseScope(Thresholded):
 
     def block_norms(self, values: Values = None, norm: Norm = 2) -> Tensor:
         """Return the norms of the blocks as (*scope grid, blocks per scope); slots beyond a partial scope hold 0."""
-        rows = self._scores(values, None, norm)
+        rows = self._scores(values, norm)
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
     def kth_largest(self, values: Values = None, nnz: Budget = 1) -> Tensor:
         """Return the nnz-th largest block norm of each scope [*scope grid]; 1 <= nnz <= blocks per scope."""
-        return self._kth(self._scores(values, None), self.budget(nnz, least=1)).reshape(self.grid_shape)
+        return self._kth(self._scores(values), self.budget(nnz, least=1)).reshape(self.grid_shape)
 
     def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
         """Return a threshold between the last block kept and the first dropped: `(x_k + w x_{k+1}) / (1 + w)`.
@@ -152,7 +146,7 @@ class SparseScope(Thresholded):
         It needs 1 <= nnz < blocks per scope, so that both exist. The result has the scope grid's shape.
         """
         keep = self.budget(nnz, least=1, spare=1)
-        scores = self._scores(values, None)
+        scores = self._scores(values)
         low, high = self._kth(scores, keep + 1), self._kth(scores, keep)
         return ((high + k_weight * low) / (1 + k_weight)).reshape(self.grid_shape)
 
@@ -164,7 +158,7 @@ class SparseScope(Thresholded):
         always below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one.
         The results have the shape of each member's block grid.
         """
-        rows = self._scores(values, None)
+        rows = self._scores(values)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)
         dropped = ~kept if real is None else real & ~kept
         low = torch.where(dropped, rows, 0).amax(1, keepdim=True)
@@ -195,7 +189,7 @@ class SparseScope(Thresholded):
         """
         if values is not None and block_scores is not None:
             raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
-        rows = self._scores(values, block_scores)
+        rows = self._scores(values) if block_scores is None else self._rows_of(block_scores, "block_scores")
         if rows.dtype not in KEY_DTYPES:
             raise SparsityError(
                 f"{self._where()}block_scores must be float16, bfloat16, float32 or float64, got {rows.dtype}"
@@ -228,7 +222,7 @@ class SparseScope(Thresholded):
 
         The values of a tensor on another device than the CPU are not checked: that would wait for the device.
         """
-        where = f"{self.name}: " if self.name else ""
+        where = self._where()
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
             raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
         low = high = nnz
@@ -249,10 +243,8 @@ class SparseScope(Thresholded):
             )
         return nnz
 
-    def _scores(self, values: Values, block_scores: BlockValues, norm: Norm = 2) -> Tensor:
-        """Return [scopes, competitors]: the norms of the values, or the given scores."""
-        if block_scores is not None:
-            return self._rows_of(block_scores, "block_scores")
+    def _scores(self, values: Values, norm: Norm = 2) -> Tensor:
+        """Return the norms of the values, [scopes, competitors]."""
         return torch.cat([scope_scores(w, norm, self.as_mean) for w in scope_windows(self, values)], dim=1)
 
     @property
@@ -427,9 +419,7 @@ class ScopeCoupling(SparseScope):
         self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        refuse_others("ScopeCoupling", scopes, ScopeSpec, self._where())
-        check_distinct([spec for s in scopes for spec in s.block.blocks()], self._where())
-        full, self.grid_shape = aligned_members("scope", scopes, orders, self._where())
+        full, self.grid_shape = aligned_members(ScopeSpec, scopes, orders, self._where())
         self._specs, self._members, self.is_partial = list(scopes), [], any(s.is_partial for s in scopes)
         for s, order in zip(scopes, full, strict=True):
             # dimensions that a member lacks have one scope each, so they do not change the order of its scopes

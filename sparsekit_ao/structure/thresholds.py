@@ -150,7 +150,7 @@ def soft_threshold_windows(
     results = []
     for s in scopes:
         members, ndim = s.windows, len(s.shape)
-        t = _block_thresholds(thresholds, s, scale).to(torch.float64)
+        t = _block_thresholds(thresholds, s, scale)
         if len(scopes) == len(members) == 1 and _shrink_in_place(members[0], t, ndim):
             return
         v = elements_of(members, ndim, 0.0)
@@ -301,17 +301,14 @@ def _column(numbers: Tensor) -> Tensor:
 def _block_thresholds(thresholds: Tensor | float, scopes: ScopeWindows, scale: bool) -> Tensor:
     """A threshold for each block of the aligned grid, or one without dimensions for all."""
     members = scopes.windows
-    like = torch.empty((), dtype=torch.float64, device=members[0].window.device)
-    if isinstance(thresholds, Tensor) and thresholds.numel() != 1:
-        t = _per_block(thresholds, scopes, like)
-    else:
-        t = torch.as_tensor(thresholds, dtype=torch.float64, device=like.device).reshape(())
+    t = torch.as_tensor(thresholds, dtype=torch.float64, device=members[0].window.device)
+    t = t.reshape(()) if t.numel() == 1 else _per_block(t, scopes, t)
     if not scale:
         return t
     if any(m.is_partial for m in members):
         volumes = [(tile_volumes(m.window.shape, m.shape, m.window.device), m.order) for m in members]
         counts = torch.stack([to_aligned(volume, order, len(scopes.shape)) for volume, order in volumes]).sum(0)
-        return t * counts.to(like).sqrt()
+        return t * counts.to(t).sqrt()
     return t * math.sqrt(sum(math.prod(m.shape) for m in members))
 
 

@@ -35,9 +35,9 @@ def grid_of(sizes: Sequence[int], tile: Sequence[int]) -> Shape:
     return tuple(-(-s // t) for s, t in zip(sizes, tile, strict=True))
 
 
-def addresses(shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+def addresses(shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Every address of the window, row-major over its indices; int64, of length prod(shape)."""
-    out = torch.tensor([offset], device="cpu")
+    out = torch.zeros(1, dtype=torch.int64, device="cpu")
     for n, d in zip(shape, stride, strict=True):
         out = (out[:, None] + torch.arange(n, device="cpu") * d).reshape(-1)
     return out

@@ -105,10 +105,8 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     A block's sum is taken in one fixed order (a halving tree along each dimension), so it does not depend on chunks,
     threads or ranks. Scores are float32, or float64 for float64 weights; single elements score exactly |x|. On a CPU,
     blocks whose float32 squares would leave the range are summed in float64; GPUs take blocks between 1e-15 and 1e19.
-
-    Args:
-        norm: 1, 2 or inf; None: values are saliencies, and a score is their signed sum.
-        as_mean: Score by the (power) mean over the elements of a block; by default where some block is partial.
+    With a norm of None, values are saliencies, and a score is their signed sum. With `as_mean`, by default where some
+    block is partial, it is the (power) mean over the elements of a block.
     """
     as_mean = any(m.is_partial for m in windows) if as_mean is None else as_mean
     first = windows[0]

@@ -385,10 +385,12 @@ def _pad(op: Operation) -> Label:
     return _nonzero(label) if op["value"] else tuple(label)
 
 
-def _embedding(op: Operation) -> Label:
+def _embedding(op: Operation) -> list[Label]:
+    """Rows read by index; of bags their sums, means or maxima, and then integers of bags and indices."""
     rows, columns = op.label("weight")
     op.freeze(rows, what="read by index")
-    return (*op.label("indices"), columns)
+    places = op.label("indices") if op.name == "embedding" else op.fixed(op.outs[0].shape[0])
+    return [(*places, columns), *(op.fixed(*out.shape) for out in op.outs[1:])]
 
 
 def _index_select(op: Operation) -> Label:
@@ -445,13 +447,6 @@ def _index_add(op: Operation) -> Label:
     return (*others[:dim], *label[at], *others[dim + 1 :])
 
 
-def _embedding_bag(op: Operation) -> list[Label]:
-    """Sums, means or maxima of rows read by index; the other results are integers of bags and indices."""
-    rows, columns = op.label("weight")
-    op.freeze(rows, what="read by index")
-    return [(*op.fixed(op.outs[0].shape[0]), columns), *(op.fixed(*out.shape) for out in op.outs[1:])]
-
-
 def _fake_quantize(op: Operation) -> list[Label]:
     """Rounding to a grid that has a zero, for each entry; scales are those of all entries or of one dimension."""
     label = op.label("self")
@@ -489,12 +484,11 @@ _OPERATORS: dict[AxisRule, str] = {
     _concatenate: "cat",
     _stack: "stack",
     _pad: "constant_pad_nd",
-    _embedding: "embedding",
+    _embedding: "embedding _embedding_bag _embedding_bag_forward_only",
     _index_select: "index_select gather",
     _index: "index _unsafe_index",
     _index_put: "index_put _unsafe_index_put",
     _index_add: "index_add index_copy",
-    _embedding_bag: "_embedding_bag _embedding_bag_forward_only",
     _fake_quantize: "fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask "
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
 }
