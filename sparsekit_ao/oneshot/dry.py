@@ -38,8 +38,8 @@ def planned_run(
     start: float,
 ) -> DryRun:
     """Return what `prune` would do with all data."""
-    walk, rest = walk_of(layers, data, options)
-    model, steps, chains = data.model, steps_of(walk, rest, passes > 0), walk.names_of_chains
+    walk = walk_of(layers, data, options)
+    model, steps, chains = data.model, steps_of(walk, passes > 0), walk.names_of_chains
     rows = [layers.planned(name) for step in steps for name in step.tensors]
     numel = {row.tensor: math.prod(layers.recorder.target(row.tensor, ()).shape) for row in rows}
     total = sum(p.numel() for p in model.parameters())

@@ -348,12 +348,12 @@ def _pruned(
     saved = checkpoint_of(data, checkpoint, caller, *about)
     is_compared = caller == "prune" and bool(data.batches)  # with `one_shot`, the model may have masks before
     dense_output = data.first_output() if is_compared else None
-    walk, unrecorded = walk_of(layers, data, options)
+    walk = walk_of(layers, data, options)
     if layers.shared:
         scoring = Scoring(layers, is_elsewhere(data.model))
-        walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
+        walk.run(caller, scoring, progress=progress, writes=False)
         layers.given_masks = scoring.masks_of_all()
-    rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)
+    rows, matched = walk.run(caller, layers, teacher, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched, progress)
     return OneShotReport(
         rows=tuple(rows),

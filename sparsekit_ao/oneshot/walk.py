@@ -132,6 +132,7 @@ class Walk:
         # Whether weights are changed where they are, so that an error must put them back.
         self._is_in_place = not is_elsewhere(data.model)
         self.streams: list[Stream] = []  # of the pruned model, one for each chain that has been begun
+        self.rest: list[str] = []  # tensors that are pruned without statistics
 
     def _agree(self, targets: Sequence[Target], names: Mapping[int, str]) -> None:
         """Make all ranks visit the same targets in one order, and use chains only if every rank has found them."""
@@ -173,14 +174,13 @@ class Walk:
         solving: Solving | None,  # None prunes no layers
         matching: Matching | None = None,  # None matches no blocks
         *,
-        rest: Collection[str] = (),  # tensors that are pruned without statistics
         checkpoint: "Checkpoint | None" = None,
         progress: bool = True,
         writes: bool = True,  # whether changed weights are stored where they came from
     ) -> tuple[list[Any], list[Any]]:
         """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
         self.streams, self.kept = [], Kept(*self._kept_options)
-        plan = steps_of(self, rest, matching is not None)
+        plan = steps_of(self, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
         finished = 0
@@ -380,22 +380,22 @@ class Walk:
         return are_same(*inputs)  # not if a layer also reads what another block than the last one gave
 
 
-def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> tuple[Walk, list[str]]:
-    """Return a walk over layers, and those of which it records no inputs; `layers.notes` then says why."""
+def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> Walk:
+    """Return a walk over layers; `layers.notes` then says why it records no inputs of those in `rest`."""
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
     warn_of_unreached(walk.unreached, layers.caller)
     recorded = {target.name for target, _ in walk.reached}
-    unrecorded = [name for name in layers.groups if name not in recorded]
+    walk.rest = [name for name in layers.groups if name not in recorded]
     unreached = {target.name for target in walk.unreached if target.adapter is not None}
-    for name in unrecorded:
+    for name in walk.rest:
         note = "" if layers.method is None else "no inputs recorded: not compensated"
         note = "not reached by any batch" if name in unreached else note
         layers.notes[name] = note if data.batches else "no batches"
-    return walk, unrecorded
+    return walk
 
 
-def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step]:
+def steps_of(walk: Walk, visits_all: bool) -> list[Step]:
     """Return the steps of the walk, in order: those that have tensors, and the blocks between them, or all blocks."""
     block_of = {id(m): k for k, block in enumerate(walk.blocks) for m in block.modules()}
     inside: dict[int, list[str]] = {}  # {block: names}
@@ -409,7 +409,7 @@ def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step
             inside.setdefault(block, []).append(target.name)
             reached = max(reached, block)
     alone: list[str] = []
-    for name in rest:  # tensors inside a block are pruned before it is matched
+    for name in walk.rest:  # tensors inside a block are pruned before it is matched
         block = block_of.get(id(walk.data.model.get_submodule(name.rpartition(".")[0])))
         (alone if block is None else inside.setdefault(block, [])).append(name)
     # Layers that come after the last block in which a layer was reached may read what any later block gives, so all
