@@ -298,7 +298,7 @@ def sensitivity(
         walk = Walk(data, targets, device=device, stream_memory=stream_memory)
         places = {target.name: at for at, (target, _) in enumerate(walk.reached)}
         walk.reached = [(target, 0) for target, _ in walk.reached]  # nothing changes, so one step records all of them
-        rows = walk.run("sensitivity", layers, progress=progress, writes=False)[0]
+        rows = walk.run("sensitivity", layers, progress=progress)[0]
     return OneShotReport(
         rows=tuple(sorted(rows, key=lambda row: places[row.tensor])),
         seconds=time.perf_counter() - start,
@@ -351,7 +351,7 @@ def _pruned(
     walk = walk_of(layers, data, options)
     if layers.shared:
         scoring = Scoring(layers, is_elsewhere(data.model))
-        walk.run(caller, scoring, progress=progress, writes=False)
+        walk.run(caller, scoring, progress=progress)
         layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched, progress)

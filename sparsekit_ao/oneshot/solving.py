@@ -250,7 +250,7 @@ class Layers:
 class Scoring:
     """Scores the tensors that are coupled or share a budget, in a walk that changes nothing."""
 
-    row = LayerRow
+    row, writes = LayerRow, False
 
     def __init__(self, layers: Layers, copies: bool) -> None:
         self._layers, self._shared = layers, layers.shared

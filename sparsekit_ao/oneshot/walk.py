@@ -69,6 +69,7 @@ class Solving(Protocol):
 
     row: Any  # the class of the rows that `solve` returns
     chosen: dict[str, Tensor]  # {name: mask} of solved tensors whose masks are to be written
+    writes: bool  # whether changed weights are stored where they came from
 
     def target(self, name: str) -> Target:
         """Return a tensor as it is in the model now, with the statistics to record for it."""
@@ -176,7 +177,6 @@ class Walk:
         *,
         checkpoint: "Checkpoint | None" = None,
         progress: bool = True,
-        writes: bool = True,  # whether changed weights are stored where they came from
     ) -> tuple[list[Any], list[Any]]:
         """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
         self.streams, self.kept = [], Kept(*self._kept_options)
@@ -200,7 +200,7 @@ class Walk:
                     with nullcontext() if solving is None else solving.masks(names):
                         matching.start(self)
                 for step in plan:
-                    rows, row = self._visit(step, plan[-1], finished, solving, matching, checkpoint, writes)
+                    rows, row = self._visit(step, plan[-1], finished, solving, matching, checkpoint)
                     solved += rows
                     matched += [] if row is None else [row]
                     finished += 1
@@ -224,9 +224,9 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
-        writes: bool,
     ) -> tuple[list[Any], Any]:
         """Load the weights of the step of this number, finish it, and return its rows as `_solved` does."""
+        writes = solving is None or solving.writes
         with ExitStack() as stack:
             if solving is not None:
                 stack.enter_context(solving.masks(step.tensors))
