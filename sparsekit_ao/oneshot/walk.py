@@ -225,7 +225,7 @@ class Walk:
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
     ) -> tuple[list[Any], Any]:
-        """Load the weights of the step of this number, finish it, and return its rows as `_solved` does."""
+        """Load the weights of the step of this number, finish it, and return the rows of its tensors and its block."""
         writes = solving is None or solving.writes
         with ExitStack() as stack:
             if solving is not None:
@@ -275,13 +275,18 @@ class Walk:
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
         is_undone = self._is_in_place and solving is not None
         before = {name: p.clone() for name, p in named.items()} if is_undone else {}
+        rows, row = [], None
         try:
             if saved is None:
-                rows, row = self._solved(step, solving, matching, recorded)
+                if solving is not None and step.tensors:
+                    rows = solving.solve(
+                        step.tensors, self._statistics(step, solving) if recorded is None else recorded
+                    )
+                if matching is not None and step.block is not None:
+                    row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
             else:
                 for name, p in named.items():
                     p.copy_(saved["weights"][name])
-                rows, row = [], None
                 if solving is not None:
                     solving.chosen.update(saved["masks"])
                     rows = [solving.row(**one) for one in saved["solved"]]
@@ -297,17 +302,6 @@ class Walk:
             for name, p in before.items():
                 named[name].copy_(p)
             raise
-        return rows, row
-
-    def _solved(
-        self, step: Step, solving: Solving | None, matching: Matching | None, recorded: dict[str, Statistics] | None
-    ) -> tuple[list[Any], Any]:
-        """Prune the tensors of a step and match its block; return the rows of the tensors, and that of the block."""
-        rows, row = [], None
-        if solving is not None and step.tensors:
-            rows = solving.solve(step.tensors, self._statistics(step, solving) if recorded is None else recorded)
-        if matching is not None and step.block is not None:
-            row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
         return rows, row
 
     def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
