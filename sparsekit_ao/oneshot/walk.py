@@ -270,8 +270,8 @@ class Walk:
         named: dict[str, Tensor] = {}
         for at, module in enumerate(modules):
             named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
-        saved = None if checkpoint is None else checkpoint.read(number, step, named)
         was = "" if checkpoint is None else digest_of(named, step.name)
+        saved = None if checkpoint is None else checkpoint.read(number, step.name, was)
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
         is_undone = self._is_in_place and solving is not None
         before = {name: p.clone() for name, p in named.items()} if is_undone else {}
@@ -460,8 +460,8 @@ class Checkpoint:
             )
         self.count: int = status[1]  # steps that an earlier call finished
 
-    def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return what an earlier call saved of a step, or None; refuse tensors other than those that it began with."""
+    def read(self, number: int, name: str, was: str) -> dict[str, Any] | None:
+        """Return what an earlier call saved of a step, or None; refuse it unless it began with the digest `was`."""
         if number >= self.count:
             return None
         path = self._path(number)
@@ -476,9 +476,9 @@ class Checkpoint:
                     f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({reason}). If it is "
                     "damaged, delete it, load the model as it was before, and make the call again"
                 ) from error
-            if saved["was"] != digest_of(tensors, step.name):
+            if saved["was"] != was:
                 raise SparsityError(
-                    f"{self._caller}: {step.name} has other weights than when the interrupted call began; load the "
+                    f"{self._caller}: {name} has other weights than when the interrupted call began; load the "
                     "model as it was before that call"
                 )
         return saved
