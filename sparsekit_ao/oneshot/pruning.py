@@ -125,8 +125,6 @@ def one_shot(
     )
     layers.check(has_data=True)
     dense = recover if isinstance(recover, nn.Module) else None
-    if is_elsewhere(model):
-        check_ranks(data)
     teacher = None if recover is False else Teacher(dense, data)
     options = {"blocks": blocks, "device": device, "stream_memory": stream_memory}
     return _pruned(layers, data, teacher, options, checkpoint, progress, start)
@@ -225,8 +223,6 @@ def prune(
     method = None if batches is None else compensate
     exclude = names_in_place_of_modules(model, exclude)
     layers, left_out = _layers_of(data, sparsifier, exclude, method, token_mask, progress, "prune")
-    if is_elsewhere(pruned):
-        check_ranks(data)
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
         plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
@@ -341,6 +337,8 @@ def _pruned(
     start: float,
 ) -> OneShotReport:
     """Prune layers in one walk with these `options`; the report counts seconds from `start`."""
+    if is_elsewhere(data.model):
+        check_ranks(data)
     place = {name: value for name, value in options.items() if name != "stream_memory"}  # it changes no result
     gradients = [layers.recorder.of(name).sums[need] for name, needs in layers.gradients().items() for need in needs]
     about = (*layers.described(), None if teacher is None else teacher.described(), place, gradients)
