@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -251,8 +251,9 @@ class Scoring:
 
     def __init__(self, layers: Layers, copies: bool) -> None:
         self._layers, self._shared = layers, layers.shared
+        # Masks keep everything, so that scores are the dense model's, and are then restored, as none is chosen.
+        self.masks, self.chosen = layers.masks, layers.chosen
         self._copies = copies  # whether weights are copied, if they are loaded only for a while
-        self.chosen: dict[str, Tensor] = {}
         self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in layers.shared}
         self._weights: dict[str, Tensor] = {}
 
@@ -261,10 +262,6 @@ class Scoring:
         recorder = self._layers.recorder
         scores = [p.score for p in self._shared if name in p.specs and name in p.scored(recorder.of)]
         return recorder.target(name, [n for score in scores for n in needs_of(score) if n not in GRADIENTS])
-
-    def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which masks keep everything, so that scores are the dense model's; it restores them."""
-        return self._layers.masks(names)
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
         """Score tensors. Their saliencies are kept; statistics are freed after each step."""
