@@ -219,7 +219,7 @@ def prune(
     all_data, data = data, data.one_batch()[0] if dry_run and batches is not None else data
     pruned = model if inplace else plain_copy(model) if dry_run else copy_of(model)
     data = replace(data, model=pruned)
-    normed = () if inplace or pruned is model else undo_weight_norms(pruned)
+    normed = () if inplace else undo_weight_norms(pruned)
     method = None if batches is None else compensate
     exclude = names_in_place_of_modules(model, exclude)
     layers, left_out = _layers_of(data, sparsifier, exclude, method, token_mask, progress, "prune")
@@ -284,8 +284,7 @@ def sensitivity(
     _check_gradients("sensitivity", score, True, forward is not None, False)
     data = CalibrationData.checked(model, batches, forward, token_mask, "sensitivity")
     data = replace(data, model=plain_copy(model))
-    if data.model is not model:
-        undo_weight_norms(data.model)
+    undo_weight_norms(data.model)
     exclude = names_in_place_of_modules(model, exclude)
     layers, left_out = _layers_of(data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
     layers.writes = False
