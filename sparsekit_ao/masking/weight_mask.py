@@ -258,8 +258,7 @@ def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightM
         return None
     chain = _chain(module, tensor_name)
     weight: Any = chain.original if chain.is_tensor else chain.original0
-    if is_sharded(weight_mask.mask):
-        refuse_gathered(tensor_fqn, weight, weight_mask.mask)
+    refuse_gathered(tensor_fqn, weight, weight_mask.mask)
     if weight.is_meta and not weight_mask.mask.is_meta:
         raise SparsityError(
             f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load the "
