@@ -142,7 +142,7 @@ def _measured(
 
     def match() -> Any:
         if teacher is not None:
-            return teacher.finish([], False) if block is None else teacher.match(at, block, walk.streams[-1])
+            return teacher.finish([], False) if block is None else teacher.match(at)
 
     def hold(tensor: Tensor) -> Tensor:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -153,7 +153,7 @@ def _measured(
             undone.callback(p.copy_, p.clone())
         loading = time.perf_counter() - start
         if teacher is not None and block is not None:
-            teacher.advance(at, block)
+            teacher.advance(at)
         statistics = record()  # everything but solving is done twice, as the first time is slower
         recording, solving = _seconds(record), _seconds(lambda: layers.solve(step.tensors, statistics))
         run()

@@ -82,7 +82,7 @@ class Solving(Protocol):
 
 
 class Matching(Protocol):
-    """What a walk calls, with a block and its number in the walk, to match it to that of the dense model."""
+    """What a walk calls, with the number of a block, to match it to that of the dense model."""
 
     row: Any  # the class of the rows that `match` returns
     dense: nn.Module | None  # None if the model that is walked is itself the dense one, until it changes
@@ -91,10 +91,10 @@ class Matching(Protocol):
     def start(self, walk: "Walk") -> None:
         """Begin the dense stream; this is called before anything changes."""
 
-    def advance(self, at: int, block: nn.Module) -> None:
+    def advance(self, at: int) -> None:
         """Move the dense stream on; this is called before the block is pruned."""
 
-    def match(self, at: int, block: nn.Module, stream: Stream) -> Any:
+    def match(self, at: int) -> Any:
         """Train a block for its inputs in the pruned model; return a row of the report, or None."""
 
 
@@ -236,7 +236,7 @@ class Walk:
                 recorded = {} if solving is None or is_saved else self._statistics(step, solving)
                 stack.enter_context(loaded(self.data.model, modules, writes=writes))
                 return self._finish(step, number, modules, solving, None, checkpoint, recorded)
-            block, chain = self.blocks[step.block], self.chain_of[step.block]
+            chain = self.chain_of[step.block]
             if chain == len(self.streams):
                 like = None if matching is None else matching.streams[chain]
                 # Nothing has changed before the first step of a model without masks, and so both streams begin alike.
@@ -245,7 +245,7 @@ class Walk:
                 self.begin_stream(chain, like, is_same)
             stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
             if matching is not None:
-                matching.advance(step.block, block)
+                matching.advance(step.block)
             return self._finish(step, number, modules, solving, matching, checkpoint, moves_on=step is not last)
 
     def _modules(self, step: Step) -> list[nn.Module]:
@@ -283,7 +283,7 @@ class Walk:
                         step.tensors, self._statistics(step, solving) if recorded is None else recorded
                     )
                 if matching is not None and step.block is not None:
-                    row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
+                    row = matching.match(step.block)
             else:
                 for name, p in named.items():
                     p.copy_(saved["weights"][name])
