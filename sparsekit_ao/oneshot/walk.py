@@ -230,23 +230,22 @@ class Walk:
         with ExitStack() as stack:
             if solving is not None:
                 stack.enter_context(solving.masks(step.tensors))
-            modules = self._modules(step)
+            modules, device = self._modules(step), self.device
+            recorded: dict[str, Statistics] | None = None
             if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
                 is_saved = checkpoint is not None and number < checkpoint.count
                 recorded = {} if solving is None or is_saved else self._statistics(step, solving)
-                stack.enter_context(loaded(self.data.model, modules, writes=writes))
-                return self._finish(step, number, modules, solving, None, checkpoint, recorded)
-            chain = self.chain_of[step.block]
-            if chain == len(self.streams):
+                device = None
+            elif (chain := self.chain_of[step.block]) == len(self.streams):
                 like = None if matching is None else matching.streams[chain]
                 # Nothing has changed before the first step of a model without masks, and so both streams begin alike.
                 is_masked = any(map(parametrize.is_parametrized, self.data.model.modules()))
                 is_same = matching is not None and matching.dense is None and number == 0 and not is_masked
                 self.begin_stream(chain, like, is_same)
-            stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
-            if matching is not None:
+            stack.enter_context(loaded(self.data.model, modules, device, writes=writes))
+            if matching is not None and step.block is not None:
                 matching.advance(step.block)
-            return self._finish(step, number, modules, solving, matching, checkpoint, moves_on=step is not last)
+            return self._finish(step, number, modules, solving, matching, checkpoint, recorded, step is not last)
 
     def _modules(self, step: Step) -> list[nn.Module]:
         """Return the modules whose weights a step reads and writes."""
@@ -263,8 +262,8 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
-        recorded: dict[str, Statistics] | None = None,
-        moves_on: bool = False,
+        recorded: dict[str, Statistics] | None,
+        moves_on: bool,
     ) -> tuple[list[Any], Any]:
         """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step."""
         named: dict[str, Tensor] = {}
