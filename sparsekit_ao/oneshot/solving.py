@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -340,17 +339,6 @@ def _exchange(solved: dict[str, tuple[Tensor, Tensor, LayerRow]], owners: Mappin
         for tensor in (weight, mask.view(torch.uint8)):
             torch.distributed.broadcast(tensor, src=owner)
         solved[name] = weight, mask, rows[owner][name]
-
-
-def warn_of_unreached(targets: Sequence[Target], caller: str) -> None:
-    """Warn about tensors whose inputs no batch provides."""
-    how = "pruned without statistics (by magnitude where the score needs inputs)"
-    if without_adapter := [t for t in targets if t.adapter is None]:
-        kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
-        names = ", ".join(t.name for t in without_adapter)
-        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=7)
-    if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
-        warnings.warn(f"{caller}: no batch reached {unreached}; they are {how}, not compensated", stacklevel=7)
 
 
 def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> tuple[Tensor, Tensor, LayerRow]:

@@ -30,6 +30,7 @@ import copy
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +49,7 @@ from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
-from .solving import METHODS, Layers, alike, warn_of_unreached
+from .solving import METHODS, Layers, alike
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
@@ -374,13 +375,19 @@ class Walk:
 
 
 def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> Walk:
-    """Return a walk over layers; `layers.notes` then says why it records no inputs of those in `rest`."""
+    """Return a walk over layers; `layers.notes` and warnings say why it records no inputs of those in `rest`."""
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
-    warn_of_unreached(walk.unreached, layers.caller)
+    caller, how = layers.caller, "pruned without statistics (by magnitude where the score needs inputs)"
+    if without_adapter := [target for target in walk.unreached if target.adapter is None]:
+        kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
+        names = ", ".join(target.name for target in without_adapter)
+        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=6)
+    unreached = dict.fromkeys(target.name for target in walk.unreached if target.adapter is not None)
+    if names := ", ".join(unreached):
+        warnings.warn(f"{caller}: no batch reached {names}; they are {how}, not compensated", stacklevel=6)
     recorded = {target.name for target, _ in walk.reached}
     walk.rest = [name for name in layers.groups if name not in recorded]
-    unreached = {target.name for target in walk.unreached if target.adapter is not None}
     for name in walk.rest:
         note = "" if layers.method is None else "no inputs recorded: not compensated"
         note = "not reached by any batch" if name in unreached else note
