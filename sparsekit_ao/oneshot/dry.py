@@ -78,10 +78,7 @@ def planned_run(
 
 
 def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[tuple[int, int], int]:
-    """Return the FLOPs of a forward pass, those without the products of zeros, and the bytes of the outputs.
-
-    The zeros are those in Linear layers and convolutions.
-    """
+    """Return the FLOPs of a forward pass, those without zeros in Linear and convolutions, and the bytes of outputs."""
     saved, started = 0.0, 0
     with flop_counter() as counter, unfused_attention(), ExitStack() as hooks:
 
