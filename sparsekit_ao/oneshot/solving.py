@@ -71,8 +71,6 @@ class Layer:
 class Layers:
     """The layers that a walk prunes: which are chosen together, how each is solved, and its mask (`walk.Solving`)."""
 
-    row = LayerRow
-
     def __init__(
         self,
         groups: Sequence[TensorGroup],
@@ -85,7 +83,7 @@ class Layers:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
         self.writes = True  # if False, errors are measured for all methods, and weights stay as they are
-        self.chosen: dict[str, Tensor] = {}
+        self.chosen: dict[str, Tensor] = {}  # {name: mask} of solved tensors whose masks are to be written
         self.given_masks: dict[str, Tensor] = {}  # of the tensors of `shared`, once they are chosen
         self.notes: dict[str, str] = {}  # {name: why a tensor is not compensated}
         self._single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
@@ -246,7 +244,7 @@ class Layers:
 class Scoring:
     """Scores the tensors that are coupled or share a budget, in a walk that changes nothing."""
 
-    row, writes = LayerRow, False
+    writes = False
 
     def __init__(self, layers: Layers, copies: bool) -> None:
         self._layers, self._shared = layers, layers.shared

@@ -31,8 +31,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,10 +49,11 @@ from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
-from .solving import METHODS, Layers, alike
+from .solving import METHODS, LayerRow, Layers, Scoring, alike
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
+Solving = Layers | Scoring  # what a walk calls to prune layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +64,6 @@ class Step:
     block: int | None  # its number; None for layers outside of blocks
     tensors: tuple[str, ...]  # those that are pruned
     is_recorded: bool = True  # whether the inputs of the tensors are recorded
-
-
-class Solving(Protocol):
-    """What a walk calls to prune layers."""
-
-    row: Any  # the class of the rows that `solve` returns
-    chosen: dict[str, Tensor]  # {name: mask} of solved tensors whose masks are to be written
-    writes: bool  # whether changed weights are stored where they came from
-
-    def target(self, name: str) -> Target:
-        """Return a tensor as it is in the model now, with the statistics to record for it."""
-
-    def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which these masks keep everything; on exit each is that of `chosen`, or restored."""
-
-    def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
-        """Prune all of these tensors, or none after an error, and return a row of the report for each."""
 
 
 class Matching(Protocol):
@@ -289,7 +273,7 @@ class Walk:
                     p.copy_(saved["weights"][name])
                 if solving is not None:
                     solving.chosen.update(saved["masks"])
-                    rows = [solving.row(**one) for one in saved["solved"]]
+                    rows = [LayerRow(**one) for one in saved["solved"]]
                 if matching is not None and saved["matched"]:
                     row = matching.row(**saved["matched"])
             if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
