@@ -78,9 +78,9 @@ class Recording:
             )
             for target in inputs.values():
                 if parametrize.is_parametrized(target.module, target.tensor_name):
-                    tie = partial(_tie, products, target.name)
                     chain: Any = target.module.parametrizations
-                    stack.enter_context(chain[target.tensor_name].register_forward_hook(tie))
+                    hook = chain[target.tensor_name].register_forward_hook
+                    stack.enter_context(hook(lambda *given, name=target.name: products.tie(name, given[-1])))
             for target in self._targets:
                 if needs := [n for n in target.needs if n in GRADIENTS]:
                     take = partial(self._take_gradient, target, needs)
@@ -202,11 +202,6 @@ class Recording:
 
 def _need(target: Target) -> str:
     return "input_gram" if "input_gram" in target.needs else "input_square"
-
-
-def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-    """Forward hook of parametrizations: register their output as the weight."""
-    products.tie(name, output)
 
 
 class Recorder:
