@@ -221,8 +221,7 @@ def prune(
     data = replace(data, model=pruned)
     normed = () if inplace else undo_weight_norms(pruned)
     method = None if batches is None else compensate
-    exclude = names_in_place_of_modules(model, exclude)
-    layers, left_out = _layers_of(data, sparsifier, exclude, method, token_mask, progress, "prune")
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, "prune")
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
         plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
@@ -285,8 +284,7 @@ def sensitivity(
     data = CalibrationData.checked(model, batches, forward, token_mask, "sensitivity")
     data = replace(data, model=plain_copy(model))
     undo_weight_norms(data.model)
-    exclude = names_in_place_of_modules(model, exclude)
-    layers, left_out = _layers_of(data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
     layers.writes = False
     with torch.no_grad():
         targets = [layers.target(name) for name in layers.groups]
@@ -304,6 +302,7 @@ def sensitivity(
 
 
 def _layers_of(
+    model: nn.Module,  # as it was given; `data` has the one that is pruned
     data: CalibrationData,
     sparsifier: ScopeSparsifier,
     exclude: Sequence[Exclusion],
@@ -314,7 +313,7 @@ def _layers_of(
 ) -> tuple[Layers, Mapping[str, str]]:
     """Return the layers that are pruned, and why other tensors are not."""
     more = _other_entries(data, sparsifier.defaults.get("pattern")) if data.batches else []
-    resolved = sparsifier.resolved(data.model, exclude, more)
+    resolved = sparsifier.resolved(data.model, names_in_place_of_modules(model, exclude), more)
     refuse_tied(data.model, {group["tensor_fqn"] for group in resolved.groups}, caller)
     recorder = Recorder(data.model, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     groups = sparsifier.pruning_groups(resolved.groups)
