@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
@@ -251,9 +251,7 @@ class Walk:
         moves_on: bool,
     ) -> tuple[list[Any], Any]:
         """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step."""
-        named: dict[str, Tensor] = {}
-        for at, module in enumerate(modules):
-            named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
+        named = {f"{at}.{name}": p for at, module in enumerate(modules) for name, p in module.named_parameters()}
         was = "" if checkpoint is None else digest_of(named, step.name)
         saved = None if checkpoint is None else checkpoint.read(number, step.name, was)
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
@@ -302,13 +300,13 @@ class Walk:
                 stop()
 
         with ExitStack() as stack:
-            layers: list[nn.Module] = []
+            layers, skips = list[nn.Module](), False
             if step.block is None:
                 layers = [target.adapter.module for target in targets if target.adapter is not None]
                 if not self._repeated.intersection(step.tensors):  # otherwise a layer may be called again later
                     for module in layers:
                         stack.enter_context(module.register_forward_hook(finish))
-                skips = not self._repeated.intersection(step.tensors) and self._may_skip_blocks(layers)
+                    skips = self._may_skip_blocks(layers)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
             for index, mask in enumerate(self.data.token_masks):
                 recording.token_mask = mask
