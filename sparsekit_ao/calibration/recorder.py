@@ -20,7 +20,7 @@ from ..models.running import Forward, TokenMask, call, check_batch, check_batche
 from .adapters import LayerAdapter, Read, adapter_of
 from .gram import is_finite
 from .products import Place, Product, Products
-from .statistics import GRADIENTS, INPUTS, Statistics, Target, loaded_statistics
+from .statistics import GRADIENTS, INPUTS, NEEDS, OF_GROUPS, Statistics, Target
 
 _NOT_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
@@ -78,9 +78,9 @@ class Recording:
             )
             for target in inputs.values():
                 if parametrize.is_parametrized(target.module, target.tensor_name):
-                    tie = partial(_tie, products, target.name)
                     chain: Any = target.module.parametrizations
-                    stack.enter_context(chain[target.tensor_name].register_forward_hook(tie))
+                    hook = chain[target.tensor_name].register_forward_hook
+                    stack.enter_context(hook(lambda *given, name=target.name: products.tie(name, given[-1])))
             for target in self._targets:
                 if needs := [n for n in target.needs if n in GRADIENTS]:
                     take = partial(self._take_gradient, target, needs)
@@ -204,11 +204,6 @@ def _need(target: Target) -> str:
     return "input_gram" if "input_gram" in target.needs else "input_square"
 
 
-def _tie(products: Products, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-    """Forward hook of parametrizations: register their output as the weight."""
-    products.tie(name, output)
-
-
 class Recorder:
     """Record statistics of some tensors of a model, and hold them.
 
@@ -245,9 +240,7 @@ class Recorder:
     def of(self, name: str) -> Statistics:
         """Return what was recorded for a tensor, or statistics without sums."""
         statistics = self.collected.get(name) or self.target(name, ()).blank()
-        adapter = statistics.adapter = self._adapters[name]  # a copy of statistics has none
-        if adapter is not None and not adapter.is_known and statistics.dims is not None:
-            (adapter.input_dims, adapter.group_dims), adapter.is_known = statistics.dims, True
+        statistics.use(self._adapters[name])  # a copy of statistics has none
         return statistics
 
     def target(self, name: str, needs: Iterable[str]) -> Target:
@@ -303,7 +296,28 @@ class Recorder:
 
     def loaded(self, saved: object) -> dict[str, Statistics]:
         """Check what `saved` returned, and return statistics of the recorder's own tensors, on their devices."""
-        return loaded_statistics(saved, {name: self.target(name, ()) for name in self.tensors if saved})
+        if not isinstance(saved, Mapping):
+            raise SparsityError(f"load_state_dict: 'statistics' must be a dict, got {type(saved).__name__}")
+        loaded = {}
+        for name, entry in saved.items():
+            where, entry = f"load_state_dict: {name}: ", entry if isinstance(entry, Mapping) else {}
+            counts: list[Any] = [entry.get(k) for k in ("tokens", "passes")]
+            sums = entry.get("sums")
+            if not isinstance(sums, Mapping) or not all(type(n) is int and n >= 0 for n in counts):
+                raise SparsityError(f"{where}statistics need counts 'tokens' and 'passes' and a dict 'sums'")
+            own = self.target(name, ()).blank() if name in self.tensors else None
+            if own is not None:
+                own.dims = entry.get("dims")
+                own.use(own.adapter)
+            for need, value in sums.items():
+                is_known = need in (*NEEDS, OF_GROUPS) and isinstance(value, Tensor) and value.is_floating_point()
+                if not is_known or (own is not None and tuple(value.shape) != own.shapes().get(need)):
+                    raise SparsityError(f"{where}statistics have an unknown entry, or one of a wrong shape: {need!r}")
+            if own is not None:
+                device = parameter_of(*self.tensors[name]).device
+                own.add({need: value.to(device) for need, value in sums.items()}, *counts)
+                loaded[name] = own
+        return loaded
 
 
 def _backward(loss: Any, parameters: Sequence[Tensor], batch: int) -> None:

@@ -47,6 +47,12 @@ class Statistics:
         """Everything but the adapter, which refers to the model; the recorder sets it again."""
         return {**self.__dict__, "adapter": None}
 
+    def use(self, adapter: LayerAdapter | None) -> None:
+        """Set the adapter; it takes over the dimensions of what was recorded unless it knows its own."""
+        self.adapter = adapter
+        if adapter is not None and not adapter.is_known and self.dims:
+            (adapter.input_dims, adapter.group_dims), adapter.is_known = self.dims, True
+
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight, or a tensor of its shape, as [groups, outputs, inputs]."""
         assert self.adapter is not None
@@ -181,34 +187,6 @@ class Statistics:
         if need not in self.sums:
             raise SparsityError(f"{self.name}: {need} was not collected; list it in the score's `needs` and calibrate")
         return self.sums[need]
-
-
-def loaded_statistics(saved: object, targets: Mapping[str, "Target"]) -> dict[str, Statistics]:
-    """Check {tensor name: what `Statistics.saved` gives}, and copy that of the targets to their devices."""
-    prefix = "load_state_dict: "
-    if not isinstance(saved, Mapping):
-        raise SparsityError(f"{prefix}'statistics' must be a dict, got {type(saved).__name__}")
-    loaded = {}
-    for name, entry in saved.items():
-        entry = entry if isinstance(entry, Mapping) else {}
-        counts: list[Any] = [entry.get(k) for k in ("tokens", "passes")]
-        sums = entry.get("sums")
-        if not isinstance(sums, Mapping) or not all(type(n) is int and n >= 0 for n in counts):
-            raise SparsityError(f"{prefix}{name}: statistics need counts 'tokens' and 'passes' and a dict 'sums'")
-        target = targets.get(name)
-        blank = None if target is None else target.blank()
-        if blank is not None and blank.adapter is not None and not blank.adapter.is_known and entry.get("dims"):
-            blank.dims = entry["dims"]
-            (blank.adapter.input_dims, blank.adapter.group_dims), blank.adapter.is_known = blank.dims, True
-        for need, value in sums.items():
-            is_known = need in (*NEEDS, OF_GROUPS) and isinstance(value, Tensor) and value.is_floating_point()
-            if not is_known or (blank is not None and tuple(value.shape) != blank.shapes().get(need)):
-                text = f"statistics have an unknown entry, or one of a wrong shape: {need!r}"
-                raise SparsityError(f"{prefix}{name}: {text}")
-        if target is not None and blank is not None:
-            blank.add({need: value.to(target.parameter.device) for need, value in sums.items()}, *counts)
-            loaded[name] = blank
-    return loaded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -187,12 +187,10 @@ def find_mask(module: nn.Module, tensor_name: str) -> WeightMask | None:
 
 
 def parametrized_names(module: nn.Module) -> list[str]:
-    """Return the names of the parametrized tensors of a module.
-
-    The module's own dict is read, because a wrapper may pass on the attributes of the module inside it.
-    """
+    """Return the names of the parametrized tensors of a module."""
     if isinstance(module, torch.jit.ScriptModule):  # its `_modules` is not a dict
         return []
+    # A wrapper may pass on the attributes of the module inside it, so the module's own dict is read.
     parametrizations = module._modules.get("parametrizations")
     return list(parametrizations) if isinstance(parametrizations, nn.ModuleDict) else []
 
@@ -258,8 +256,7 @@ def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightM
         return None
     chain = _chain(module, tensor_name)
     weight: Any = chain.original if chain.is_tensor else chain.original0
-    if is_sharded(weight_mask.mask):
-        refuse_gathered(tensor_fqn, weight, weight_mask.mask)
+    refuse_gathered(tensor_fqn, weight, weight_mask.mask)
     if weight.is_meta and not weight_mask.mask.is_meta:
         raise SparsityError(
             f"{tensor_fqn} has no values, since it was moved to the meta device or offloaded after prepare; load the "
@@ -276,10 +273,7 @@ def placed_mask(module: nn.Module, tensor_name: str, tensor_fqn: str) -> WeightM
 
 
 def dense_weight(module: nn.Module, tensor_name: str) -> Tensor:
-    """Return the weight below the mask: the parameter itself, or the result of parametrizations below the mask.
-
-    Without a mask, this is the tensor itself.
-    """
+    """Return the weight below the mask: the parameter, or what parametrizations compute; without a mask the tensor."""
     if find_mask(module, tensor_name) is None:
         return getattr(module, tensor_name).detach()
     chain = _chain(module, tensor_name)

@@ -38,8 +38,8 @@ def planned_run(
     start: float,
 ) -> DryRun:
     """Return what `prune` would do with all data."""
-    walk, rest = walk_of(layers, data, options)
-    model, steps, chains = data.model, steps_of(walk, rest, passes > 0), walk.names_of_chains
+    walk = walk_of(layers, data, options)
+    model, steps, chains = data.model, steps_of(walk, passes > 0), walk.names_of_chains
     rows = [layers.planned(name) for step in steps for name in step.tensors]
     numel = {row.tensor: math.prod(layers.recorder.target(row.tensor, ()).shape) for row in rows}
     total = sum(p.numel() for p in model.parameters())
@@ -78,10 +78,7 @@ def planned_run(
 
 
 def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[tuple[int, int], int]:
-    """Return the FLOPs of a forward pass, those without the products of zeros, and the bytes of the outputs.
-
-    The zeros are those in Linear layers and convolutions.
-    """
+    """Return the FLOPs of a forward pass, those without zeros in Linear and convolutions, and the bytes of outputs."""
     saved, started = 0.0, 0
     with flop_counter() as counter, unfused_attention(), ExitStack() as hooks:
 
@@ -142,7 +139,7 @@ def _measured(
 
     def match() -> Any:
         if teacher is not None:
-            return teacher.finish([], False) if block is None else teacher.match(at, block, walk.streams[-1])
+            return teacher.finish([], False) if block is None else teacher.match(at)
 
     def hold(tensor: Tensor) -> Tensor:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -153,7 +150,7 @@ def _measured(
             undone.callback(p.copy_, p.clone())
         loading = time.perf_counter() - start
         if teacher is not None and block is not None:
-            teacher.advance(at, block)
+            teacher.advance(at)
         statistics = record()  # everything but solving is done twice, as the first time is slower
         recording, solving = _seconds(record), _seconds(lambda: layers.solve(step.tensors, statistics))
         run()

@@ -383,19 +383,20 @@ class Teacher:
             if _has_weights(block):
                 refuse_unfit(outputs[block], outputs[dense_block], name)
 
-    def advance(self, at: int, block: nn.Module) -> None:
+    def advance(self, at: int) -> None:
         """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
         chain = self._walk.chain_of[at]
         if self.dense is None:
-            self.streams[chain].advance(block)
+            self.streams[chain].advance(self._walk.blocks[at])
             return
         for dense_block in self._dense_blocks[chain][self._passed[chain] : self._last[at] + 1]:
             with loaded(self.dense, [dense_block], self._walk.device), eval_mode(self.dense):
                 self.streams[chain].advance(dense_block)
         self._passed[chain] = self._last[at] + 1
 
-    def match(self, at: int, block: nn.Module, stream: Stream) -> BlockRow | None:
+    def match(self, at: int) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
+        block, stream = self._walk.blocks[at], self._walk.streams[-1]
         if not _has_weights(block):
             return None
         dense = self.streams[self._walk.chain_of[at]]

@@ -123,8 +123,6 @@ def one_shot(
     )
     layers.check(has_data=True)
     dense = recover if isinstance(recover, nn.Module) else None
-    if is_elsewhere(model):
-        check_ranks(data)
     teacher = None if recover is False else Teacher(dense, data)
     options = {"blocks": blocks, "device": device, "stream_memory": stream_memory}
     return _pruned(layers, data, teacher, options, checkpoint, progress, start)
@@ -219,12 +217,9 @@ def prune(
     all_data, data = data, data.one_batch()[0] if dry_run and batches is not None else data
     pruned = model if inplace else plain_copy(model) if dry_run else copy_of(model)
     data = replace(data, model=pruned)
-    normed = () if inplace or pruned is model else undo_weight_norms(pruned)
+    normed = () if inplace else undo_weight_norms(pruned)
     method = None if batches is None else compensate
-    exclude = names_in_place_of_modules(model, exclude)
-    layers, left_out = _layers_of(data, sparsifier, exclude, method, token_mask, progress, "prune")
-    if is_elsewhere(pruned):
-        check_ranks(data)
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, "prune")
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
         plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
@@ -286,17 +281,15 @@ def sensitivity(
     _check_gradients("sensitivity", score, True, forward is not None, False)
     data = CalibrationData.checked(model, batches, forward, token_mask, "sensitivity")
     data = replace(data, model=plain_copy(model))
-    if data.model is not model:
-        undo_weight_norms(data.model)
-    exclude = names_in_place_of_modules(model, exclude)
-    layers, left_out = _layers_of(data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
+    undo_weight_norms(data.model)
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
     layers.writes = False
     with torch.no_grad():
         targets = [layers.target(name) for name in layers.groups]
         walk = Walk(data, targets, device=device, stream_memory=stream_memory)
         places = {target.name: at for at, (target, _) in enumerate(walk.reached)}
         walk.reached = [(target, 0) for target, _ in walk.reached]  # nothing changes, so one step records all of them
-        rows = walk.run("sensitivity", layers, progress=progress, writes=False)[0]
+        rows = walk.run("sensitivity", layers, progress=progress)[0]
     return OneShotReport(
         rows=tuple(sorted(rows, key=lambda row: places[row.tensor])),
         seconds=time.perf_counter() - start,
@@ -307,6 +300,7 @@ def sensitivity(
 
 
 def _layers_of(
+    model: nn.Module,  # as it was given; `data` has the one that is pruned
     data: CalibrationData,
     sparsifier: ScopeSparsifier,
     exclude: Sequence[Exclusion],
@@ -317,7 +311,7 @@ def _layers_of(
 ) -> tuple[Layers, Mapping[str, str]]:
     """Return the layers that are pruned, and why other tensors are not."""
     more = _other_entries(data, sparsifier.defaults.get("pattern")) if data.batches else []
-    resolved = sparsifier.resolved(data.model, exclude, more)
+    resolved = sparsifier.resolved(data.model, names_in_place_of_modules(model, exclude), more)
     refuse_tied(data.model, {group["tensor_fqn"] for group in resolved.groups}, caller)
     recorder = Recorder(data.model, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     groups = sparsifier.pruning_groups(resolved.groups)
@@ -339,6 +333,8 @@ def _pruned(
     start: float,
 ) -> OneShotReport:
     """Prune layers in one walk with these `options`; the report counts seconds from `start`."""
+    if is_elsewhere(data.model):
+        check_ranks(data)
     place = {name: value for name, value in options.items() if name != "stream_memory"}  # it changes no result
     gradients = [layers.recorder.of(name).sums[need] for name, needs in layers.gradients().items() for need in needs]
     about = (*layers.described(), None if teacher is None else teacher.described(), place, gradients)
@@ -346,12 +342,12 @@ def _pruned(
     saved = checkpoint_of(data, checkpoint, caller, *about)
     is_compared = caller == "prune" and bool(data.batches)  # with `one_shot`, the model may have masks before
     dense_output = data.first_output() if is_compared else None
-    walk, unrecorded = walk_of(layers, data, options)
+    walk = walk_of(layers, data, options)
     if layers.shared:
         scoring = Scoring(layers, is_elsewhere(data.model))
-        walk.run(caller, scoring, rest=unrecorded, progress=progress, writes=False)
+        walk.run(caller, scoring, progress=progress)
         layers.given_masks = scoring.masks_of_all()
-    rows, matched = walk.run(caller, layers, teacher, rest=unrecorded, checkpoint=saved, progress=progress)
+    rows, matched = walk.run(caller, layers, teacher, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched, progress)
     return OneShotReport(
         rows=tuple(rows),

@@ -2,16 +2,15 @@
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import masking
-from ..calibration import GRADIENTS, INPUTS, Recorder, RowGram, Statistics, Target
+from ..calibration import GRADIENTS, INPUTS, Recorder, Statistics, Target
 from ..calibration.gram import damped_gram, divided, is_finite, power_of_two
 from ..distributed import copy_values, has_process_group, is_sharded, of_all_ranks, rank
 from ..errors import SparsityError
@@ -65,21 +64,12 @@ class Layer:
     statistics: Statistics | None  # of this pass, with gradients collected before; None if no batch reached it
     weight: Tensor  # the dense weight in float32 (float64 if it is float64)
     pruning_groups: Sequence[PruningGroup]  # of this tensor alone, stage by stage; empty if its mask was chosen before
-    mask: Tensor | None = None
-    compensated: Tensor | None = None
-    seconds: float = 0.0  # the time that both took
-    unused_score: str = ""  # the note of the report if the method chose the mask and ignored a score
-
-    @property
-    def gram(self) -> Tensor | RowGram | None:
-        """The Gram matrix G of its inputs, or None if it was not recorded."""
-        return None if self.statistics is None else self.statistics.gram
+    mask: Tensor | None = None  # if it was chosen before
+    note: str = ""  # of its row if G, the Gram matrix of its inputs, was not recorded
 
 
 class Layers:
     """The layers that a walk prunes: which are chosen together, how each is solved, and its mask (`walk.Solving`)."""
-
-    row = LayerRow
 
     def __init__(
         self,
@@ -93,7 +83,7 @@ class Layers:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
         self.writes = True  # if False, errors are measured for all methods, and weights stay as they are
-        self.chosen: dict[str, Tensor] = {}
+        self.chosen: dict[str, Tensor] = {}  # {name: mask} of solved tensors whose masks are to be written
         self.given_masks: dict[str, Tensor] = {}  # of the tensors of `shared`, once they are chosen
         self.notes: dict[str, str] = {}  # {name: why a tensor is not compensated}
         self._single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
@@ -198,19 +188,23 @@ class Layers:
                 if owners[name] == rank():
                     weight = self._dense(name)
                     _refuse_infinite(weight, name, self.caller)
+                    recorded = self._statistics(name, recorded)
+                    reads_inputs = self.method is not None or any(needs_of(p.score) for p in self._single[name])
                     layer = Layer(
                         target=target,
-                        statistics=self._statistics(name, recorded),
+                        statistics=recorded,
                         # a copy, since the CPU backend uses `Tensor.numpy`; see `_of_tensor` in identity.py
                         weight=weight.to(torch.promote_types(weight.dtype, torch.float32), copy=has_process_group()),
                         pruning_groups=self._single[name],
                         mask=self.given_masks.get(name),
+                        note=self.notes.get(name, UNSEEN if recorded is None and reads_inputs else ""),
                     )
                     with torch.autocast(weight.device.type, enabled=False):
-                        prune_layer(layer, self.groups, self.method)
-                        reads_inputs = self.method is not None or any(needs_of(p.score) for p in self._single[name])
-                        note = UNSEEN if layer.statistics is None and reads_inputs else ""
-                        solved[name] = _solved(layer, weight.dtype, self.notes.get(name, note))
+                        compensated, mask, row = prune_layer(layer, self.groups, self.method)
+                    compensated = torch.where(mask, compensated, 0).to(weight.dtype)
+                    if not is_finite(compensated):
+                        raise SparsityError(f"{name}: the compensated weights are not finite")
+                    solved[name] = compensated, mask, row
         _exchange(solved, owners, {name: self._dense(name) for name in names})
         rows = []
         for name, target in targets.items():
@@ -250,12 +244,13 @@ class Layers:
 class Scoring:
     """Scores the tensors that are coupled or share a budget, in a walk that changes nothing."""
 
-    row = LayerRow
+    writes = False
 
     def __init__(self, layers: Layers, copies: bool) -> None:
         self._layers, self._shared = layers, layers.shared
+        # Masks keep everything, so that scores are the dense model's, and are then restored, as none is chosen.
+        self.masks, self.chosen = layers.masks, layers.chosen
         self._copies = copies  # whether weights are copied, if they are loaded only for a while
-        self.chosen: dict[str, Tensor] = {}
         self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in layers.shared}
         self._weights: dict[str, Tensor] = {}
 
@@ -264,10 +259,6 @@ class Scoring:
         recorder = self._layers.recorder
         scores = [p.score for p in self._shared if name in p.specs and name in p.scored(recorder.of)]
         return recorder.target(name, [n for score in scores for n in needs_of(score) if n not in GRADIENTS])
-
-    def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which masks keep everything, so that scores are the dense model's; it restores them."""
-        return self._layers.masks(names)
 
     def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[LayerRow]:
         """Score tensors. Their saliencies are kept; statistics are freed after each step."""
@@ -347,39 +338,40 @@ def _exchange(solved: dict[str, tuple[Tensor, Tensor, LayerRow]], owners: Mappin
         solved[name] = weight, mask, rows[owner][name]
 
 
-def warn_of_unreached(targets: Sequence[Target], caller: str) -> None:
-    """Warn about tensors whose inputs no batch provides."""
-    how = "pruned without statistics (by magnitude where the score needs inputs)"
-    if without_adapter := [t for t in targets if t.adapter is None]:
-        kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
-        names = ", ".join(t.name for t in without_adapter)
-        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=7)
-    if unreached := ", ".join(t.name for t in targets if t.adapter is not None):
-        warnings.warn(f"{caller}: no batch reached {unreached}; they are {how}, not compensated", stacklevel=7)
-
-
-def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> None:
-    """Choose the mask of a layer, unless it has one, and compute its compensated weight; `groups` have the budgets."""
-    start, statistics, solution, gram = time.perf_counter(), layer.statistics, None, layer.gram
+def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> tuple[Tensor, Tensor, LayerRow]:
+    """Return the new weight of a layer, its mask, and a row of the report; `groups` have the budgets."""
+    start, statistics, mask, unused_score = time.perf_counter(), layer.statistics, layer.mask, ""
+    gram = None if statistics is None else statistics.gram
     if method is None or statistics is None or gram is None:
-        layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
+        mask = _mask_by_score(layer, groups) if mask is None else mask
+        weight = layer.weight * mask
     else:
         unit = power_of_two(layer.weight)  # solvers square weights
-        weight = statistics.matrix(divided(layer.weight, unit))
+        matrix = statistics.matrix(divided(layer.weight, unit))
         gram = damped_gram(gram.to(layer.weight.dtype), DAMP)
-        if layer.mask is None and method in SOLVERS:
-            mask, solution = SOLVERS[method](weight, gram, matrix_scopes(layer, groups, statistics))
-            layer.mask = statistics.from_matrix(mask)
+        if mask is None and method in SOLVERS:
+            matrix_mask, solution = SOLVERS[method](matrix, gram, matrix_scopes(layer, groups, statistics))
+            mask = statistics.from_matrix(matrix_mask)
             if any(c.score is not None for c in layer.pruning_groups):
-                layer.unused_score = f"{method} chose the mask without the score; compensate='least_squares' uses it"
+                unused_score = f"{method} chose the mask without the score; compensate='least_squares' uses it"
         else:
-            layer.mask = _mask_by_score(layer, groups) if layer.mask is None else layer.mask
-            solution = least_squares(weight, gram, statistics.matrix(layer.mask))
-    if statistics is None or solution is None:
-        layer.compensated = layer.weight * layer.mask
-    else:
-        layer.compensated = statistics.from_matrix(solution) * unit
-    layer.seconds = time.perf_counter() - start
+            mask = _mask_by_score(layer, groups) if mask is None else mask
+            solution = least_squares(matrix, gram, statistics.matrix(mask))
+        weight = statistics.from_matrix(solution) * unit
+    seconds, note, before, after = time.perf_counter() - start, layer.note, math.nan, math.nan
+    gram = None if statistics is None else statistics.gram  # without damping
+    if statistics is not None and gram is not None:
+        dense, gram = statistics.matrix(layer.weight), gram.to(layer.weight.dtype)
+        masked, solution = (statistics.matrix(w) for w in (layer.weight * mask, weight))
+        before, after = relative_errors(dense, gram, masked, solution)
+        tokens, inputs, of_experts = statistics.tokens, dense.shape[2], statistics.tokens_of_groups
+        few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
+        if of_experts is not None:
+            few = f"tokens of an expert: {int(of_experts.min())} at least, {int(of_experts.median())} in the median"
+        note = "; ".join(filter(None, (few, unused_score)))
+    density, name = float(mask.float().mean()), layer.target.name
+    row = LayerRow(tensor=name, before=before, after=after, density=density, seconds=seconds, note=note)
+    return weight, mask, row
 
 
 def _choose_by_stage(
@@ -438,26 +430,3 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: S
         blocks_per_scope=scope.numblk_per_scope(),
         is_plain=not scope.is_partial and len(layer.pruning_groups) == 1,
     )
-
-
-def _solved(layer: Layer, dtype: torch.dtype, note: str) -> tuple[Tensor, Tensor, LayerRow]:
-    """Return the new weight of a layer in its own dtype, its mask, and a row of the report."""
-    mask, weight = layer.mask, layer.compensated
-    assert mask is not None and weight is not None
-    before = after = float("nan")
-    gram = layer.gram
-    if gram is not None and layer.statistics is not None:
-        dense, gram = layer.statistics.matrix(layer.weight), gram.to(layer.weight.dtype)
-        masked, solution = (layer.statistics.matrix(w) for w in (layer.weight * mask, weight))
-        before, after = relative_errors(dense, gram, masked, solution)
-        tokens, inputs, of_experts = layer.statistics.tokens, dense.shape[2], layer.statistics.tokens_of_groups
-        few = f"{tokens} tokens for {inputs} inputs" if tokens < inputs else ""
-        if of_experts is not None:
-            few = f"tokens of an expert: {int(of_experts.min())} at least, {int(of_experts.median())} in the median"
-        note = "; ".join(filter(None, (few, layer.unused_score)))
-    compensated = torch.where(mask, weight, 0).to(dtype)
-    if not is_finite(compensated):
-        raise SparsityError(f"{layer.target.name}: the compensated weights are not finite")
-    density, name = float(mask.float().mean()), layer.target.name
-    row = LayerRow(tensor=name, before=before, after=after, density=density, seconds=layer.seconds, note=note)
-    return compensated, mask, row

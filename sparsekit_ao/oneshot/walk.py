@@ -30,14 +30,15 @@ import copy
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
@@ -48,10 +49,11 @@ from ..models.progress import say, steps
 from ..models.running import eval_mode
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import digest_of
-from .solving import METHODS, Layers, alike, warn_of_unreached
+from .solving import METHODS, LayerRow, Layers, Scoring, alike
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
 _DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
+Solving = Layers | Scoring  # what a walk calls to prune layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,24 +66,8 @@ class Step:
     is_recorded: bool = True  # whether the inputs of the tensors are recorded
 
 
-class Solving(Protocol):
-    """What a walk calls to prune layers."""
-
-    row: Any  # the class of the rows that `solve` returns
-    chosen: dict[str, Tensor]  # {name: mask} of solved tensors whose masks are to be written
-
-    def target(self, name: str) -> Target:
-        """Return a tensor as it is in the model now, with the statistics to record for it."""
-
-    def masks(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which these masks keep everything; on exit each is that of `chosen`, or restored."""
-
-    def solve(self, names: Sequence[str], statistics: dict[str, Statistics]) -> list[Any]:
-        """Prune all of these tensors, or none after an error, and return a row of the report for each."""
-
-
 class Matching(Protocol):
-    """What a walk calls, with a block and its number in the walk, to match it to that of the dense model."""
+    """What a walk calls, with the number of a block, to match it to that of the dense model."""
 
     row: Any  # the class of the rows that `match` returns
     dense: nn.Module | None  # None if the model that is walked is itself the dense one, until it changes
@@ -90,10 +76,10 @@ class Matching(Protocol):
     def start(self, walk: "Walk") -> None:
         """Begin the dense stream; this is called before anything changes."""
 
-    def advance(self, at: int, block: nn.Module) -> None:
+    def advance(self, at: int) -> None:
         """Move the dense stream on; this is called before the block is pruned."""
 
-    def match(self, at: int, block: nn.Module, stream: Stream) -> Any:
+    def match(self, at: int) -> Any:
         """Train a block for its inputs in the pruned model; return a row of the report, or None."""
 
 
@@ -132,6 +118,7 @@ class Walk:
         # Whether weights are changed where they are, so that an error must put them back.
         self._is_in_place = not is_elsewhere(data.model)
         self.streams: list[Stream] = []  # of the pruned model, one for each chain that has been begun
+        self.rest: list[str] = []  # tensors that are pruned without statistics
 
     def _agree(self, targets: Sequence[Target], names: Mapping[int, str]) -> None:
         """Make all ranks visit the same targets in one order, and use chains only if every rank has found them."""
@@ -173,14 +160,12 @@ class Walk:
         solving: Solving | None,  # None prunes no layers
         matching: Matching | None = None,  # None matches no blocks
         *,
-        rest: Collection[str] = (),  # tensors that are pruned without statistics
         checkpoint: "Checkpoint | None" = None,
         progress: bool = True,
-        writes: bool = True,  # whether changed weights are stored where they came from
     ) -> tuple[list[Any], list[Any]]:
         """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
         self.streams, self.kept = [], Kept(*self._kept_options)
-        plan = steps_of(self, rest, matching is not None)
+        plan = steps_of(self, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
         finished = 0
@@ -200,7 +185,7 @@ class Walk:
                     with nullcontext() if solving is None else solving.masks(names):
                         matching.start(self)
                 for step in plan:
-                    rows, row = self._visit(step, plan[-1], finished, solving, matching, checkpoint, writes)
+                    rows, row = self._visit(step, plan[-1], finished, solving, matching, checkpoint)
                     solved += rows
                     matched += [] if row is None else [row]
                     finished += 1
@@ -224,29 +209,28 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
-        writes: bool,
     ) -> tuple[list[Any], Any]:
-        """Load the weights of the step of this number, finish it, and return its rows as `_solved` does."""
+        """Load the weights of the step of this number, finish it, and return the rows of its tensors and its block."""
+        writes = solving is None or solving.writes
         with ExitStack() as stack:
             if solving is not None:
                 stack.enter_context(solving.masks(step.tensors))
-            modules = self._modules(step)
+            modules, device = self._modules(step), self.device
+            recorded: dict[str, Statistics] | None = None
             if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
                 is_saved = checkpoint is not None and number < checkpoint.count
                 recorded = {} if solving is None or is_saved else self._statistics(step, solving)
-                stack.enter_context(loaded(self.data.model, modules, writes=writes))
-                return self._finish(step, number, modules, solving, None, checkpoint, recorded)
-            block, chain = self.blocks[step.block], self.chain_of[step.block]
-            if chain == len(self.streams):
+                device = None
+            elif (chain := self.chain_of[step.block]) == len(self.streams):
                 like = None if matching is None else matching.streams[chain]
                 # Nothing has changed before the first step of a model without masks, and so both streams begin alike.
                 is_masked = any(map(parametrize.is_parametrized, self.data.model.modules()))
                 is_same = matching is not None and matching.dense is None and number == 0 and not is_masked
                 self.begin_stream(chain, like, is_same)
-            stack.enter_context(loaded(self.data.model, modules, self.device, writes=writes))
-            if matching is not None:
-                matching.advance(step.block, block)
-            return self._finish(step, number, modules, solving, matching, checkpoint, moves_on=step is not last)
+            stack.enter_context(loaded(self.data.model, modules, device, writes=writes))
+            if matching is not None and step.block is not None:
+                matching.advance(step.block)
+            return self._finish(step, number, modules, solving, matching, checkpoint, recorded, step is not last)
 
     def _modules(self, step: Step) -> list[nn.Module]:
         """Return the modules whose weights a step reads and writes."""
@@ -263,28 +247,31 @@ class Walk:
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
-        recorded: dict[str, Statistics] | None = None,
-        moves_on: bool = False,
+        recorded: dict[str, Statistics] | None,
+        moves_on: bool,
     ) -> tuple[list[Any], Any]:
         """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step."""
-        named: dict[str, Tensor] = {}
-        for at, module in enumerate(modules):
-            named |= {f"{at}.{name}": p for name, p in module.named_parameters()}
-        saved = None if checkpoint is None else checkpoint.read(number, step, named)
+        named = {f"{at}.{name}": p for at, module in enumerate(modules) for name, p in module.named_parameters()}
         was = "" if checkpoint is None else digest_of(named, step.name)
+        saved = None if checkpoint is None else checkpoint.read(number, step.name, was)
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
         is_undone = self._is_in_place and solving is not None
         before = {name: p.clone() for name, p in named.items()} if is_undone else {}
+        rows, row = [], None
         try:
             if saved is None:
-                rows, row = self._solved(step, solving, matching, recorded)
+                if solving is not None and step.tensors:
+                    rows = solving.solve(
+                        step.tensors, self._statistics(step, solving) if recorded is None else recorded
+                    )
+                if matching is not None and step.block is not None:
+                    row = matching.match(step.block)
             else:
                 for name, p in named.items():
                     p.copy_(saved["weights"][name])
-                rows, row = [], None
                 if solving is not None:
                     solving.chosen.update(saved["masks"])
-                    rows = [solving.row(**one) for one in saved["solved"]]
+                    rows = [LayerRow(**one) for one in saved["solved"]]
                 if matching is not None and saved["matched"]:
                     row = matching.row(**saved["matched"])
             if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
@@ -297,17 +284,6 @@ class Walk:
             for name, p in before.items():
                 named[name].copy_(p)
             raise
-        return rows, row
-
-    def _solved(
-        self, step: Step, solving: Solving | None, matching: Matching | None, recorded: dict[str, Statistics] | None
-    ) -> tuple[list[Any], Any]:
-        """Prune the tensors of a step and match its block; return the rows of the tensors, and that of the block."""
-        rows, row = [], None
-        if solving is not None and step.tensors:
-            rows = solving.solve(step.tensors, self._statistics(step, solving) if recorded is None else recorded)
-        if matching is not None and step.block is not None:
-            row = matching.match(step.block, self.blocks[step.block], self.streams[-1])
         return rows, row
 
     def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
@@ -324,13 +300,13 @@ class Walk:
                 stop()
 
         with ExitStack() as stack:
-            layers: list[nn.Module] = []
+            layers, skips = list[nn.Module](), False
             if step.block is None:
                 layers = [target.adapter.module for target in targets if target.adapter is not None]
                 if not self._repeated.intersection(step.tensors):  # otherwise a layer may be called again later
                     for module in layers:
                         stack.enter_context(module.register_forward_hook(finish))
-                skips = not self._repeated.intersection(step.tensors) and self._may_skip_blocks(layers)
+                    skips = self._may_skip_blocks(layers)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
             for index, mask in enumerate(self.data.token_masks):
                 recording.token_mask = mask
@@ -380,22 +356,28 @@ class Walk:
         return are_same(*inputs)  # not if a layer also reads what another block than the last one gave
 
 
-def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> tuple[Walk, list[str]]:
-    """Return a walk over layers, and those of which it records no inputs; `layers.notes` then says why."""
+def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> Walk:
+    """Return a walk over layers; `layers.notes` and warnings say why it records no inputs of those in `rest`."""
     targets = [layers.target(name) for name in layers.groups] if data.batches else []
     walk = Walk(data, [target for target in targets if target.needs], **options)
-    warn_of_unreached(walk.unreached, layers.caller)
+    caller, how = layers.caller, "pruned without statistics (by magnitude where the score needs inputs)"
+    if without_adapter := [target for target in walk.unreached if target.adapter is None]:
+        kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
+        names = ", ".join(target.name for target in without_adapter)
+        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=6)
+    unreached = dict.fromkeys(target.name for target in walk.unreached if target.adapter is not None)
+    if names := ", ".join(unreached):
+        warnings.warn(f"{caller}: no batch reached {names}; they are {how}, not compensated", stacklevel=6)
     recorded = {target.name for target, _ in walk.reached}
-    unrecorded = [name for name in layers.groups if name not in recorded]
-    unreached = {target.name for target in walk.unreached if target.adapter is not None}
-    for name in unrecorded:
+    walk.rest = [name for name in layers.groups if name not in recorded]
+    for name in walk.rest:
         note = "" if layers.method is None else "no inputs recorded: not compensated"
         note = "not reached by any batch" if name in unreached else note
         layers.notes[name] = note if data.batches else "no batches"
-    return walk, unrecorded
+    return walk
 
 
-def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step]:
+def steps_of(walk: Walk, visits_all: bool) -> list[Step]:
     """Return the steps of the walk, in order: those that have tensors, and the blocks between them, or all blocks."""
     block_of = {id(m): k for k, block in enumerate(walk.blocks) for m in block.modules()}
     inside: dict[int, list[str]] = {}  # {block: names}
@@ -409,7 +391,7 @@ def steps_of(walk: "Walk", rest: Collection[str], visits_all: bool) -> list[Step
             inside.setdefault(block, []).append(target.name)
             reached = max(reached, block)
     alone: list[str] = []
-    for name in rest:  # tensors inside a block are pruned before it is matched
+    for name in walk.rest:  # tensors inside a block are pruned before it is matched
         block = block_of.get(id(walk.data.model.get_submodule(name.rpartition(".")[0])))
         (alone if block is None else inside.setdefault(block, [])).append(name)
     # Layers that come after the last block in which a layer was reached may read what any later block gives, so all
@@ -466,8 +448,8 @@ class Checkpoint:
             )
         self.count: int = status[1]  # steps that an earlier call finished
 
-    def read(self, number: int, step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return what an earlier call saved of a step, or None; refuse tensors other than those that it began with."""
+    def read(self, number: int, name: str, was: str) -> dict[str, Any] | None:
+        """Return what an earlier call saved of a step, or None; refuse it unless it began with the digest `was`."""
         if number >= self.count:
             return None
         path = self._path(number)
@@ -482,9 +464,9 @@ class Checkpoint:
                     f"{self._caller}: the file {str(path)!r} of the checkpoint cannot be read ({reason}). If it is "
                     "damaged, delete it, load the model as it was before, and make the call again"
                 ) from error
-            if saved["was"] != digest_of(tensors, step.name):
+            if saved["was"] != was:
                 raise SparsityError(
-                    f"{self._caller}: {step.name} has other weights than when the interrupted call began; load the "
+                    f"{self._caller}: {name} has other weights than when the interrupted call began; load the "
                     "model as it was before that call"
                 )
         return saved
