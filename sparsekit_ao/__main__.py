@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .errors import SparsityError, did_you_mean
 from .export import load_pretrained, report, save_pretrained
-from .export.pretrained import MANIFEST
+from .export.pretrained import CARD, MANIFEST
 from .oneshot import prune
 from .removal import shrink
 
@@ -32,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 2 after an error, which is printed in one line."""
     args = _parser().parse_args(argv)
     try:
-        if args.command == "report":
-            _report(args.folder)
-        else:
-            _run(args)
+        (_report if args.command == "report" else _run)(args)
     except (SparsityError, OSError) as error:
         print(f"sparsekit_ao: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -236,15 +233,15 @@ def _evaluation(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any]
     return lambda other: {name: (_embeddings(other, held_out) * dense).sum(1).mean().item()}
 
 
-def _report(path: Path) -> None:
+def _report(args: argparse.Namespace) -> None:
     """Print what the weights of a folder look like, and how the card says it was made."""
     with tempfile.TemporaryDirectory() as offload_folder:
-        model, _ = _loaded(path, offload_folder)
+        model, _ = _loaded(args.folder, offload_folder)
         print(report(model))
-    card = path / "README.md"
+    card = args.folder / CARD
     text = card.read_text("utf-8") if card.exists() else ""
     made = re.search(r"^## How it was made\n.*?(?=^## |\Z)", text, re.S | re.M)
-    print(made[0] if made else f"{path} has no model card of this library")
+    print(made[0] if made else f"{args.folder} has no model card of this library")
 
 
 if __name__ == "__main__":
