@@ -120,7 +120,9 @@ def smollm2() -> Table:
     names = ["tokens", "passes", "perplexity", "seconds", "threads", "peak GiB"]
     rows = [r | {"passes": r["passes"].replace("0", "")} for r in rows]
     found = [["", *names], ["dense", "", "", dense["perplexity"], "", "", ""]]
-    return found + [[f"{r['structure']}, {r['method']}", *(r[name] for name in names)] for r in rows]
+    return found + [
+        [f"{r['structure'].replace('unstructured', '50 %')}, {r['method']}", *(r[name] for name in names)] for r in rows
+    ]
 
 
 def look_first() -> Table:
@@ -376,9 +378,15 @@ def _of_pruning() -> dict[str, str]:
     found |= {"smollm2_tokens": f"{most:,}", "smollm2_dense": dense["perplexity"]}
     found["smollm2_prune_minutes"] = f"{float(at_most['2:4', 'admm']['seconds']) / 60:.0f}"
     found["smollm2_minutes"] = f"{float(at_most['2:4', 'recovered']['seconds']) / 60:.0f}"
-    more = [r for r in rows if (r["method"], r["passes"]) == ("recovered", "2")][-1]
+    last = {(r["structure"], r["method"]): r for r in rows}
+    more, half = last["2:4", "recovered"], last["unstructured", "recovered"]
     found |= {"smollm2_more_tokens": f"{int(more['tokens']):,}", "smollm2_more": more["perplexity"]}
     found["smollm2_more_minutes"] = f"{float(more['seconds']) / 60:.0f}"
+    lost = {key: float(r["perplexity"]) - float(dense["perplexity"]) for key, r in last.items()}
+    closed = 1 - lost["unstructured", "recovered"] / lost["unstructured", "sparsegpt"]
+    found |= {"smollm2_half": half["perplexity"], "smollm2_half_closed": f"{100 * closed:.0f}"}
+    for name, size in {"quarter": "a quarter", "half": "half"}.items():
+        found[f"smollm2_{name}_of_units"] = last[f"{size} of the MLP units", "recovered"]["perplexity"]
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}
