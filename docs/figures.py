@@ -385,8 +385,7 @@ def _of_pruning() -> dict[str, str]:
     lost = {key: float(r["perplexity"]) - float(dense["perplexity"]) for key, r in last.items()}
     closed = 1 - lost["unstructured", "recovered"] / lost["unstructured", "sparsegpt"]
     found |= {"smollm2_half": half["perplexity"], "smollm2_half_closed": f"{100 * closed:.0f}"}
-    for name, size in {"quarter": "a quarter", "half": "half"}.items():
-        found[f"smollm2_{name}_of_units"] = last[f"{size} of the MLP units", "recovered"]["perplexity"]
+    found["smollm2_units"] = last["a quarter of the MLP units", "recovered"]["perplexity"]
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}
