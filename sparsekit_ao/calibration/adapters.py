@@ -6,7 +6,7 @@ An adapter reshapes a weight to [groups, outputs, inputs] and back. It turns wha
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -329,12 +329,15 @@ def adapter_of(module: nn.Module, tensor_name: str, callers: Mapping[int, nn.Mod
         return LayerAdapter(module) if re.match("weight_(ih|hh)", tensor_name) else None
     if is_of_transformers(module, "Conv1D"):
         return LayerAdapter(module, (0,)) if tensor_name == "weight" else None
-    if tensor_name == "weight" and isinstance(module, nn.Linear):
-        return LayerAdapter(caller)
-    if tensor_name == "weight" and isinstance(module, nn.Embedding):
-        return _Embedding(module, (0,))
-    if tensor_name == "weight" and isinstance(module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)):
-        return (_TransposedConvolution if isinstance(module, TRANSPOSED_CONVOLUTIONS) else _Convolution)(module)
+    kinds: tuple[tuple[Any, Callable[[], LayerAdapter]], ...] = (
+        (nn.Linear, lambda: LayerAdapter(caller)),
+        (nn.Embedding, lambda: _Embedding(module, (0,))),
+        (TRANSPOSED_CONVOLUTIONS, lambda: _TransposedConvolution(module)),
+        (CONVOLUTIONS, lambda: _Convolution(module)),
+    )
+    for kind, adapter in kinds:
+        if isinstance(module, kind) and tensor_name == "weight":
+            return adapter()
     ndim, own = len(shape_of(module, tensor_name)), type(module).__mro__[int(parametrize.is_parametrized(module))]
     if ndim < 2 or (own.__module__.startswith("torch.nn") and caller is module):
         return None
