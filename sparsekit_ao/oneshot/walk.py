@@ -251,7 +251,8 @@ class Walk:
         moves_on: bool,
     ) -> tuple[list[Any], Any]:
         """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step."""
-        named = {f"{at}.{name}": p for at, module in enumerate(modules) for name, p in module.named_parameters()}
+        parts = enumerate(modules)
+        named: dict[str, Tensor] = {f"{at}.{name}": p for at, part in parts for name, p in part.named_parameters()}
         was = "" if checkpoint is None else digest_of(named, step.name)
         saved = None if checkpoint is None else checkpoint.read(number, step.name, was)
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
