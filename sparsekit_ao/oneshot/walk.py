@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
