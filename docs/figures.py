@@ -133,10 +133,11 @@ def look_first() -> Table:
     return [list(names.values()), *([r[name] for name in names] for r in rows)]
 
 
-def crepe() -> Table:
-    """Tones that the pruned CREPE finds."""
-    _, *rows = read("results/prune_crepe")
-    return [["structure", "admm", "recovered"], *([r["structure"], r["before"], r["recovered"]] for r in rows)]
+def networks() -> Table:
+    """Networks with convolutions: pruned, and recovered."""
+    names = ("network", "structure", "before", "recovered", "seconds")
+    titles = ["network", "structure", "pruned", "recovered", "seconds"]
+    return [titles, *([r[name] for name in names] for r in read("results/prune_networks"))]
 
 
 def units() -> Table:
@@ -347,7 +348,7 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, look_first, crepe),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, look_first, networks),
         *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
@@ -413,7 +414,6 @@ def _of_pruning() -> dict[str, str]:
     found |= {"large_model": f"{int(large['model MiB']) / 1024:.1f}", "large_seconds": f"{float(large['seconds']):.0f}"}
     found["large_resident"] = f"{int(large['resident MiB in all']) / 1024:.1f}"
     found["walk_block"] = walks[0]["block MiB in float32"]
-    found["crepe_dense"] = read("results/prune_crepe")[0]["before"]
     dense, rows = read("results/moe_language_model")[0], _of_structure("2:4")
     lost = {method: float(r["loss"]) - float(dense["loss"]) for method, r in rows.items()}
     found |= {"moe_dense": three(dense["loss"]), "moe_bytes": f"{int(dense['bytes']) / 1e6:.2f}"}
