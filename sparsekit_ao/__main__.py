@@ -95,9 +95,9 @@ def _run(args: argparse.Namespace) -> None:
         keys |= {} if batches is None else {"evaluate": _evaluation(model, held_out, is_causal)}
         result, found = call(model, batches=batches, **keys)
         print(found)
-        print(save_pretrained(result, found, args.out))
-        if tokenizer is not None:
+        if tokenizer is not None:  # first, so that the card names it
             tokenizer.save_pretrained(args.out)
+        print(save_pretrained(result, found, args.out))
 
 
 def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:

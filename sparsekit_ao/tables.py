@@ -34,7 +34,7 @@ def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] =
 
 
 def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Return a call as text, without arguments that have their default; "..." stands for models and data.
+    """Return a call as text; "..." stands for models and data. Of defaults, only numbers are shown.
 
     >>> call_text(sparsekit_ao.prune, {"model": torch.nn.Linear(2, 2), "pattern": "2:4", "recover": False})
     "prune(..., pattern='2:4')"
@@ -43,7 +43,7 @@ def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str
     for name, parameter in inspect.signature(function).parameters.items():
         value = arguments.get(name, parameter.default)
         text = repr(value) if _is_plain(value) else "..."
-        if value is not parameter.default and text != repr(parameter.default):
+        if text != repr(parameter.default) or isinstance(value, float):
             parts.append(text if parameter.default is parameter.empty else f"{name}={text}")
     return f"{function.__name__}({', '.join(parts)})"
 

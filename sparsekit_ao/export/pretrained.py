@@ -47,8 +47,8 @@ def save_pretrained(
     not known to describe a compacted model, the dense model's config and `manifest.json` are written, which
     `load_pretrained` reads.
 
-    A model card, `README.md`, says how the model was made, what the report and `evaluate=` say, how to load it and how
-    to run it fast. A card that is there already stays as it is.
+    A model card, `README.md`, says how the model was made, what the report and `evaluate=` say, how to load it (and a
+    tokenizer that is in the folder already), and how to run it fast. A card that is there already stays as it is.
 
     Args:
         model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
@@ -200,6 +200,9 @@ def _write_card(
         why = f"# {name}.from_pretrained cannot load it, since no config describes its layers.\n"
         load = f"export.load_pretrained(folder, {name})"
         imports = f"{why}{imports}from sparsekit_ao import export\n"
+    if (folder / "tokenizer_config.json").exists():  # transformers' name
+        imports += "from transformers import AutoTokenizer\n"
+        load += "\ntokenizer = AutoTokenizer.from_pretrained(folder)"
     fast = "It is a smaller dense model, which runs faster everywhere."
     if not isinstance(report, Compaction):
         fast = (

@@ -10,7 +10,7 @@ import hf_models
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sparsekit_ao import __main__ as command
 
@@ -65,6 +65,10 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     assert run("report", out) == 0
     printed = capsys.readouterr().out
     assert "2:4" in printed and "pattern='2:4'" in printed
+    code = (out / "README.md").read_text().split("## How to load it")[1].split("```")[1].removeprefix("python\n")
+    exec(code.replace("folder = 'out'", f"folder = {str(out)!r}"), names := {})
+    assert torch.equal(names["model"].model.layers[1].mlp.up_proj.weight, weight)
+    assert names["tokenizer"]("w1 w2")["input_ids"] == AutoTokenizer.from_pretrained(llama)("w1 w2")["input_ids"]
 
 
 def test_a_model_larger_than_memory_is_offloaded_and_pruned_the_same(llama, data, tmp_path, monkeypatch):
