@@ -326,7 +326,6 @@ class Teacher:
         self.dense, self.data = dense, data
         self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
         self.streams: list[Stream] = []  # of the dense model, one for each chain; empty before `start`
-        self._passed: list[int] = []  # for each chain, how many blocks its stream has passed
 
     def described(self) -> tuple[object, ...]:
         """Return values that identify this teacher."""
@@ -358,7 +357,6 @@ class Teacher:
         self._last = [last for _, lasts in paired for last in lasts]
         self._check_blocks(walk, dense)
         first = [blocks[0] for blocks in self._dense_blocks]
-        self._passed = [0] * len(first)
         self.streams = [Stream(chain, walk.kept, walk.device) for chain in walk.chains]
         for index in range(len(dense.batches)):
             for chain, arguments in captured(dense, first, index).items():
@@ -386,13 +384,13 @@ class Teacher:
     def advance(self, at: int) -> None:
         """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
         chain = self._walk.chain_of[at]
+        stream = self.streams[chain]
         if self.dense is None:
-            self.streams[chain].advance(self._walk.blocks[at])
+            stream.advance(self._walk.blocks[at])
             return
-        for dense_block in self._dense_blocks[chain][self._passed[chain] : self._last[at] + 1]:
+        for dense_block in self._dense_blocks[chain][stream.advanced : self._last[at] + 1]:
             with loaded(self.dense, [dense_block], self._walk.device), eval_mode(self.dense):
-                self.streams[chain].advance(dense_block)
-        self._passed[chain] = self._last[at] + 1
+                stream.advance(dense_block)
 
     def match(self, at: int) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
