@@ -104,9 +104,7 @@ class Layers:
                     f"{self.caller}: {name} has another parametrization below its mask; remove it first "
                     "(torch.nn.utils.parametrize.remove_parametrizations)"
                 )
-            weight = self._dense(name)
-            if not weight.is_meta and not is_sharded(weight):  # others are checked once loaded
-                _refuse_infinite(weight, name, self.caller)
+            weight = self._finite(name)
             adapter = self.recorder.adapter(name) if self.method in ("obs", "sparsegpt") else None
             inputs = 0 if adapter is None else adapter.matrix(torch.empty(weight.shape, device="meta")).shape[2]
             if inputs > MOST_INPUTS:
@@ -186,8 +184,7 @@ class Layers:
             for name, target in targets.items():
                 recorded = statistics.pop(name, None)  # popped to free its memory
                 if owners[name] == rank():
-                    weight = self._dense(name)
-                    _refuse_infinite(weight, name, self.caller)
+                    weight = self._finite(name)
                     of_layer = self._statistics(name, recorded)
                     is_unseen = recorded is None and not of_layer.sums
                     reads_inputs = self.method is not None or any(needs_of(p.score) for p in self._single[name])
@@ -238,6 +235,13 @@ class Layers:
     def _dense(self, name: str) -> Tensor:
         return masking.dense_weight(self.groups[name]["module"], self.groups[name]["tensor_name"])
 
+    def _finite(self, name: str) -> Tensor:
+        """Return a dense weight, or raise an error if it has values here, and one of them is not finite."""
+        weight = self._dense(name)
+        if not weight.is_meta and not is_sharded(weight) and not is_finite(weight):  # others are checked once loaded
+            raise SparsityError(f"{self.caller}: {name} has weights that are not finite")
+        return weight
+
 
 class Scoring:
     """Scores the tensors that are coupled or share a budget, in a walk that changes nothing."""
@@ -262,8 +266,7 @@ class Scoring:
         """Score tensors. Their saliencies are kept; statistics are freed after each step."""
         for pruning in self._shared:
             for name in pruning.specs.keys() & {*names}:
-                weight = self._layers._dense(name)
-                _refuse_infinite(weight, name, self._layers.caller)
+                weight = self._layers._finite(name)
                 recorded = self._layers._statistics(name, statistics.get(name))
                 if pruning.score is None and pruning.member_scores == "sum":
                     if self._copies:
@@ -287,11 +290,6 @@ class Scoring:
         masks = {name: torch.ones(w.shape, dtype=torch.bool, device=w.device) for name, w in weights.items()}
         _choose_by_stage(self._shared, layers.groups, values, masks)
         return masks
-
-
-def _refuse_infinite(weight: Tensor, name: str, caller: str) -> None:
-    if not is_finite(weight):
-        raise SparsityError(f"{caller}: {name} has weights that are not finite")
 
 
 def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
