@@ -287,15 +287,12 @@ def check_ranks(data: CalibrationData) -> None:
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
     """Return the modules whose matrices differ in the dense model; if none do, return all modules with matrices."""
-    changed, layers, dense_tensors, named = [], [], dict(named_tensors(dense)), dict(named_tensors(model))
-    are_comparable = not is_elsewhere(model) and not is_elsewhere(dense)  # neither offloaded nor sharded
-    for (name, p), dense_name in zip(named.items(), _names_in_dense(model, dense, named), strict=True):
+    names = [name for name, p in named_tensors(model) if p.ndim > 1]
+    layers, changed, dense_tensors = [owner_of(model, name)[0] for name in names], [], dict(named_tensors(dense))
+    if is_elsewhere(model) or is_elsewhere(dense):
+        return layers  # the values of offloaded and sharded weights cannot be compared here
+    for name, dense_name in zip(names, _names_in_dense(model, dense, names), strict=True):
         module, tensor = owner_of(model, name)
-        if p.ndim < 2:
-            continue
-        layers.append(module)
-        if not are_comparable:
-            continue
         other = dense_tensors.get(dense_name)
         weight = masking.used_weight(module, tensor)
         if other is None or weight.shape != other.shape or not torch.equal(weight, other.to(weight.device)):
