@@ -391,11 +391,10 @@ class Teacher:
 
     def match(self, at: int) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
-        block, stream = self._walk.blocks[at], self._walk.streams[-1]
+        block, dense = self._walk.blocks[at], self.streams[self._walk.chain_of[at]]
         if not _has_weights(block):
             return None
-        dense = self.streams[self._walk.chain_of[at]]
-        student = _Student(block, lambda module, k: stream.output(module, k))
+        student = _Student(block, self._walk.streams[-1].output)
         # The dense stream has advanced already, so its next inputs are the outputs of the dense block.
         name = self._walk.names[at]
         return _Training(self, student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, name).run()
