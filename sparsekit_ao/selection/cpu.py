@@ -78,28 +78,14 @@ def run(requests: Sequence[Request]) -> None:
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
     """Keep exactly `keep` slots of each row of scores [rows, slots], among the `candidates` if given."""
     out = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
-    rows, width = scores.shape
     if out.numel() == 0:
         return out
-    within_mask = candidates is not None
     if candidates is not None:
         out.copy_(candidates)  # from which slots are then removed
-    if width >= LONG:
-        budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
-        for row, budget in enumerate(budgets):
-            _keep_long([_LongPart(scores[row], out[row], False, within_mask=within_mask)], budget)
-        return out
-    step = max(1, CHUNK // width)
-    parts = [slice(at, at + step) for at in range(0, rows, step)]
-    _on_threads([partial(_keep_row_chunk, scores, out, keep, within_mask, part) for part in parts])
+    spec, within_mask = BlockSpec(scores.contiguous()), candidates is not None  # scores may be expanded
+    keep = keep[:, None] if isinstance(keep, Tensor) else keep
+    run([Request(scope=ScopeSpec(spec, (1, -1)), masks={spec: out}, keep=keep, norm=None, within_mask=within_mask)])
     return out
-
-
-def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, within_mask: bool, part: slice) -> None:
-    mask = _ints(out[part])
-    keys = _keys(_ints(scores[part]), scores.dtype, False, within=mask if within_mask else None)
-    budget = _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep
-    _write(mask, _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2), out.dtype, within_mask)
 
 
 def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
