@@ -67,8 +67,7 @@ def run(requests: Sequence[Request]) -> None:
             _fill_plain(request)
         else:
             reference.fill(request, _block_scores, keep_rows)
-    if chunks:
-        _on_threads(chunks)
+    _on_threads(chunks)
     for request in requests:
         for mask in request.masks.values():  # numpy's writes are not seen by autograd, which may hold the mask
             if not mask.is_inference():
@@ -120,14 +119,12 @@ def _chunks(request: Request) -> list[Callable[[], None]]:
 def _fill_plain(request: Request) -> None:
     """Fill the masks of a request whose scopes each cut the grid of one window evenly."""
     scopes, members = request.scope_windows, request.windows
-    is_joint = len(scopes) > 1
-    if is_joint and (any(math.prod(s.scope_grid) != 1 for s in scopes) or len({m.window.dtype for m in members}) > 1):
+    is_joint, has_blocks = len(scopes) > 1, any(math.prod(m.shape) != 1 for m in members)
+    is_mixed = any(math.prod(s.scope_grid) != 1 for s in scopes) or len({m.window.dtype for m in members}) > 1
+    if (is_joint and is_mixed) or (has_blocks and request.within_mask):
         reference.fill(request, _block_scores, keep_rows)
-    elif any(math.prod(m.shape) != 1 or m.is_partial for m in members):
-        if request.within_mask:
-            reference.fill(request, _block_scores, keep_rows)
-        else:
-            _fill_blocks(request)
+    elif has_blocks:
+        _fill_blocks(request)
     elif is_joint:
         _keep_long([part for m in members for part in _long_parts(m, request)], int(request.budget))
     else:
