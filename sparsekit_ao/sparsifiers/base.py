@@ -24,7 +24,6 @@ from .checkpoint import Checkpointed, check_saved
 from .config import (
     ConfigContext,
     Exclusion,
-    ResolvedConfig,
     TensorGroup,
     copied,
     make_config,
@@ -94,13 +93,9 @@ class MaskSparsifier(Checkpointed):
     bool_masks = False
     #: the parametrization that `prepare` registers; None registers nothing
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
-
-    def __init__(self, defaults: dict[str, Any] | None = None) -> None:
-        self._warned = False  # whether `step` has warned about adapted or replaced layers
-        self._resolved = ResolvedConfig()
-        self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
-        self._skip_unfit = False
-        super().__init__(defaults=defaults)
+    _warned: bool = False  # whether `step` has warned about adapted or replaced layers
+    _exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
+    _skip_unfit: bool = False
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Return the keys of a config entry for one tensor, completed with the defaults."""

@@ -36,7 +36,7 @@ class Checkpointed(BaseSparsifier):
     _positions: Mapping[str, int] = MappingProxyType({})  # of tensors in `groups`, where these have not changed since
     _phase: str = "new"
     _mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
-    _resolved: ResolvedConfig
+    _resolved: ResolvedConfig = ResolvedConfig()
     _resumes: bool = False  # whether `prepare` restores pickled masks
     _check_groups: Callable[[Sequence[TensorGroup]], None]
     require_prepared: Callable[[str], nn.Module]
