@@ -50,7 +50,6 @@ class Checkpointed(BaseSparsifier):
         for key, value in self.__dict__.items():
             if key not in self.not_copied:
                 new.__dict__[key] = copy.deepcopy(value, memo)
-        new._sync_state()
         return new
 
     def __getstate__(self) -> dict[str, Any]:
