@@ -207,11 +207,10 @@ def _write(mask: Array, kept: Array, dtype: torch.dtype, within_mask: bool) -> N
 
 def _fill_blocks(request: Request) -> None:
     """Select among the scores of whole blocks as among single elements, then fill the blocks."""
-    as_mean = any(m.is_partial for m in request.windows)
     scopes, kept, values = [], {}, {}
     for s, m in zip(request.scope_windows, request.windows, strict=True):
         part = replace(m, under=m.mask) if request.masked else m
-        scores = _block_scores((part,), request.norm, m.window.ndim, as_mean)
+        scores = _block_scores((part,), request.norm, m.window.ndim, request.scope.as_mean)
         spec = BlockSpec(scores)
         scopes.append(ScopeSpec(spec, s.shape))
         kept[spec] = torch.empty_strided(scores.shape, scores.stride(), dtype=torch.bool, device="cpu")

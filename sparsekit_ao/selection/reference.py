@@ -31,7 +31,7 @@ def run(requests: Sequence[Request]) -> None:
 def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., Tensor]) -> None:
     """Fill masks with `score` (called as `block_scores`) and `select` (called as `keep_rows`)."""
     budget, scopes = request.budget, request.scope_windows
-    as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
+    as_mean = request.scope.as_mean  # all competitors are scored in the same way
     scores = []
     for s in scopes:
         members: Sequence[Window] = s.windows
