@@ -111,7 +111,7 @@ def obs_alone(sparsifier: ScopeSparsifier, x: Tensor) -> tuple[Tensor, float]:
     layer = Layer(target=target, statistics=statistics, weight=weight, pruning_groups=pruning_groups)
     start = time.perf_counter()
     gram = damped_gram(statistics.input_gram, DAMP)
-    scopes = matrix_scopes(layer, {target.name: group}, statistics)
+    scopes = matrix_scopes(layer, {target.name: group})
     _, compensated = solvers.structured_obs(statistics.matrix(weight), gram, scopes)
     return statistics.from_matrix(compensated), time.perf_counter() - start
 

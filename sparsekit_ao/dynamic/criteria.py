@@ -115,7 +115,7 @@ class Slots:
                 f"{self.name}: a criterion reads values that were not gathered; list them in its `needs` attribute"
             )
         windows = scope_windows(self.pruning.scope, {spec.view.param: t for spec, t in values.items()})
-        mean = any(m.is_partial for w in windows for m in w.windows) if as_mean is None else as_mean
+        mean = self.pruning.scope.as_mean if as_mean is None else as_mean
         chosen = None if signed else self.pruning.norm if norm is None else norm
         return torch.cat([scope_scores(w, chosen, mean) for w in windows], dim=1)
 
@@ -149,7 +149,7 @@ class Slots:
     def rows_of(self, masks: Tensors) -> Tensor:
         """Return which slots are kept by masks in the parameters' shapes, as bool rows."""
         windows = scope_windows(self.pruning.scope, None, {spec: full_tensor(m) for spec, m in masks.items()})
-        return torch.cat([to_scopes(kept_grid(w.windows, len(w.shape)), w, False) for w in windows], dim=1)
+        return torch.cat([to_scopes(kept_grid(w), w, False) for w in windows], dim=1)
 
     def masks_of(self, rows: Tensor) -> dict[BlockSpec, Tensor]:
         """Return bool masks for bool rows, sharded like the weights; elements outside a view are as in `masks`."""

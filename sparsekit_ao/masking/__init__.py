@@ -1,6 +1,6 @@
 """The parametrization that masks a weight: registered, computed, removed."""
 
-from .squash import rebuilt_originals, refuse_uninvertible, refuse_unwritable, removed, write_masked, write_zeros
+from .squash import rebuilt_originals, refuse_uninvertible, removed, write_masked, write_zeros
 from .weight_mask import (
     WeightMask,
     dense_state_dict,

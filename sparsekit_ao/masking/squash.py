@@ -22,16 +22,6 @@ from .weight_mask import (
 )
 
 
-def refuse_unwritable(module: nn.Module, tensor_name: str, tensor_fqn: str) -> None:
-    """Raise if zeros cannot be written into the parameters under a mask."""
-    for parameter in parameters_under(module, tensor_name):
-        if parameter.is_inference() and not torch.is_inference_mode_enabled():
-            raise SparsityError(
-                f"squash_mask: {tensor_fqn} was made in inference mode and cannot be written to outside of it; call "
-                "squash_mask inside torch.inference_mode()"
-            )
-
-
 def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
     """Return parameters with which a tensor is masked without its mask; [] if `write_zeros` can mask them in place."""
     mask, layers = find_mask(module, tensor_name), below(module, tensor_name)

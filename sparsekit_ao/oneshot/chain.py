@@ -430,7 +430,7 @@ class Stream:
 
     def __init__(self, chain: Chain, kept: Kept, device: Device, like: "Stream | None" = None) -> None:
         self._links, self._kept, self._device, self._like = chain.links or [{0: 0}], kept, device, like
-        self._advanced, self.is_finished = 0, False  # how many blocks have run, and whether the last one has
+        self.advanced, self.is_finished = 0, False  # how many blocks have run, and whether the last one has
         self._specs: list[Any] = []  # how the arguments are nested
         self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
 
@@ -471,7 +471,7 @@ class Stream:
 
     def advance(self, block: nn.Module, is_last: bool = False) -> None:
         """Run a block on every batch, and take its outputs as the inputs of the next one."""
-        links = self._links[min(self._advanced, len(self._links) - 1)]  # a dense chain may have more blocks
+        links = self._links[min(self.advanced, len(self._links) - 1)]  # a dense chain may have more blocks
         for index in range(len(self)):
             output = self.output(block, index)
             leaves = _pytree.tree_leaves(output)
@@ -479,7 +479,7 @@ class Stream:
             self._put(index, {at: copied_tensors(leaves[j]) for at, j in links.items() if j < len(leaves)})
             if is_last:  # what follows may read any of its outputs
                 self._kept.put((id(self), "outputs", index), output)
-        self._advanced += 1
+        self.advanced += 1
         self.is_finished = is_last
 
     def outputs(self, index: int) -> Any:

@@ -287,15 +287,12 @@ def check_ranks(data: CalibrationData) -> None:
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
     """Return the modules whose matrices differ in the dense model; if none do, return all modules with matrices."""
-    changed, layers, dense_tensors, named = [], [], dict(named_tensors(dense)), dict(named_tensors(model))
-    are_comparable = not is_elsewhere(model) and not is_elsewhere(dense)  # neither offloaded nor sharded
-    for (name, p), dense_name in zip(named.items(), _names_in_dense(model, dense, named), strict=True):
+    names = [name for name, p in named_tensors(model) if p.ndim > 1]
+    layers, changed, dense_tensors = [owner_of(model, name)[0] for name in names], [], dict(named_tensors(dense))
+    if is_elsewhere(model) or is_elsewhere(dense):
+        return layers  # the values of offloaded and sharded weights cannot be compared here
+    for name, dense_name in zip(names, _names_in_dense(model, dense, names), strict=True):
         module, tensor = owner_of(model, name)
-        if p.ndim < 2:
-            continue
-        layers.append(module)
-        if not are_comparable:
-            continue
         other = dense_tensors.get(dense_name)
         weight = masking.used_weight(module, tensor)
         if other is None or weight.shape != other.shape or not torch.equal(weight, other.to(weight.device)):
@@ -326,7 +323,6 @@ class Teacher:
         self.dense, self.data = dense, data
         self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
         self.streams: list[Stream] = []  # of the dense model, one for each chain; empty before `start`
-        self._passed: list[int] = []  # for each chain, how many blocks its stream has passed
 
     def described(self) -> tuple[object, ...]:
         """Return values that identify this teacher."""
@@ -358,7 +354,6 @@ class Teacher:
         self._last = [last for _, lasts in paired for last in lasts]
         self._check_blocks(walk, dense)
         first = [blocks[0] for blocks in self._dense_blocks]
-        self._passed = [0] * len(first)
         self.streams = [Stream(chain, walk.kept, walk.device) for chain in walk.chains]
         for index in range(len(dense.batches)):
             for chain, arguments in captured(dense, first, index).items():
@@ -386,21 +381,20 @@ class Teacher:
     def advance(self, at: int) -> None:
         """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
         chain = self._walk.chain_of[at]
+        stream = self.streams[chain]
         if self.dense is None:
-            self.streams[chain].advance(self._walk.blocks[at])
+            stream.advance(self._walk.blocks[at])
             return
-        for dense_block in self._dense_blocks[chain][self._passed[chain] : self._last[at] + 1]:
+        for dense_block in self._dense_blocks[chain][stream.advanced : self._last[at] + 1]:
             with loaded(self.dense, [dense_block], self._walk.device), eval_mode(self.dense):
-                self.streams[chain].advance(dense_block)
-        self._passed[chain] = self._last[at] + 1
+                stream.advance(dense_block)
 
     def match(self, at: int) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
-        block, stream = self._walk.blocks[at], self._walk.streams[-1]
+        block, dense = self._walk.blocks[at], self.streams[self._walk.chain_of[at]]
         if not _has_weights(block):
             return None
-        dense = self.streams[self._walk.chain_of[at]]
-        student = _Student(block, lambda module, k: stream.output(module, k))
+        student = _Student(block, self._walk.streams[-1].output)
         # The dense stream has advanced already, so its next inputs are the outputs of the dense block.
         name = self._walk.names[at]
         return _Training(self, student, lambda k: _output_tensor(dense.hidden(k)), "mse", at, name).run()

@@ -61,7 +61,7 @@ class Layer:
     """One tensor while a walk prunes it."""
 
     target: Target
-    statistics: Statistics | None  # of this pass, with gradients collected before; None if no batch reached it
+    statistics: Statistics  # of this pass, with gradients collected before; without sums if no batch reached it
     weight: Tensor  # the dense weight in float32 (float64 if it is float64)
     pruning_groups: Sequence[PruningGroup]  # of this tensor alone, stage by stage; empty if its mask was chosen before
     mask: Tensor | None = None  # if it was chosen before
@@ -104,9 +104,7 @@ class Layers:
                     f"{self.caller}: {name} has another parametrization below its mask; remove it first "
                     "(torch.nn.utils.parametrize.remove_parametrizations)"
                 )
-            weight = self._dense(name)
-            if not weight.is_meta and not is_sharded(weight):  # others are checked once loaded
-                _refuse_infinite(weight, name, self.caller)
+            weight = self._finite(name)
             adapter = self.recorder.adapter(name) if self.method in ("obs", "sparsegpt") else None
             inputs = 0 if adapter is None else adapter.matrix(torch.empty(weight.shape, device="meta")).shape[2]
             if inputs > MOST_INPUTS:
@@ -152,7 +150,7 @@ class Layers:
         """Return a row with the density that a tensor is to have, its structure, and whether it is compensated."""
         target = self.recorder.target(name, ())
         weight = torch.zeros(target.shape, device="cpu")
-        layer = Layer(target=target, statistics=None, weight=weight, pruning_groups=self._single[name])
+        layer = Layer(target=target, statistics=target.blank(), weight=weight, pruning_groups=self._single[name])
         mask = _mask_of(layer, self.groups, lambda p: ({spec.view.param: weight for spec in p.specs.values()}, 2))
         why = self.notes.get(name) or ("compensate is None" if self.method is None else "")
         note = ", then ".join(p.pattern(name) for p in layer.pruning_groups)
@@ -186,18 +184,18 @@ class Layers:
             for name, target in targets.items():
                 recorded = statistics.pop(name, None)  # popped to free its memory
                 if owners[name] == rank():
-                    weight = self._dense(name)
-                    _refuse_infinite(weight, name, self.caller)
-                    recorded = self._statistics(name, recorded)
+                    weight = self._finite(name)
+                    of_layer = self._statistics(name, recorded)
+                    is_unseen = recorded is None and not of_layer.sums
                     reads_inputs = self.method is not None or any(needs_of(p.score) for p in self._single[name])
                     layer = Layer(
                         target=target,
-                        statistics=recorded,
+                        statistics=of_layer,
                         # a copy, since the CPU backend uses `Tensor.numpy`; see `_of_tensor` in identity.py
                         weight=weight.to(torch.promote_types(weight.dtype, torch.float32), copy=has_process_group()),
                         pruning_groups=self._single[name],
                         mask=self.given_masks.get(name),
-                        note=self.notes.get(name, UNSEEN if recorded is None and reads_inputs else ""),
+                        note=self.notes.get(name, UNSEEN if is_unseen and reads_inputs else ""),
                     )
                     with torch.autocast(weight.device.type, enabled=False):
                         compensated, mask, row = prune_layer(layer, self.groups, self.method)
@@ -227,18 +225,22 @@ class Layers:
         groups, _, inputs = target.adapter.matrix(torch.empty(target.shape, device="meta")).shape
         return int(groups * inputs**3)
 
-    def _statistics(self, name: str, recorded: Statistics | None) -> Statistics | None:
-        """Return what the walk recorded, with the gradients that the user collected before."""
-        before = self.recorder.of(name)
-        gradients = {need: total for need, total in before.sums.items() if need in GRADIENTS}
-        if gradients:
-            recorded = recorded or Statistics(name=name, shape=before.shape, adapter=before.adapter)
-            recorded.sums.update(gradients)
-            recorded.passes = before.passes
-        return recorded
+    def _statistics(self, name: str, recorded: Statistics | None) -> Statistics:
+        """Return what the walk recorded, if anything, with the gradients that the user collected before."""
+        before, statistics = self.recorder.of(name), recorded or self.recorder.target(name, ()).blank()
+        statistics.sums.update({need: total for need, total in before.sums.items() if need in GRADIENTS})
+        statistics.passes = before.passes
+        return statistics
 
     def _dense(self, name: str) -> Tensor:
         return masking.dense_weight(self.groups[name]["module"], self.groups[name]["tensor_name"])
+
+    def _finite(self, name: str) -> Tensor:
+        """Return a dense weight, or raise an error if it has values here, and one of them is not finite."""
+        weight = self._dense(name)
+        if not weight.is_meta and not is_sharded(weight) and not is_finite(weight):  # others are checked once loaded
+            raise SparsityError(f"{self.caller}: {name} has weights that are not finite")
+        return weight
 
 
 class Scoring:
@@ -264,12 +266,8 @@ class Scoring:
         """Score tensors. Their saliencies are kept; statistics are freed after each step."""
         for pruning in self._shared:
             for name in pruning.specs.keys() & {*names}:
-                weight = self._layers._dense(name)
-                _refuse_infinite(weight, name, self._layers.caller)
-                recorded = (
-                    self._layers._statistics(name, statistics.get(name))
-                    or self._layers.recorder.target(name, ()).blank()
-                )
+                weight = self._layers._finite(name)
+                recorded = self._layers._statistics(name, statistics.get(name))
                 if pruning.score is None and pruning.member_scores == "sum":
                     if self._copies:
                         self._weights[name] = weight.clone()
@@ -292,11 +290,6 @@ class Scoring:
         masks = {name: torch.ones(w.shape, dtype=torch.bool, device=w.device) for name, w in weights.items()}
         _choose_by_stage(self._shared, layers.groups, values, masks)
         return masks
-
-
-def _refuse_infinite(weight: Tensor, name: str, caller: str) -> None:
-    if not is_finite(weight):
-        raise SparsityError(f"{caller}: {name} has weights that are not finite")
 
 
 def _shared_out(costs: Mapping[str, int]) -> dict[str, int]:
@@ -341,8 +334,8 @@ def _exchange(solved: dict[str, tuple[Tensor, Tensor, LayerRow]], owners: Mappin
 def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | None) -> tuple[Tensor, Tensor, LayerRow]:
     """Return the new weight of a layer, its mask, and a row of the report; `groups` have the budgets."""
     start, statistics, mask, unused_score = time.perf_counter(), layer.statistics, layer.mask, ""
-    gram = None if statistics is None else statistics.gram
-    if method is None or statistics is None or gram is None:
+    gram = statistics.gram
+    if method is None or gram is None:
         mask = _mask_by_score(layer, groups) if mask is None else mask
         weight = layer.weight * mask
     else:
@@ -350,7 +343,7 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
         matrix = statistics.matrix(divided(layer.weight, unit))
         gram = damped_gram(gram.to(layer.weight.dtype), DAMP)
         if mask is None and method in SOLVERS:
-            matrix_mask, solution = SOLVERS[method](matrix, gram, matrix_scopes(layer, groups, statistics))
+            matrix_mask, solution = SOLVERS[method](matrix, gram, matrix_scopes(layer, groups))
             mask = statistics.from_matrix(matrix_mask)
             if any(c.score is not None for c in layer.pruning_groups):
                 unused_score = f"{method} chose the mask without the score; compensate='least_squares' uses it"
@@ -359,8 +352,8 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
             solution = least_squares(matrix, gram, statistics.matrix(mask))
         weight = statistics.from_matrix(solution) * unit
     seconds, note, before, after = time.perf_counter() - start, layer.note, math.nan, math.nan
-    gram = None if statistics is None else statistics.gram  # without damping
-    if statistics is not None and gram is not None:
+    gram = statistics.gram  # without damping
+    if gram is not None:
         dense, gram = statistics.matrix(layer.weight), gram.to(layer.weight.dtype)
         masked, solution = (statistics.matrix(w) for w in (layer.weight * mask, weight))
         before, after = relative_errors(dense, gram, masked, solution)
@@ -385,12 +378,11 @@ def _choose_by_stage(
 
 def _mask_by_score(layer: Layer, groups: Mapping[str, TensorGroup]) -> Tensor:
     """Choose a mask by the layer's scores, or by magnitude if they need inputs and no batch reached it."""
-    statistics = layer.statistics or layer.target.blank()
 
     def values(pruning: PruningGroup) -> tuple[dict[Tensor, Tensor], float | None]:
-        if any(n in INPUTS for n in statistics.missing(needs_of(pruning.score))):
+        if any(n in INPUTS for n in layer.statistics.missing(needs_of(pruning.score))):
             return {spec.view.param: layer.weight for spec in pruning.specs.values()}, 2
-        return pruning.values(lambda _: layer.weight, lambda _: statistics)
+        return pruning.values(lambda _: layer.weight, lambda _: layer.statistics)
 
     return _mask_of(layer, groups, values)
 
@@ -401,8 +393,9 @@ def _mask_of(layer: Layer, groups: Mapping[str, TensorGroup], values: Values) ->
     return mask
 
 
-def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup], statistics: Statistics) -> MatrixScopes:
+def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup]) -> MatrixScopes:
     """Return the scopes of a layer's elements, as solvers take them."""
+    statistics = layer.statistics
 
     def project(saliency: Tensor, norm: float | None) -> Tensor:
         values = statistics.from_matrix(saliency)

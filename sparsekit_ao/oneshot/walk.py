@@ -417,37 +417,32 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], call: Sequence[str], caller: str) -> None:
         self._folder, self._caller = Path(folder), caller
         self._writes = rank() == 0
-        status: list[Any] = [[], 0]  # [what differs, number of finished steps], or [an error, 0]
-        if self._writes:
-            call_file = self._folder / "call.txt"
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                if call_file.exists():
-                    saved = call_file.read_text("ascii", "replace").split("\n")
-                    is_known = len(saved) == len(call) and all(map(re.compile("[0-9a-f]{128}").fullmatch, saved))
-                    differing = [
-                        what for what, *pair in zip(_DIFFERENCES, saved, call, strict=False) if len({*pair}) > 1
-                    ]
-                    status = [differing if is_known else ["another version, or its call.txt is damaged"], 0]
-                    while self._path(status[1]).exists():
-                        status[1] += 1
-                else:
-                    _write_whole(call_file, lambda path: path.write_text("\n".join(call)))
-            except (OSError, ValueError) as error:
-                status = [str(error), 0]
-        if has_process_group():
-            torch.distributed.broadcast_object_list(status, src=0)
-        if isinstance(status[0], str):
+        with alike():
+            count = self._begin(call, f"{caller}: checkpoint={str(folder)!r}") if self._writes else 0
+        self.count: int = of_all_ranks(count)[0]  # steps that an earlier call finished
+
+    def _begin(self, call: Sequence[str], where: str) -> int:
+        """Return how many steps an earlier call finished, and write the digests of the call if there is none."""
+        call_file, count = self._folder / "call.txt", 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not call_file.exists():
+                _write_whole(call_file, lambda path: path.write_text("\n".join(call)))
+                return 0
+            saved = call_file.read_text("ascii", "replace").split("\n")
+        except (OSError, ValueError) as error:
+            raise SparsityError(f"{where} is not a folder that can be written: {error}") from None
+        if saved != list(call):
+            is_known = len(saved) == len(call) and all(map(re.compile("[0-9a-f]{128}").fullmatch, saved))
+            differing = [what for what, *pair in zip(_DIFFERENCES, saved, call, strict=False) if len({*pair}) > 1]
+            differing = differing if is_known else ["another version, or its call.txt is damaged"]
             raise SparsityError(
-                f"{caller}: checkpoint={str(folder)!r} is not a folder that can be written: {status[0]}"
+                f"{where} was written by a call with {' and '.join(differing)}; to continue that call, load the model "
+                "as it was before and give the same arguments; to begin a new one, give another folder"
             )
-        if status[0]:
-            raise SparsityError(
-                f"{caller}: checkpoint={str(folder)!r} was written by a call with {' and '.join(status[0])}; to "
-                "continue that call, load the model as it was before and give the same arguments; to begin a new one, "
-                "give another folder"
-            )
-        self.count: int = status[1]  # steps that an earlier call finished
+        while self._path(count).exists():
+            count += 1
+        return count
 
     def read(self, number: int, name: str, was: str) -> dict[str, Any] | None:
         """Return what an earlier call saved of a step, or None; refuse it unless it began with the digest `was`."""

@@ -31,7 +31,7 @@ def run(requests: Sequence[Request]) -> None:
 def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., Tensor]) -> None:
     """Fill masks with `score` (called as `block_scores`) and `select` (called as `keep_rows`)."""
     budget, scopes = request.budget, request.scope_windows
-    as_mean = any(m.is_partial for m in request.windows)  # all competitors are scored in the same way
+    as_mean = request.scope.as_mean  # all competitors are scored in the same way
     scores = []
     for s in scopes:
         members: Sequence[Window] = s.windows
@@ -40,7 +40,7 @@ def fill(request: Request, score: Callable[..., Tensor], select: Callable[..., T
         scores.append(to_scopes(score(members, request.norm, len(s.shape), as_mean), s, 0.0))
     candidates = real_slots(scopes)
     if request.within_mask:
-        candidates = torch.cat([to_scopes(kept_grid(s.windows, len(s.shape)), s, False) for s in scopes], dim=1)
+        candidates = torch.cat([to_scopes(kept_grid(s), s, False) for s in scopes], dim=1)
     chosen = select(torch.cat(scores, dim=1), budget.reshape(-1) if isinstance(budget, Tensor) else budget, candidates)
     rows = chosen.split([math.prod(s.shape) for s in scopes], dim=1)
     grids = [from_scopes(kept, s) for s, kept in zip(scopes, rows, strict=True)]

@@ -24,7 +24,6 @@ from .checkpoint import Checkpointed, check_saved
 from .config import (
     ConfigContext,
     Exclusion,
-    ResolvedConfig,
     TensorGroup,
     copied,
     make_config,
@@ -94,13 +93,9 @@ class MaskSparsifier(Checkpointed):
     bool_masks = False
     #: the parametrization that `prepare` registers; None registers nothing
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
-
-    def __init__(self, defaults: dict[str, Any] | None = None) -> None:
-        self._warned = False  # whether `step` has warned about adapted or replaced layers
-        self._resolved = ResolvedConfig()
-        self._exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
-        self._skip_unfit = False
-        super().__init__(defaults=defaults)
+    _warned: bool = False  # whether `step` has warned about adapted or replaced layers
+    _exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
+    _skip_unfit: bool = False
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Return the keys of a config entry for one tensor, completed with the defaults."""
@@ -378,13 +373,16 @@ class MaskSparsifier(Checkpointed):
         tensors = [(self._module_in(model, g), g["tensor_name"]) for g in self.groups]
         places = [(g["tensor_fqn"], g["module_fqn"], m) for (m, _), g in zip(tensors, self.groups, strict=True)]
         distributed.refuse_wrapped_outside(model, places)
-        for (module, name), group in zip(tensors, self.groups, strict=True):
-            masking.refuse_unwritable(module, name, group["tensor_fqn"])
         records = distributed.fsdp_records(model)
         masks = [self.live_mask(group, model) for group in self.groups]
         parameters = [masking.parameters_under(*tensor) for tensor in tensors]
         sharing = sharing_memory(model)
         for group, originals in zip(self.groups, parameters, strict=True):
+            if any(p.is_inference() for p in originals) and not torch.is_inference_mode_enabled():
+                raise SparsityError(
+                    f"squash_mask: {group['tensor_fqn']} was made in inference mode and cannot be written to outside "
+                    "of it; call squash_mask inside torch.inference_mode()"
+                )
             if other := next((sharing[id(p)] for p in originals if id(p) in sharing), None):
                 raise SparsityError(
                     f"squash_mask: {group['tensor_fqn']} shares memory with {other!r}, so zeros in one would change "

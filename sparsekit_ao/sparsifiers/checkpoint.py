@@ -36,7 +36,7 @@ class Checkpointed(BaseSparsifier):
     _positions: Mapping[str, int] = MappingProxyType({})  # of tensors in `groups`, where these have not changed since
     _phase: str = "new"
     _mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
-    _resolved: ResolvedConfig
+    _resolved: ResolvedConfig = ResolvedConfig()
     _resumes: bool = False  # whether `prepare` restores pickled masks
     _check_groups: Callable[[Sequence[TensorGroup]], None]
     require_prepared: Callable[[str], nn.Module]
@@ -50,7 +50,6 @@ class Checkpointed(BaseSparsifier):
         for key, value in self.__dict__.items():
             if key not in self.not_copied:
                 new.__dict__[key] = copy.deepcopy(value, memo)
-        new._sync_state()
         return new
 
     def __getstate__(self) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def kept_in(spec: BlockSpec, mask: Tensor) -> int:
 def counts_in_scopes(scope: SparseScope, masks: Mapping[BlockSpec, Tensor]) -> Tensor:
     """Return the number of blocks, in each scope, of which unsharded masks keep an element: int64 [*scope grid]."""
     windows = scope_windows(scope, None, masks)
-    counts = [to_scopes(kept_grid(w.windows, len(w.shape)), w, False).sum(1) for w in windows]
+    counts = [to_scopes(kept_grid(w), w, False).sum(1) for w in windows]
     total = counts[0] if len(counts) == 1 else torch.stack([c.cpu() for c in counts]).sum(0)
     return total.reshape(scope.grid_shape)
 

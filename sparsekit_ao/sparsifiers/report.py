@@ -255,7 +255,7 @@ def _broken_blocks(
     for scopes, scope_member in zip(scope_windows(pruning.scope, None, masks), pruning.scope.members(), strict=True):
         agree = [True] * len(scopes.windows)
         if not earlier and len(agree) > 1:  # each of coupled members keeps every block of which another one keeps any
-            together = kept_grid(scopes.windows, len(scopes.shape))
+            together = kept_grid(scopes)
             agree = [torch.equal(to_aligned(kept_flags(m), m.order, together.ndim), together) for m in scopes.windows]
         for member, spec, agrees in zip(scopes.windows, scope_member.block.blocks(), agree, strict=True):
             before = [c.specs[str(spec.name)] for c in earlier if spec.name in c.specs]

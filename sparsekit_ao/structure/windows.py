@@ -197,9 +197,9 @@ def kept_flags(m: Window, *, every: bool = False) -> Tensor:
     return _fold(tiles, torch.logical_and if every else torch.logical_or)
 
 
-def kept_grid(windows: Sequence[Window], ndim: int) -> Tensor:
+def kept_grid(scopes: ScopeWindows) -> Tensor:
     """Return which blocks of the aligned grid the masks keep any element of, as bool."""
-    grids = [to_aligned(kept_flags(m), m.order, ndim) for m in windows]
+    grids = [to_aligned(kept_flags(m), m.order, len(scopes.shape)) for m in scopes.windows]
     return grids[0] if len(grids) == 1 else torch.stack(grids).any(0)
 
 

@@ -33,7 +33,7 @@ def scopes_of(weight, **options):
     linear = nn.Linear(*weight[0].T.shape, bias=False, dtype=weight.dtype)
     sparsifier = prepared(nn.Sequential(linear), **options)
     layer = layer_of(sparsifier)
-    return matrix_scopes(layer, {g["tensor_fqn"]: g for g in sparsifier.groups}, layer.statistics)
+    return matrix_scopes(layer, {g["tensor_fqn"]: g for g in sparsifier.groups})
 
 
 KNOWN = [(s, n) for s in SOLVERS for n in STRUCTURES if s != "sparsegpt" or n in ("2:4", "unstructured")]
