@@ -177,36 +177,32 @@ def found_together(
     trials = make_trials(plans, failures)
     trials.reference.check_lengths()
     found = trials.divide(trials.plans)
-    failing = [plan for plan in found if plan.left_out]
-    fitted, replaced, of_layers = list[Plan](), set[Plan](), list[Plan]()
+    replaced, others = set[Plan](), list[Plan]()  # plans, and those that take their places
     for merged, parts in _merges(model, found):
         if replaced.isdisjoint(parts) and not trials.is_futile(merged):
             one = make_trials([merged], failures)
             if (fit := one.fitted(one.plans[0])) is not None:
-                fitted.append(fit)
+                others.append(fit)
                 replaced.update(parts)
-    for plan in (plan for plan in failing if plan not in replaced):
+    for plan in (plan for plan in found if plan.left_out and plan not in replaced):
         if (fit := trials.fitted(replace(plan, left_out=""), together=2)) is not None:
-            fitted.append(fit)
+            others.append(fit)
             replaced.add(plan)
         elif len({bound.grid for bound in plan.bound}) > 1:
             # Layers of different widths are stages (as in a ResNet), and the code of each may take another branch.
             layers = trials.divide(replace(plan, left_out="").layers())
             if active(layers):
-                fitted += active(layers)
+                others += layers
                 replaced.add(plan)
-                of_layers += [layer for layer in layers if layer.left_out]
     del trials  # frees its masked model
-    good, failing = active(found), [*(plan for plan in failing if plan not in replaced), *of_layers]
-    if fitted:
-        good = [*(plan for plan in good if plan not in replaced), *fitted]
-        # All of these can be removed by themselves, so what else failed in their families is no reason to skip them.
-        trials = make_trials(good, Failures(list))
-        found = trials.divide(trials.plans)
-        good, failing = active(found), [*failing, *(plan for plan in found if plan.left_out)]
+    found = [*(plan for plan in found if plan not in replaced), *others]
+    if replaced:
+        # Each of them can be removed by itself, so what else failed in its family is no reason to skip it.
+        trials = make_trials(active(found), Failures(list))
+        found = [*(plan for plan in found if plan.left_out), *trials.divide(trials.plans)]
     names = [plan.name for plan in plans]  # single layers have other names, and come last
-    good.sort(key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
-    return [*make_trials(good, failures).with_unread(), *failing]
+    good = sorted(active(found), key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
+    return [*make_trials(good, failures).with_unread(), *(plan for plan in found if plan.left_out)]
 
 
 def removed_together(
