@@ -212,9 +212,8 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        chosen = without_lowest(rated, request.cost_of, request.highest)
-        trials = Trials(request.model, chosen, request.reference_of)
-        rated = trials.plans
+        rated = without_lowest(rated, request.cost_of, request.highest)
+        trials = Trials(request.model, rated, request.reference_of)
         try:
             small, report = trials.removed(rated)
         except SparsityError:
@@ -228,11 +227,10 @@ def removed_together(
         if not (keeps_config and rated and report.not_in_config):
             return [*rated, *left_out], small, report
         # Leave out a plan without which the config can hold the others; if there is none, leave out the first one.
-        without = [[other for other in rated if other is not plan] for plan in rated]
-        at = next((at for at, others in enumerate(without) if not trials.misfit(others)), 0)
+        worst = next((plan for plan in rated if not trials.misfit([p for p in rated if p is not plan])), rated[0])
         why = f"the config cannot hold it together with others ({report.not_in_config}); keep_config=False removes it"
-        left_out.append(replace(rated[at], left_out=why))
-        rated = without[at]
+        left_out.append(replace(worst, left_out=why))
+        rated = [plan for plan in rated if plan is not worst]
 
 
 def planned_together(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], Compaction]:
