@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -268,9 +268,9 @@ def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
     return random
 
 
-def _merges(model: nn.Module, plans: Iterable[Plan]) -> list[tuple[Plan, list[Plan]]]:
-    """Return (merged plan, its parts) for plans that share an attribute and so must be removed together."""
-    plans, sharing = list(plans), dict[str, list[Plan]]()  # {attribute: the plans that share it}
+def _merges(model: nn.Module, plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[Plan, ...]]]:
+    """Yield (merged plan, its parts) for plans that share an attribute and so must be removed together."""
+    sharing = dict[str, list[Plan]]()  # {attribute: the plans that share it}
     for plan in (plan for plan in plans if plan.left_out):
         for path in candidate_attrs(model, plan):
             if "config" not in path.split("."):  # all layers share a config
@@ -278,12 +278,10 @@ def _merges(model: nn.Module, plans: Iterable[Plan]) -> list[tuple[Plan, list[Pl
     for plan in active(plans):
         for path in sharing.keys() & {path.replace("**", "*") for path in plan.attrs}:
             sharing[path].append(plan)
-    merges = []
     for parts in dict.fromkeys(map(tuple, sharing.values())):
         merged = parts[0].coupling if len(parts) > 1 else None
         for part in parts[1:]:
             merged = merged and merged_couplings(merged, part.coupling, model)
         if merged is not None:
             multiple = next(part.multiple for part in parts if part.name == merged.name)
-            merges.append((Plan.of(merged, model, multiple), list(parts)))
-    return merges
+            yield Plan.of(merged, model, multiple), parts
