@@ -166,7 +166,7 @@ def _tried(
 
         def tried_in(twin: Twin) -> list[Plan] | None:
             try:
-                found = found_together(twin.model, twin.plans, partial(make_trials, twin.model))
+                found = found_together(twin.plans, partial(make_trials, twin.model))
                 found = [plan if plan.left_out else twin.in_whole(plan, model) for plan in found]
                 trials = make_trials(model, active(found)) if verify_whole else None
             except SparsityError:  # such as: the twin, or the whole model, does not run
@@ -178,7 +178,7 @@ def _tried(
         if found is None and not may_try_whole:
             return None
         if found is None:
-            found = found_together(model, to_try, partial(make_trials, model))
+            found = found_together(to_try, partial(make_trials, model))
     found = without_layers(found, partial(_why_excluded, excluded=excluded))
     return [*(plan for plan in plans if plan.left_out), *found]
 

@@ -146,6 +146,24 @@ class Trials:
             paths = fewer if fits(fewer) else paths
         return plan.with_attrs({path: axes[path] for path in paths})
 
+    def merges(self, plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[Plan, ...]]]:
+        """Yield (merged plan, its parts) for plans that share an attribute and so must be removed together."""
+        sharing = dict[str, list[Plan]]()  # {attribute: the plans that share it}
+        for plan in (plan for plan in plans if plan.left_out):
+            for path in candidate_attrs(self._masked, plan):
+                if "config" not in path.split("."):  # all layers share a config
+                    sharing.setdefault(path.replace("**", "*"), []).append(plan)
+        for plan in active(plans):
+            for path in sharing.keys() & {path.replace("**", "*") for path in plan.attrs}:
+                sharing[path].append(plan)
+        for parts in dict.fromkeys(map(tuple, sharing.values())):
+            merged = parts[0].coupling if len(parts) > 1 else None
+            for part in parts[1:]:
+                merged = merged and merged_couplings(merged, part.coupling, self._masked)
+            if merged is not None:
+                multiple = next(part.multiple for part in parts if part.name == merged.name)
+                yield Plan.of(merged, self._masked, multiple), parts
+
     def with_unread(self) -> list[Plan]:
         """Return all plans with attributes that seem to count units and may change too without changing outputs.
 
@@ -169,16 +187,14 @@ class Trials:
         return plans
 
 
-def found_together(
-    model: nn.Module, plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]
-) -> list[Plan]:
+def found_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]) -> list[Plan]:
     """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
     failures = Failures(list)
     trials = make_trials(plans, failures)
     trials.reference.check_lengths()
     found = trials.divide(trials.plans)
     replaced, others = set[Plan](), list[Plan]()  # plans, and those that take their places
-    for merged, parts in _merges(model, found):
+    for merged, parts in trials.merges(found):
         if replaced.isdisjoint(parts) and not trials.is_futile(merged):
             one = make_trials([merged], failures)
             if (fit := one.fitted(one.plans[0])) is not None:
@@ -266,22 +282,3 @@ def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
             removals.append(Removal(bound=bound, keep=keep))
         random.append(replace(plan, removals=tuple(removals)))
     return random
-
-
-def _merges(model: nn.Module, plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[Plan, ...]]]:
-    """Yield (merged plan, its parts) for plans that share an attribute and so must be removed together."""
-    sharing = dict[str, list[Plan]]()  # {attribute: the plans that share it}
-    for plan in (plan for plan in plans if plan.left_out):
-        for path in candidate_attrs(model, plan):
-            if "config" not in path.split("."):  # all layers share a config
-                sharing.setdefault(path.replace("**", "*"), []).append(plan)
-    for plan in active(plans):
-        for path in sharing.keys() & {path.replace("**", "*") for path in plan.attrs}:
-            sharing[path].append(plan)
-    for parts in dict.fromkeys(map(tuple, sharing.values())):
-        merged = parts[0].coupling if len(parts) > 1 else None
-        for part in parts[1:]:
-            merged = merged and merged_couplings(merged, part.coupling, model)
-        if merged is not None:
-            multiple = next(part.multiple for part in parts if part.name == merged.name)
-            yield Plan.of(merged, model, multiple), parts
