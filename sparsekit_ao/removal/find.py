@@ -40,20 +40,18 @@ def removable(
     example_inputs: Any,
     couplings: Sequence[Coupling] | None = None,
     *,
-    ratio: float = 0.5,
     exclude: Sequence[Exclusion] = (),
-    multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
 ) -> Discovery:
     """Find the couplings that `compact` can remove from a model, and the integer attributes that change with each.
 
-    Random units are made zero in one copy of the model and removed from another copy, and the outputs of both copies
-    are compared. If they differ, fewer couplings are tried together, down to single ones. If a single coupling still
-    fails, integer attributes of configs and of the modules that contain its tensors (`num_heads`, `config.hidden_size`,
-    entries of tuples) are changed too, if they equal the number of units or its product with other sizes. If some
-    couplings fail because the forward pass uses one number for them and for others (such as one head size for queries
-    and values), all of these couplings are merged. Prune the couplings of the result by `joint_entries`, and then call
-    `compact`.
+    Half of the units, chosen at random, are zero in one copy of the model and removed from another copy, and the
+    outputs of both copies are compared. If they differ, fewer couplings are tried together, down to single ones. If a
+    single coupling still fails, integer attributes of configs and of the modules that contain its tensors (`num_heads`,
+    `config.hidden_size`, entries of tuples) are changed too, if they equal the number of units or its product with
+    other sizes. If some couplings fail because the forward pass uses one number for them and for others (such as one
+    head size for queries and values), all of these couplings are merged. Prune the couplings of the result by
+    `joint_entries`, and then call `compact`.
 
     Args:
         model: The model, which is not changed because copies run.
@@ -61,11 +59,9 @@ def removable(
         couplings: The couplings that are tried; None (default) takes those that `discover` finds. If the model has been
             made smaller since they were found, couplings whose sizes no longer fit are replaced by what is found for
             the same tensors.
-        ratio: The fraction of the units of every coupling that a trial removes.
         exclude: Names, globs and regular expressions of tensors or modules, modules, and module classes. A layer of a
             coupling is left out if it has such a tensor. The remaining layers are then couplings of their own. A kind
             of couplings ("heads", "width") leaves out all of this kind.
-        multiple_of: As for `shrink`.
 
     Returns:
         A result as of `discover`. Its `left_out` has the couplings that cannot be removed, with the reasons. No two
@@ -88,8 +84,7 @@ def removable(
     """
     check_comparable("", model, tolerance)
     exclude = names_in_place_of_modules(model, exclude)
-    how: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "tolerance": tolerance}
-    plans, discovery = find_plans(plain_copy(model), example_inputs, couplings, **how)
+    plans, discovery = find_plans(plain_copy(model), example_inputs, couplings, exclude=exclude, tolerance=tolerance)
     return replace(
         discovery,
         couplings=tuple(plan.coupling for plan in active(plans)),
@@ -103,9 +98,9 @@ def find_plans(
     example_inputs: Any,
     couplings: Sequence[Coupling] | None,
     *,
-    ratio: float,
     exclude: Sequence[Exclusion],
-    multiple_of: int | Mapping[str, int] | None,
+    ratio: float = 0.5,
+    multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
     named: Collection[str] | None = None,
     caller_verifies: bool = False,
@@ -171,7 +166,7 @@ def _tried(
 
         def tried_in(twin: Twin) -> list[Plan] | None:
             try:
-                found = found_together(twin.model, twin.plans, partial(make_trials, twin.model))
+                found = found_together(twin.plans, partial(make_trials, twin.model))
                 found = [plan if plan.left_out else twin.in_whole(plan, model) for plan in found]
                 trials = make_trials(model, active(found)) if verify_whole else None
             except SparsityError:  # such as: the twin, or the whole model, does not run
@@ -183,7 +178,7 @@ def _tried(
         if found is None and not may_try_whole:
             return None
         if found is None:
-            found = found_together(model, to_try, partial(make_trials, model))
+            found = found_together(to_try, partial(make_trials, model))
     found = without_layers(found, partial(_why_excluded, excluded=excluded))
     return [*(plan for plan in plans if plan.left_out), *found]
 

@@ -21,7 +21,7 @@ from ..models.loading import loaded, refuse_unloadable
 from ..models.names import owner_of
 from ..models.progress import progress_bar
 from ..models.running import Forward, call, check_batches, eval_mode, first_tensor, kept_generators
-from ..oneshot.chain import CalibrationData
+from ..oneshot.chain import CalibrationData, calls_of
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
@@ -208,8 +208,7 @@ def _without(
 ) -> tuple[nn.Module, Compaction]:
     """Return the model without units that are not zero, and a report; its difference is that on the first batch."""
     calls: list[Any] = []
-    record = lambda _, args, kwargs: calls.append((args, kwargs))  # noqa: E731
-    with model.register_forward_pre_hook(record, with_kwargs=True), torch.no_grad(), eval_mode(model):
+    with calls_of([model], calls), torch.no_grad(), eval_mode(model):
         (forward or call)(model, batches[0])
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)

@@ -83,7 +83,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
         )
     wanted = rounded(most, units, multiple_of)
     # Scopes that keep fewer units also keep the first of their dropped ones, until each scope keeps as many as wanted.
-    keep = keep | (~keep & ((~keep).cumsum(1) <= (wanted - counts)[:, None]))
+    keep = keep | ((~keep).cumsum(1) <= (wanted - counts)[:, None])
     partly = int((zero.any(0) & ~dropped).sum())
     return Removal(bound=coupling, keep=keep.reshape(grid), partly=partly)
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -146,6 +146,24 @@ class Trials:
             paths = fewer if fits(fewer) else paths
         return plan.with_attrs({path: axes[path] for path in paths})
 
+    def merges(self, plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[Plan, ...]]]:
+        """Yield (merged plan, its parts) for plans that share an attribute and so must be removed together."""
+        sharing = dict[str, list[Plan]]()  # {attribute: the plans that share it}
+        for plan in (plan for plan in plans if plan.left_out):
+            for path in candidate_attrs(self._masked, plan):
+                if "config" not in path.split("."):  # all layers share a config
+                    sharing.setdefault(path.replace("**", "*"), []).append(plan)
+        for plan in active(plans):
+            for path in sharing.keys() & {path.replace("**", "*") for path in plan.attrs}:
+                sharing[path].append(plan)
+        for parts in dict.fromkeys(map(tuple, sharing.values())):
+            merged = parts[0].coupling if len(parts) > 1 else None
+            for part in parts[1:]:
+                merged = merged and merged_couplings(merged, part.coupling, self._masked)
+            if merged is not None:
+                multiple = next(part.multiple for part in parts if part.name == merged.name)
+                yield Plan.of(merged, self._masked, multiple), parts
+
     def with_unread(self) -> list[Plan]:
         """Return all plans with attributes that seem to count units and may change too without changing outputs.
 
@@ -169,44 +187,38 @@ class Trials:
         return plans
 
 
-def found_together(
-    model: nn.Module, plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]
-) -> list[Plan]:
+def found_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]) -> list[Plan]:
     """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
     failures = Failures(list)
     trials = make_trials(plans, failures)
     trials.reference.check_lengths()
     found = trials.divide(trials.plans)
-    failing = [plan for plan in found if plan.left_out]
-    fitted, replaced, of_layers = list[Plan](), set[Plan](), list[Plan]()
-    for merged, parts in _merges(model, found):
+    replaced, others = set[Plan](), list[Plan]()  # plans, and those that take their places
+    for merged, parts in trials.merges(found):
         if replaced.isdisjoint(parts) and not trials.is_futile(merged):
             one = make_trials([merged], failures)
             if (fit := one.fitted(one.plans[0])) is not None:
-                fitted.append(fit)
+                others.append(fit)
                 replaced.update(parts)
-    for plan in (plan for plan in failing if plan not in replaced):
+    for plan in (plan for plan in found if plan.left_out and plan not in replaced):
         if (fit := trials.fitted(replace(plan, left_out=""), together=2)) is not None:
-            fitted.append(fit)
+            others.append(fit)
             replaced.add(plan)
         elif len({bound.grid for bound in plan.bound}) > 1:
             # Layers of different widths are stages (as in a ResNet), and the code of each may take another branch.
             layers = trials.divide(replace(plan, left_out="").layers())
             if active(layers):
-                fitted += active(layers)
+                others += layers
                 replaced.add(plan)
-                of_layers += [layer for layer in layers if layer.left_out]
     del trials  # frees its masked model
-    good, failing = active(found), [*(plan for plan in failing if plan not in replaced), *of_layers]
-    if fitted:
-        good = [*(plan for plan in good if plan not in replaced), *fitted]
-        # All of these can be removed by themselves, so what else failed in their families is no reason to skip them.
-        trials = make_trials(good, Failures(list))
-        found = trials.divide(trials.plans)
-        good, failing = active(found), [*failing, *(plan for plan in found if plan.left_out)]
+    found = [*(plan for plan in found if plan not in replaced), *others]
+    if replaced:
+        # Each of them can be removed by itself, so what else failed in its family is no reason to skip it.
+        trials = make_trials(active(found), Failures(list))
+        found = [*(plan for plan in found if plan.left_out), *trials.divide(trials.plans)]
     names = [plan.name for plan in plans]  # single layers have other names, and come last
-    good.sort(key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
-    return [*make_trials(good, failures).with_unread(), *failing]
+    good = sorted(active(found), key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
+    return [*make_trials(good, failures).with_unread(), *(plan for plan in found if plan.left_out)]
 
 
 def removed_together(
@@ -216,9 +228,8 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        chosen = without_lowest(rated, request.cost_of, request.highest)
-        trials = Trials(request.model, chosen, request.reference_of)
-        rated = trials.plans
+        rated = without_lowest(rated, request.cost_of, request.highest)
+        trials = Trials(request.model, rated, request.reference_of)
         try:
             small, report = trials.removed(rated)
         except SparsityError:
@@ -232,11 +243,10 @@ def removed_together(
         if not (keeps_config and rated and report.not_in_config):
             return [*rated, *left_out], small, report
         # Leave out a plan without which the config can hold the others; if there is none, leave out the first one.
-        without = [[other for other in rated if other is not plan] for plan in rated]
-        at = next((at for at, others in enumerate(without) if not trials.misfit(others)), 0)
+        worst = next((plan for plan in rated if not trials.misfit([p for p in rated if p is not plan])), rated[0])
         why = f"the config cannot hold it together with others ({report.not_in_config}); keep_config=False removes it"
-        left_out.append(replace(rated[at], left_out=why))
-        rated = without[at]
+        left_out.append(replace(worst, left_out=why))
+        rated = [plan for plan in rated if plan is not worst]
 
 
 def planned_together(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], Compaction]:
@@ -272,24 +282,3 @@ def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
             removals.append(Removal(bound=bound, keep=keep))
         random.append(replace(plan, removals=tuple(removals)))
     return random
-
-
-def _merges(model: nn.Module, plans: Iterable[Plan]) -> list[tuple[Plan, list[Plan]]]:
-    """Return (merged plan, its parts) for plans that share an attribute and so must be removed together."""
-    plans, sharing = list(plans), dict[str, list[Plan]]()  # {attribute: the plans that share it}
-    for plan in (plan for plan in plans if plan.left_out):
-        for path in candidate_attrs(model, plan):
-            if "config" not in path.split("."):  # all layers share a config
-                sharing.setdefault(path.replace("**", "*"), []).append(plan)
-    for plan in active(plans):
-        for path in sharing.keys() & {path.replace("**", "*") for path in plan.attrs}:
-            sharing[path].append(plan)
-    merges = []
-    for parts in dict.fromkeys(map(tuple, sharing.values())):
-        merged = parts[0].coupling if len(parts) > 1 else None
-        for part in parts[1:]:
-            merged = merged and merged_couplings(merged, part.coupling, model)
-        if merged is not None:
-            multiple = next(part.multiple for part in parts if part.name == merged.name)
-            merges.append((Plan.of(merged, model, multiple), list(parts)))
-    return merges
