@@ -223,12 +223,13 @@ def efficientnet(is_tiny: bool) -> Network:
 
 NETWORKS = {"crepe": crepe, "recogniser": recogniser, "efficientnet": efficientnet}
 OUTPUTS = {"crepe": "mse", "recogniser": "kl", "efficientnet": "kl"}
+PRUNED_WITH = {"crepe": 16, "recogniser": 16, "efficientnet": 4}  # batches; all of them are for recovery
 
 
 def rows_of(name: str, is_tiny: bool) -> list[dict[str, Any]]:
     """Prune a network in each way, measure, recover, measure again."""
     network, batches, measure = NETWORKS[name](is_tiny)
-    dense = network.eval()
+    dense, few = network.eval(), batches[: PRUNED_WITH[name]]
     with torch.no_grad():
         row = {"network": name, "structure": "dense", "before": f"{measure(dense):.3f}", "recovered": "", "seconds": ""}
         rows = [row]
@@ -236,9 +237,9 @@ def rows_of(name: str, is_tiny: bool) -> list[dict[str, Any]]:
         for structure in ("2:4", "80 %", "half of the filters"):
             start = time.perf_counter()
             if structure == "half of the filters":
-                model, report = shrink(dense, ratio=0.5, score="obs", batches=batches[:16])
+                model, report = shrink(dense, ratio=0.5, score="obs", batches=few)
             else:
-                model, report = prune(dense, 0.8 if structure == "80 %" else structure, batches=batches[:16])
+                model, report = prune(dense, 0.8 if structure == "80 %" else structure, batches=few)
             print(report, flush=True)
             before = measure(model)
             recover(model, dense, batches, outputs=OUTPUTS[name], passes=1 if is_tiny else 4)
