@@ -290,7 +290,7 @@ class Walk:
     def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
         """Record the inputs of all tensors of a step together, in the model as it is now."""
         targets = [solving.target(name) for name in step.tensors] if step.is_recorded else []
-        targets = [self._sampled(target) for target in targets if target.needs]
+        targets = [self._sampled(target) for target in targets if target.needs and target.adapter is not None]
         if not targets:
             return {}
         pending: set[nn.Module] = set()  # layers outside of blocks that the present batch has not called yet
@@ -321,11 +321,10 @@ class Walk:
 
     def _sampled(self, target: Target) -> Target:
         """Return the target with fewer sampled positions of a convolution per batch."""
-        adapter = copy.copy(target.adapter)
-        if adapter is not None:
-            inputs = adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
-            # at most SAMPLED input values of all batches for each group of the convolution
-            adapter.sampled = max(1, SAMPLED // (inputs * len(self.data.batches)))
+        adapter: Any = copy.copy(target.adapter)
+        inputs = adapter.matrix(torch.empty(target.shape, device="meta")).shape[2]
+        # at most SAMPLED input values of all batches for each group of the convolution
+        adapter.sampled = max(1, SAMPLED // (inputs * len(self.data.batches)))
         return replace(target, adapter=adapter)
 
     @contextmanager

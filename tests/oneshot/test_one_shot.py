@@ -564,6 +564,30 @@ def test_experts_that_no_batch_reaches_are_pruned_by_magnitude_and_named():
     assert [r.note for r in report] == ["", "not reached by any batch"] and sparsifier.check()
 
 
+@pytest.mark.parametrize("compensate", ["admm", "least_squares", None])
+def test_a_layer_whose_inputs_cannot_be_recorded_is_pruned_by_magnitude_in_a_block_too(compensate):
+    def blocks():
+        parts = {"fc": lambda: nn.Linear(8, 8), "pair": lambda: nn.Bilinear(8, 8, 8)}
+        made = [Net(lambda m, x: x + m.fc(x) + m.pair(x, x), **{k: f() for k, f in parts.items()}) for _ in range(3)]
+        return nn.Sequential(*made)
+
+    torch.manual_seed(0)
+    model = blocks()
+    config = [{"tensor_fqn": ["*.fc.weight", "*.pair.weight"]}]
+    by_magnitude = ScopeSparsifier(0.5)
+    by_magnitude.prepare(copy.deepcopy(model), config)
+    by_magnitude.step()
+    sparsifier = ScopeSparsifier(0.5, score="wanda")
+    sparsifier.prepare(model, config)
+    with pytest.warns(UserWarning, match="inputs of Bilinear are not recorded, so 0.pair.weight, 1.pair.weight, 2.pa"):
+        report = one_shot(sparsifier, correlated(), compensate=compensate)
+    assert report.blocks == 3 and sparsifier.check()
+    for k in range(3):
+        assert torch.equal(sparsifier.mask(f"{k}.pair.weight"), by_magnitude.mask(f"{k}.pair.weight"))
+        assert not torch.equal(sparsifier.mask(f"{k}.fc.weight"), by_magnitude.mask(f"{k}.fc.weight"))
+    assert all((report[f"{k}.fc.weight"].after < report[f"{k}.fc.weight"].before) == bool(compensate) for k in range(3))
+
+
 def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
     class Watched(nn.Sequential):
         def forward(self, x):
