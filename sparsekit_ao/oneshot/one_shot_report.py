@@ -31,6 +31,7 @@ class OneShotReport(Table[LayerRow]):
             see `RecoveryReport`.
         evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         call: The call of `prune` as text, for a model card.
+        title: The first line of the printed report; "" if there is none.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -49,6 +50,7 @@ class OneShotReport(Table[LayerRow]):
     error_to_dense: float = math.nan
     evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     call: str = ""
+    title: str = ""
     bars = ("before", "after")
 
     @property
@@ -80,7 +82,7 @@ class OneShotReport(Table[LayerRow]):
 
     def above(self) -> list[str]:
         """Return how far the outputs are from those of the dense model."""
-        return lines_of_error(self.error_to_dense, self.evaluation)
+        return [self.title] * bool(self.title) + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""

@@ -296,6 +296,7 @@ def sensitivity(
         blocks=len(walk.blocks),
         left_out={**left_out, **{target.name: "no inputs recorded" for target in walk.unreached}},
         weights=weights_by_name(data.model),
+        title="sensitivity: each layer was pruned alone, and the model is unchanged",
     )
 
 
