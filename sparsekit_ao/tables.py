@@ -34,7 +34,7 @@ def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] =
 
 
 def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Return a call as text; "..." stands for models and data. Of defaults, only numbers are shown.
+    """Return a call as text; "..." stands for models and data. Of defaults, only fractions are shown.
 
     >>> call_text(sparsekit_ao.prune, {"model": torch.nn.Linear(2, 2), "pattern": "2:4", "recover": False})
     "prune(..., pattern='2:4')"

@@ -255,6 +255,8 @@ class Scoring:
         self._copies = copies  # whether weights are copied, if they are loaded only for a while
         self._values: dict[PruningGroup, dict[str, Tensor]] = {pruning: {} for pruning in layers.shared}
         self._weights: dict[str, Tensor] = {}
+        for name in (name for pruning in self._shared for name in pruning.specs):
+            self.target(name).check()  # a magnitude could not be compared with the scores of the others
 
     def target(self, name: str) -> Target:
         """Return a target that records the statistics of inputs that its scores need."""

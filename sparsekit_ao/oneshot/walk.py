@@ -429,6 +429,8 @@ class Checkpoint:
                 _write_whole(call_file, lambda path: path.write_text("\n".join(call)))
                 return 0
             saved = call_file.read_text("ascii", "replace").split("\n")
+            while self._path(count).exists():
+                count += 1
         except (OSError, ValueError) as error:
             raise SparsityError(f"{where} is not a folder that can be written: {error}") from None
         if saved != list(call):
@@ -439,8 +441,6 @@ class Checkpoint:
                 f"{where} was written by a call with {' and '.join(differing)}; to continue that call, load the model "
                 "as it was before and give the same arguments; to begin a new one, give another folder"
             )
-        while self._path(count).exists():
-            count += 1
         return count
 
     def read(self, number: int, name: str, was: str) -> dict[str, Any] | None:

@@ -146,7 +146,7 @@ def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
     if request.masked or within_mask:  # the mask would be transposed too, which takes longer
         keys = _keys(values, mask, dtype, request, narrow=True).reshape(split).transpose(order)
-    else:
+    else:  # the mask is not read
         keys = _keys(values.reshape(split).transpose(order), mask, dtype, request, narrow=True)
     lanes = np.ascontiguousarray(keys).reshape(math.prod(shape), -1)
     # At first every later slot is taken to beat a slot; each comparison that is won corrects both.

@@ -586,6 +586,13 @@ def test_a_layer_whose_inputs_cannot_be_recorded_is_pruned_by_magnitude_in_a_blo
         assert torch.equal(sparsifier.mask(f"{k}.pair.weight"), by_magnitude.mask(f"{k}.pair.weight"))
         assert not torch.equal(sparsifier.mask(f"{k}.fc.weight"), by_magnitude.mask(f"{k}.fc.weight"))
     assert all((report[f"{k}.fc.weight"].after < report[f"{k}.fc.weight"].before) == bool(compensate) for k in range(3))
+    # In a budget that all of them share, magnitudes could not be compared with the scores of the others.
+    sparsifier, model = ScopeSparsifier(0.5, score="wanda", scope_coupling="all"), blocks()
+    sparsifier.prepare(model, config)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match="Bilinear"), pytest.raises(SparsityError, match="inputs cannot be recorded"):
+        one_shot(sparsifier, correlated(), compensate=compensate)
+    assert same(model.state_dict(), before)
 
 
 def test_at_most_two_blocks_have_gram_matrices_in_memory_at_a_time(monkeypatch):
