@@ -77,14 +77,28 @@ def run(requests: Sequence[Request]) -> None:
 def keep_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Tensor:
     """Keep exactly `keep` slots of each row of scores [rows, slots], among the `candidates` if given."""
     out = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
+    rows, width = scores.shape
     if out.numel() == 0:
         return out
+    within_mask = candidates is not None
     if candidates is not None:
         out.copy_(candidates)  # from which slots are then removed
-    spec, within_mask = BlockSpec(scores.contiguous()), candidates is not None  # scores may be expanded
-    keep = keep[:, None] if isinstance(keep, Tensor) else keep
-    run([Request(scope=ScopeSpec(spec, (1, -1)), masks={spec: out}, keep=keep, norm=None, within_mask=within_mask)])
+    if width >= LONG:
+        budgets = keep.tolist() if isinstance(keep, Tensor) else [keep] * rows
+        for row, budget in enumerate(budgets):
+            _keep_long([_LongPart(scores[row], out[row], False, within_mask=within_mask)], budget)
+        return out
+    step = max(1, CHUNK // width)
+    parts = [slice(at, at + step) for at in range(0, rows, step)]
+    _on_threads([partial(_keep_row_chunk, scores, out, keep, within_mask, part) for part in parts])
     return out
+
+
+def _keep_row_chunk(scores: Tensor, out: Tensor, keep: int | Tensor, within_mask: bool, part: slice) -> None:
+    mask = _ints(out[part])
+    keys = _keys(_ints(scores[part]), scores.dtype, False, within=mask if within_mask else None)
+    budget = _ints(keep[part])[:, None] if isinstance(keep, Tensor) else keep
+    _write(mask, _kept(keys, budget, is_16_bit=scores.dtype.itemsize == 2), out.dtype, within_mask)
 
 
 def _block_scores(members: Sequence[Window], norm: Norm, ndim: int, as_mean: bool | None = None) -> Tensor:
@@ -138,16 +152,17 @@ def _fill_plain(request: Request) -> None:
 def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of short scopes: slot i beats a later slot j unless j is strictly higher."""
     assert m.values is not None and m.mask is not None
-    shape, within_mask = request.scope_windows[0].shape, request.within_mask
+    shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
     # For 2:4 along the rows of a matrix [R, C], arrays are split into [R, 1, C / 4, 4] and transposed to
     # [1, 4, R, C / 4], so that `lanes` is [4, scopes].
     order = (*range(1, 2 * len(shape), 2), *range(0, 2 * len(shape), 2))
     split = [n for size, tile in zip(m.values.shape, shape, strict=True) for n in (size // tile, tile)]
     values, mask, dtype = _ints(m.values), _ints(m.mask), m.values.dtype
     if request.masked or within_mask:  # the mask would be transposed too, which takes longer
-        keys = _keys(values, mask, dtype, request, narrow=True).reshape(split).transpose(order)
-    else:  # the mask is not read
-        keys = _keys(values.reshape(split).transpose(order), mask, dtype, request, narrow=True)
+        under, within = mask if request.masked else None, mask if within_mask else None
+        keys = _keys(values, dtype, magnitude, under=under, within=within, narrow=True).reshape(split).transpose(order)
+    else:
+        keys = _keys(values.reshape(split).transpose(order), dtype, magnitude, narrow=True)
     lanes = np.ascontiguousarray(keys).reshape(math.prod(shape), -1)
     # At first every later slot is taken to beat a slot; each comparison that is won corrects both.
     beaten = np.repeat(np.arange(len(lanes) - 1, -1, -1, dtype=np.int8)[:, None], lanes.shape[1], axis=1)
@@ -170,11 +185,12 @@ def _fill_pairs(request: Request, m: Window, keep: int | Tensor) -> None:
 def _fill_rows(request: Request, m: Window, keep: int | Tensor) -> None:
     """Select among the single elements of scopes that are longer, but not `LONG`, as among rows of keys."""
     assert m.values is not None and m.mask is not None
-    shape = request.scope_windows[0].shape
+    shape, magnitude, within_mask = request.scope_windows[0].shape, request.norm is not None, request.within_mask
     order = (*range(0, 2 * len(shape), 2), *range(1, 2 * len(shape), 2))
     split = [n for size, tile in zip(m.values.shape, shape, strict=True) for n in (size // tile, tile)]
     mask, dtype = _ints(m.mask), m.values.dtype
-    source = _keys(_ints(m.values), mask, dtype, request).reshape(split).transpose(order)
+    under, within = mask if request.masked else None, mask if within_mask else None
+    source = _keys(_ints(m.values), dtype, magnitude, under=under, within=within).reshape(split).transpose(order)
     keys = np.empty(source.shape, source.dtype)
     for part in _parts_to_copy(source):
         keys[part] = source[part]
@@ -182,7 +198,7 @@ def _fill_rows(request: Request, m: Window, keep: int | Tensor) -> None:
     kept = _kept(keys.reshape(-1, math.prod(shape)), budget, is_16_bit=dtype.itemsize == 2).reshape(keys.shape)
     targets = mask.reshape(split).transpose(order)
     for part in _parts_to_copy(targets):
-        _write(targets[part], np.asarray(kept[part], order="C"), m.mask.dtype, request.within_mask)
+        _write(targets[part], np.asarray(kept[part], order="C"), m.mask.dtype, within_mask)
 
 
 def _parts_to_copy(array: Array) -> Iterator[Any]:
@@ -234,26 +250,28 @@ def _ints(t: Tensor) -> Array:
 
 
 def _keys(
-    bits: Array, mask: Array, dtype: torch.dtype, request: Request, *, at: Any = ..., narrow: bool = False
+    bits: Array,
+    dtype: torch.dtype,
+    magnitude: bool,
+    *,
+    under: Array | None = None,
+    within: Array | None = None,
+    narrow: bool = False,
 ) -> Array:
-    """Return keys of all slots, or those `at` some places, ordered as scores, in 32 bits or more unless `narrow`.
-
-    Where the mask is 0, they are 0 if the request is `masked`, and the lowest key if it is `within_mask`.
-    """
-    bits = bits[at]
+    """Return keys ordered as scores, in 32 bits or more unless `narrow`: 0 if `under` is 0, lowest if `within` is 0."""
     wide = bits.dtype.type if narrow or bits.dtype == np.int64 else np.int32
     top, nan = _iinfo(bits.dtype).max, INF[dtype] + 1
-    if request.norm is not None:  # any norm of a single element is its magnitude
+    if magnitude:  # which any norm of a single element is
         keys = np.bitwise_and(bits, bits.dtype.type(top), order="C").astype(wide, copy=False)
         if keys.size and keys.max() > nan:
             keys = np.minimum(keys, wide(nan))
     else:
         low = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
         keys = np.where(low >= nan, wide(nan), np.where(bits < 0, -low, low))
-    if request.masked:
-        keys *= mask[at] != 0
-    if request.within_mask:
-        keys = np.where(mask[at] != 0, keys, wide(_iinfo(bits.dtype).min))
+    if under is not None:
+        keys *= under != 0
+    if within is not None:
+        keys = np.where(within != 0, keys, wide(_iinfo(bits.dtype).min))
     return keys
 
 
@@ -312,21 +330,27 @@ def _with_distinct_least(keys: Array, least: Any) -> Array:
 class _LongPart:
     """Consecutive slots of one long scope, whose keys are computed when they are needed."""
 
-    def __init__(self, values: Tensor, mask: Tensor, request: Request) -> None:
-        self.size, self._request = values.numel(), request
-        self._values, self._dtype = _ints(values), values.dtype
-        self._mask, self._mask_dtype = _ints(mask), mask.dtype
+    def __init__(
+        self, values: Tensor, mask: Tensor, magnitude: bool, *, masked: bool = False, within_mask: bool = False
+    ) -> None:
+        self.size = values.numel()
+        self._values, self._mask, self._dtype, self._magnitude = _ints(values), _ints(mask), values.dtype, magnitude
+        self._mask_dtype, self._within_mask = mask.dtype, within_mask
+        self._under, self._within = self._mask if masked else None, self._mask if within_mask else None
 
-    def keys(self, at: Any = ...) -> Array:
+    def keys(self, at: tuple[Array, ...] | None = None) -> Array:
         """Return all keys in the order of the slots, or those at some places; one-dimensional."""
-        return _keys(self._values, self._mask, self._dtype, self._request, at=at).reshape(-1)
+        tensors = (self._values, self._under, self._within)
+        bits, under, within = (None if t is None else t if at is None else t[at] for t in tensors)
+        assert bits is not None
+        return _keys(bits, self._dtype, self._magnitude, under=under, within=within).reshape(-1)
 
     def sample(self, generator: Any, stretch: int) -> Array:
         """Return one random key from each stretch."""
         places = np.arange(0, self.size - stretch + 1, stretch)
         places += generator.integers(stretch, size=len(places))
         shape = self._values.shape
-        return self.keys(np.unravel_index(places, shape) if shape else ...)  # a single number has no indices
+        return self.keys(np.unravel_index(places, shape) if shape else None)  # a single number has no indices
 
     def decide(self, low: int, high: int) -> None:
         """Keep keys above `high`, and collect those above `low` among the others."""
@@ -343,14 +367,15 @@ class _LongPart:
     def write(self, more: Array) -> None:
         """Write the mask: it keeps what `decide` keeps, and the places `more`."""
         self._kept[more] = True
-        _write(self._mask, self._kept.reshape(self._mask.shape), self._mask_dtype, self._request.within_mask)
+        _write(self._mask, self._kept.reshape(self._mask.shape), self._mask_dtype, self._within_mask)
 
 
 def _long_parts(m: Window, request: Request) -> Iterator[_LongPart]:
     """Yield the chunks of consecutive slots of a window of single elements."""
     assert m.values is not None and m.mask is not None
     for place, values in cut_parts(m.values, (1,) * m.values.ndim, CHUNK // 2):  # a chunk needs several arrays
-        yield _LongPart(values, m.mask[place], request)
+        magnitude, masked, within_mask = request.norm is not None, request.masked, request.within_mask
+        yield _LongPart(values, m.mask[place], magnitude, masked=masked, within_mask=within_mask)
 
 
 def _keep_long(parts: Sequence[_LongPart], keep: int) -> None:
