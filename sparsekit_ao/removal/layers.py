@@ -166,20 +166,23 @@ def shrink_layers(
 def _influences(model: nn.Module, path: str, batches: Sequence[Any], forward: Forward | None) -> Tensor:
     """Return the influence of each block of a list."""
     layers: Any = model.get_submodule(path)
-    cosines: list[list[Tensor]] = [[] for _ in layers]
+    # For each block the sum of its cosines, their number, and that of its calls. If a small tensor of each call were kept
+    # instead, the allocator could not reuse the memory between them, and one batch after the other would take more.
+    totals = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu")
 
     def record(at: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         before, after = first_tensor([args, kwargs]), first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
-        cosines[at].append(F.cosine_similarity(before.double(), after.double(), dim=-1).flatten())
+        cosines = F.cosine_similarity(before.double(), after.double(), dim=-1)
+        totals[at] += torch.tensor([float(cosines.sum()), cosines.numel(), 1], dtype=torch.float64, device="cpu")
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(model):
         for at, block in enumerate(layers):
             hooks.enter_context(block.register_forward_hook(partial(record, at), with_kwargs=True))
         for batch in batches:
             (forward or call)(model, batch)
-    calls = [len(of_block) for of_block in cosines]
+    calls = totals[:, 2].int().tolist()
     if not calls or 0 in calls:
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
     if max(calls) > len(batches):
@@ -188,7 +191,7 @@ def _influences(model: nn.Module, path: str, batches: Sequence[Any], forward: Fo
             "batch, as in models whose layers share weights, so no block can be removed for one of these calls; lower "
             "the number of calls, such as config.num_hidden_layers"
         )
-    return 1 - torch.stack([torch.cat(of_block).mean() for of_block in cosines])
+    return 1 - totals[:, 0] / totals[:, 1]
 
 
 def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None:
