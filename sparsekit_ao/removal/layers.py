@@ -166,8 +166,8 @@ def shrink_layers(
 def _influences(model: nn.Module, path: str, batches: Sequence[Any], forward: Forward | None) -> Tensor:
     """Return the influence of each block of a list."""
     layers: Any = model.get_submodule(path)
-    # For each block the sum of its cosines, their number, and that of its calls. If a small tensor of each call were kept
-    # instead, the allocator could not reuse the memory between them, and one batch after the other would take more.
+    # For each block the sum of its cosines, their number and that of its calls. If small tensors of each call were kept
+    # instead, the allocator could not reuse the memory between them, and each batch would take more of it.
     totals = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu")
 
     def record(at: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
