@@ -380,13 +380,19 @@ def _of_pruning() -> dict[str, str]:
     found["smollm2_prune_minutes"] = f"{float(at_most['2:4', 'admm']['seconds']) / 60:.0f}"
     found["smollm2_minutes"] = f"{float(at_most['2:4', 'recovered']['seconds']) / 60:.0f}"
     last = {(r["structure"], r["method"]): r for r in rows}
-    more, half = last["2:4", "recovered"], last["unstructured", "recovered"]
+    half_of_all = "unstructured", "recovered"
+    more, half = last["2:4", "recovered"], last[half_of_all]
     found |= {"smollm2_more_tokens": f"{int(more['tokens']):,}", "smollm2_more": more["perplexity"]}
     found["smollm2_more_minutes"] = f"{float(more['seconds']) / 60:.0f}"
     lost = {key: float(r["perplexity"]) - float(dense["perplexity"]) for key, r in last.items()}
-    closed = 1 - lost["unstructured", "recovered"] / lost["unstructured", "sparsegpt"]
-    found |= {"smollm2_half": half["perplexity"], "smollm2_half_closed": f"{100 * closed:.0f}"}
-    found["smollm2_units"] = last["a quarter of the MLP units", "recovered"]["perplexity"]
+    for name, key in {"more": ("2:4", "recovered"), "logits": ("2:4", "and logits"), "half": half_of_all}.items():
+        closed = 1 - lost[key] / lost[key[0], "sparsegpt"]  # at equal tokens, 65,536
+        found[f"smollm2_{name}_closed"] = f"{100 * closed:.0f}"
+    found["smollm2_half"] = half["perplexity"]
+    for name, structure in {"units": "a quarter of the MLP units", "more_units": "half of the MLP units"}.items():
+        found[f"smollm2_{name}"] = last[structure, "recovered"]["perplexity"]
+    for name, method in {"blocks": "influence", "blocks_recovered": "recovered"}.items():
+        found[f"smollm2_{name}"] = last["a quarter of the blocks", method]["perplexity"]
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}

@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {  # {name: arguments of `prune`}
     "recovered": {},
 }
 LOGITS = "and logits"  # the recovered model, trained once more as a whole
-RATE = 0.002  # of the learning rate of that training
+RATE = 0.0005  # of that training
 UNITS = {  # {name: arguments of `shrink`}
     "norms": {"score": "norm", "compensate": None},
     "obs": {"score": "obs"},
