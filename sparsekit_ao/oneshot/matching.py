@@ -164,8 +164,8 @@ def recover(
             default. A whole model is trained with half of it.
         outputs: If given, the whole model is trained at once and not block by block, to give the dense model's outputs
             (the first tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the
-            divergence of logits (`"kl"`). This takes more time and memory. It is for a last call, after the blocks, at a
-            far lower `rate`, such as 0.0005.
+            divergence of logits (`"kl"`). This takes more time and memory. It is for a last call, after the blocks, at
+            a far lower `rate`, such as 0.0005.
         blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count, as for `one_shot`.
         seed: An int that determines the order of batches.
