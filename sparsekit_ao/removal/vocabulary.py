@@ -32,9 +32,9 @@ def shrink_vocabulary(
     product with fewer columns. The rows of the removed tokens leave the input embedding and the output layer,
     tied or not, and the configs follow. Special tokens, and those that configs name, always stay.
 
-    The vocabulary of a fast tokenizer (WordPiece, WordLevel, Unigram or BPE) follows. BPE keeps the merges that make kept
-    tokens, and the tokens in between. Single characters and bytes stay too, so that other texts can be encoded. Texts of
-    kept tokens are encoded as before, which is verified on the given ones.
+    The vocabulary of a fast tokenizer (WordPiece, WordLevel, Unigram or BPE) follows. BPE keeps the merges that make
+    kept tokens, and the tokens in between. Single characters and bytes stay too, so that other texts can be encoded.
+    Texts of kept tokens are encoded as before, which is verified on the given ones.
 
     Args:
         model: A model with `get_input_embeddings`, which is not changed.
