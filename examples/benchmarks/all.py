@@ -63,11 +63,16 @@ def _example(name: str, minutes: float, *tables: str) -> Job:
 RECOMMENDED = ("--methods", "")
 FEW = ("--sentences", "192", "--methods", "magnitude,wanda,sparsegpt")
 MORE = tuple((*RECOMMENDED, "--sentences", count) for count in ("256", "512", "4096"))
+UNITS = "a quarter of the MLP units,half of the MLP units"
+THEIRS = "SparseGPT of LLM Compressor"
+MOST = ("--tokens", "65536", "--passes")
 SMOLLM2 = (
-    ("--tokens", "8192", "--structures", "2:4", "--methods", "magnitude,wanda,sparsegpt,admm"),
+    ("--tokens", "8192", "--structures", "2:4", "--methods", f"magnitude,wanda,{THEIRS},sparsegpt,admm"),
     ("--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
-    ("--tokens", "65536", "--passes", "2", "--structures", "2:4", "--methods", "recovered"),
-    ("--tokens", "16384", "--structures", "a quarter of the MLP units", "--methods", "obs", "--threads", "1"),
+    (*MOST, "2", "--structures", "2:4", "--methods", "sparsegpt,recovered,and logits"),
+    (*MOST, "2", "--structures", "unstructured", "--methods", "sparsegpt,recovered"),
+    ("--tokens", "16384", "--structures", UNITS, "--methods", "norms,obs"),
+    (*MOST, "1", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "influence,recovered"),
 )
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
