@@ -5,6 +5,7 @@ Which experts run depends on values, so `discover` leaves them as they are. Here
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from ..models.running import Forward, call, check_batches, eval_mode
 from .bound import is_list
 from .coupling import Coupling
 
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "experts_per_rank")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "experts_per_rank")
 _LISTED_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|w1)\.weight")
 _UP_AND_DOWN = {"gate_proj": (("gate_proj", "up_proj"), "down_proj"), "w1": (("w1", "w3"), "w2")}
 
@@ -116,8 +117,11 @@ def _whole_experts(
                 members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
             elif tensor.numel() == tensor.shape[-1] == experts:  # (1, experts)
                 members[_starred(fqn)] = "i " * (tensor.ndim - 1) + rows
-    holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in (path, parent, *routers)}
-    holders["config."] = vars(getattr(model, "config", None) or nn.Module())
+    # The model itself may count its experts too, for a loss that balances them.
+    around = dict.fromkeys(["", *itertools.accumulate(path.split("."), "{}.{}".format), *routers])
+    holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in around}
+    configs = {id(of): (f"{name}config.", of) for name, ints in [*holders.items()][::-1] if (of := ints.get("config"))}
+    holders |= {name: vars(config) for name, config in configs.values()}
     counting = [f"{name}{key}" for name, ints in holders.items() for key in _EXPERT_COUNTS if ints.get(key) == experts]
     keys |= {"scope": "s", "sizes": {"s": groups}} if groups > 1 else {}
     return {"experts": Coupling(members, attrs=dict.fromkeys(counting, axes), name="experts", **keys)}

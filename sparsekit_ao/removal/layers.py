@@ -80,8 +80,8 @@ def shrink_experts(
     if coupling is None:
         raise SparsityError("shrink_experts: the model has no router, a matrix with a row for each expert")
     bounds = coupling.bind(model)
-    if len({bound.grid for bound in bounds}) > 1:  # which no field of a config describes
-        attrs = {path: axes for path, axes in coupling.attrs.items() if not path.startswith("config.")}
+    if len({bound.grid for bound in bounds}) > 1:  # which no single number describes
+        attrs = {path: axes for path, axes in coupling.attrs.items() if "*" in path}
         bounds = replace(coupling, attrs=attrs).bind(model)
     scores, removals = _expert_scores(data, bounds) if scores is None else scores, []
     for bound in bounds:
@@ -130,7 +130,8 @@ def shrink_layers(
 
     The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
     arXiv 2403.03853). The report's `difference` says how much the outputs on the first batch change. Blocks that remain
-    are renumbered (`layer_idx`), also in the config of a transformers model.
+    are renumbered (`layer_idx`), also in the config of a transformers model, and integers of the modules around them
+    that count blocks (`num_layers`, `depth`) follow.
 
     Args:
         model: The model, which is not changed.

@@ -1,9 +1,11 @@
 """Whole modules that are dropped: blocks and experts leave their lists.
 
-What numbers the modules of a list follows: `layer_idx` of layers, and fields of a config with an entry for each.
+What numbers or counts the modules of a list follows: `layer_idx` of layers, `num_layers` of the modules around them,
+and fields of a config with an entry for each.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from ..errors import SparsityError
 from ..models.running import tensors_in
 from .remove import Removal
 
+_COUNTS = re.compile(r"(n|num)_?(?!.*(per|shared)_)\w*(layers?|blocks?)|depth")  # attributes that count blocks
 _NUMBERS = ("layer_idx", "layer_id")  # attributes that hold the number of a layer, its place in caches and lists
 
 
@@ -40,6 +43,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     # All lists are looked up first, since one list may be in a module of another.
     paths = [(path, removal) for removal in removals for path in removal.bound.lists]
     lists = [(model.get_submodule(p), config_of(model, p)[1], layer_fields(model, p), removal) for p, removal in paths]
+    counts = _counts_of_lists(model, {path: removal.kept for path, removal in paths})
     for modules, config, fields, removal in lists:
         kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
@@ -53,6 +57,24 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
             vars(layer)[key] = kept.index(vars(layer)[key])
         for field, entries in fields.items():
             setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
+    for holder, key, length in counts:
+        vars(holder)[key] = length
+
+
+def _counts_of_lists(model: nn.Module, kept: Mapping[str, int]) -> list[tuple[nn.Module, str, int]]:
+    """Return (module, attribute, new value) of the integers around lists that count their modules, by their names."""
+    lengths = {path: len(module) for path, module in model.named_modules() if is_list(module)}  # type: ignore[arg-type]
+    counts = []
+    for name in {".".join(path.split(".")[:depth]) for path in kept for depth in range(path.count(".") + 1)}:
+        holder, prefix = model.get_submodule(name), f"{name}." if name else ""
+        inside = {path: n for path, n in lengths.items() if path.startswith(prefix)}
+        # A list in a module of another list is counted there.
+        inside = {path: n for path, n in inside.items() if not re.search(r"\.\d+\.", path.removeprefix(prefix))}
+        for key, value in vars(holder).items():
+            after = {kept.get(path, n) for path, n in inside.items() if n == value and type(value) is int}
+            if _COUNTS.fullmatch(key) and len(after) == 1:  # else the number may be that of another list
+                counts.append((holder, key, *after))
+    return counts
 
 
 WIDTH = "width_of_input"  # an attribute of a module that holds the last size of its inputs as its forward reads it

@@ -13,7 +13,7 @@ from torch import nn
 from sparsekit_ao import SparsityError, recover
 from sparsekit_ao.coupling import expert_couplings, expert_scores
 from sparsekit_ao.export import load_pretrained, save_pretrained
-from sparsekit_ao.removal import shrink, shrink_experts, shrink_layers
+from sparsekit_ao.removal import cut_to, shrink, shrink_experts, shrink_layers
 
 
 @pytest.fixture(autouse=True)
@@ -204,3 +204,81 @@ def test_scores_of_experts_serve_several_ratios():
         text = f"scores must be what expert_scores returns for this model, with a tensor of 4 for '{name}', got {found}"
         with pytest.raises(SparsityError, match=text):
             shrink_experts(model, batches, 0.5, scores=wrong)
+
+
+def _integers(model):
+    named = ((name, vars(module)) for name, module in model.named_modules())
+    return {(name, key): value for name, ints in named for key, value in ints.items() if type(value) is int}
+
+
+EQUAL = {"n_shared_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 4}
+MIXTURES = ["Mixtral", "Qwen2-MoE", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS", *hf_models._MIXTURES]
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM"])
+def test_every_integer_that_counts_experts_follows(name, tmp_path):
+    if name in MIXTURES:
+        model, inputs = hf_models.make(name)
+    else:  # whose other integers equal the number of experts
+        keys = {"moe_num_experts": 4, "moe_k": 2, **EQUAL} if name.startswith("Ernie") else {**EQUAL, "head_dim": 4}
+        model = tiny(name, moe_intermediate_size=4, num_hidden_layers=2, **keys).float()
+        inputs = {"input_ids": torch.randint(3, 50, (2, 7))}
+    small, report = shrink_experts(model, [inputs], 0.5)
+    save_pretrained(small, report, tmp_path)
+    again = type(model).from_pretrained(tmp_path, experts_implementation="batched_mm")
+    assert _integers(small) == _integers(again) and report.not_in_config == ""
+    optimizer = torch.optim.SGD(small.parameters(), lr=1e-3)
+    routed = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
+    with torch.enable_grad():
+        for _ in range(2):
+            small(**inputs, labels=inputs["input_ids"], **routed).loss.backward()
+            optimizer.step()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in small.parameters())
+
+
+def test_the_model_around_layers_with_different_numbers_of_experts_keeps_its_own():
+    keys = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    model, ids = tiny("MixtralForCausalLM", **keys, num_hidden_layers=2).float(), torch.arange(3, 12)[None]
+    experts, router = model.model.layers[1].mlp.experts, model.model.layers[1].mlp.gate
+    for module, names in ((experts, ("gate_up_proj", "down_proj")), (router, ("weight",))):
+        for tensor in names:
+            setattr(module, tensor, nn.Parameter(getattr(module, tensor)[:2].detach().clone()))
+        vars(module).update({key: 2 for key, value in vars(module).items() if key == "num_experts"})
+    small, _ = shrink_experts(model, [ids], 0.5)
+    assert [layer.mlp.experts.num_experts for layer in small.model.layers] == [2, 1] and small.num_experts == 4
+
+
+class Counted(nn.Module):
+    """Blocks that run by their number, which the module holds under this name."""
+
+    def __init__(self, key, blocks=4):
+        super().__init__()
+        setattr(self, key, blocks)
+        self.key, self.heads = key, blocks
+        self.stack = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(blocks))
+
+    def forward(self, x):
+        for at in range(getattr(self, self.key)):
+            x = self.stack[at](x)
+        return x.unflatten(-1, (self.heads, 2)).flatten(-2)
+
+
+@pytest.mark.parametrize("key", ["depth", "num_layers", "n_layer", "n_layers", "num_blocks", "num_hidden_layers"])
+def test_integers_of_modules_that_count_blocks_follow(key, tmp_path):
+    torch.manual_seed(0)
+    one, x = Counted(key).eval(), torch.randn(3, 5, 8)
+    small, report = shrink_layers(one, [x], 0.25)
+    assert getattr(small, key) == len(small.stack) == 3 and small.heads == 4
+    assert getattr(one, key) == 4
+    report.save(tmp_path / "manifest.json")
+    again = cut_to(Counted(key).eval(), tmp_path / "manifest.json")
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x))
+
+
+def test_a_number_that_may_count_either_of_two_lists_stays():
+    two = nn.Sequential(Counted("num_layers"), Counted("num_layers")).eval()
+    two.num_layers, two.layers_per_step, two.num_shared_layers = 4, 4, 4
+    small, _ = shrink_layers(two, [torch.randn(3, 5, 8)], 0.5, blocks="1.stack")
+    assert [part.num_layers for part in small] == [4, 2]
+    assert (small.num_layers, small.layers_per_step, small.num_shared_layers) == (4, 4, 4)
