@@ -405,12 +405,29 @@ def config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
         yield from _integers_of(path, config)
 
 
+def read_again(config: Any) -> Any:
+    """Return a config as it is read from its file, where its class may compute fields anew."""
+    if not hasattr(type(config), "from_dict"):
+        return copy.deepcopy(config)
+
+    def copy_private(written: Any, read: Any) -> None:  # a file has no implementation of attention or experts
+        for key, value in vars(written).items():
+            if key.startswith("_"):
+                setattr(read, key, copy.deepcopy(value))
+            elif hasattr(value, "to_dict") and type(vars(read).get(key)) is type(value):
+                copy_private(value, vars(read)[key])
+
+    again = type(config).from_dict(config.to_dict())
+    copy_private(config, again)
+    return again
+
+
 def misfits(model: nn.Module) -> list[str]:
     """The tensors of a model that have another shape in one constructed from its config, as text."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     try:
-        config: Any = copy.deepcopy(model.config)
-        getattr(config, "validate", tuple)()  # as `save_pretrained` does
+        getattr(model.config, "validate", tuple)()  # as `save_pretrained` does
+        config: Any = read_again(model.config)
         with seeded([]), torch.device("meta"):
             fresh = type(model)(config).state_dict()
     except Exception as e:  # the config refuses the numbers, or the model cannot be constructed without values
@@ -424,7 +441,7 @@ def _other_outputs(small: nn.Module, reference: Reference, single_use: bool) -> 
     """Say what is wrong with outputs of the model, or of one constructed from its config with its weights; or ""."""
     try:
         with seeded([]), _Unfilled():
-            fresh = type(small)(copy.deepcopy(small.config))
+            fresh = type(small)(read_again(small.config))
         fresh.load_state_dict(small.state_dict(), assign=True)
         for name, module in small.named_modules():
             if hasattr(module, "_hf_hook"):  # accelerate reads its weights from disk

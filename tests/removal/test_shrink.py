@@ -428,6 +428,108 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
     )
 
 
+def _only_64(data):
+    if data["hidden"] != 64:
+        raise ValueError("hidden must be 64")
+    return data
+
+
+READ = {  # what the class of a config makes of the fields in its file
+    "as_written": dict,
+    "at_least_48": lambda data: {**data, "hidden": max(data["hidden"], 48)},
+    "a_multiple_of_48": lambda data: {**data, "hidden": -(-data["hidden"] // 48) * 48 if data["hidden"] < 64 else 64},
+    "always_64": lambda data: {**data, "hidden": 64},
+    "of_another_field": lambda data: {**data, "hidden": 8 * data["ratio"]},
+    "raising": _only_64,
+    "at_most_half_or_all": lambda data: {**data, "hidden": min(data["hidden"], 24) if data["hidden"] < 64 else 64},
+}
+
+
+def of_transformers(read, nested):
+    """A perceptron with a config, perhaps within another one, that is changed when it is read."""
+
+    class Inner(transformers.PreTrainedConfig):
+        hidden: int = 64
+        ratio: int = 8
+
+        @classmethod
+        def from_dict(cls, data, **keys):
+            return super().from_dict(read(data), **keys)
+
+    class Outer(transformers.PreTrainedConfig):
+        inner: dict | Inner | None = None
+
+        def __post_init__(self, **keys):
+            self.inner = Inner.from_dict(self.inner) if isinstance(self.inner, dict) else self.inner or Inner()
+            super().__post_init__(**keys)
+
+    class Perceptron(transformers.PreTrainedModel):
+        config_class = Outer if nested else Inner
+
+        def __init__(self, config):
+            super().__init__(config)
+            hidden = getattr(config, "inner", config).hidden
+            self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+            self.post_init()
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    return fill(Perceptron(Perceptron.config_class()))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("read", READ)
+def test_a_config_that_is_computed_anew_when_it_is_read_is_judged_as_it_is_read(read, nested, tmp_path):
+    model, x = of_transformers(READ[read], nested), torch.randn(4, 8)
+    small, report = shrink(model, x, 0.5)
+    assert small.up.out_features == 32 and (report.not_in_config == "") == (read == "as_written")
+    small, report = shrink(model, x, 0.5, keep_config=True)
+    assert small.up.out_features == (32 if read == "as_written" else 64) and not report.not_in_config
+    save_pretrained(small, report, tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(x), small(x))
+
+
+def test_a_config_that_computes_the_size_of_heads_when_it_is_read_can_be_saved(tmp_path):
+    keys = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    keys |= {"moe_intermediate_size": 32, "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    keys |= {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 8, "vocab_size": 96, "pad_token_id": 0}
+    keys |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "max_position_embeddings": 64}
+    model = fill(transformers.UnlimitedOcrTextModel(transformers.UnlimitedOcrTextModel.config_class(**keys)))
+    inputs = {"input_ids": torch.randint(3, 90, (2, 9))}
+    small, report = shrink(model, inputs, 0.5)
+    save_pretrained(small, report, tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(again(**inputs).last_hidden_state, small(**inputs).last_hidden_state)
+
+
+def test_a_config_that_is_no_class_of_transformers_is_copied():
+    class Config:
+        def __init__(self):
+            self.hidden, self.model_type = 64, "perceptron"
+
+        def to_dict(self):
+            return dict(vars(self))
+
+        def get_text_config(self):
+            return self
+
+    class Perceptron(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+            self.up, self.down = nn.Linear(8, config.hidden), nn.Linear(config.hidden, 8)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+        def save_pretrained(self, folder):
+            raise NotImplementedError
+
+    small, report = shrink(fill(Perceptron(Config())), torch.randn(4, 8), 0.5)
+    assert report.not_in_config == "" and small.config.hidden == small.up.out_features == 32
+
+
 @pytest.mark.parametrize("name", ["Gemma2", "GPT-2"])  # sliding and full attention alternate in the first
 def test_the_layers_that_change_their_input_least_are_removed(name, tmp_path):
     model, inputs = hf_models.deep(name, 5)
