@@ -1,18 +1,21 @@
 """`shrink_vocabulary` removes tokens from the embedding, the output layer, the config and the tokenizer of a model."""
 
+import contextlib
 import copy
 import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError, checked_model
+from ..models.running import seeded
 from .compaction import check_comparable
+from .sizes import read_again
 
 WHERE = "shrink_vocabulary: "
 _IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs
@@ -30,7 +33,8 @@ def shrink_vocabulary(
 
     What the model computes from other tokens stays the same, and so do their logits, except for the rounding of a
     product with fewer columns. The rows of the removed tokens leave the input embedding and the output layer,
-    tied or not, and the configs follow. Special tokens, and those that configs name, always stay.
+    tied or not, and the configs follow. Special tokens, and those that configs name, always stay. So do all ids below
+    that of padding where the model counts positions from it, as RoBERTa and M2M100 do.
 
     The vocabulary of a fast tokenizer (WordPiece, WordLevel, Unigram or BPE) follows. BPE keeps the merges that make
     kept tokens, and the tokens in between. Single characters and bytes stay too, so that other texts can be encoded.
@@ -46,8 +50,9 @@ def shrink_vocabulary(
         there is no tokenizer if one was given.
 
     Raises:
-        SparsityError: An argument does not fit, another tensor of the model has a row for each token, the model has
-            two vocabularies, its generation config has ids that cannot follow, or a text is encoded otherwise.
+        SparsityError: An argument does not fit, another tensor than those of embeddings and layers has an entry for
+            each token, the model has two vocabularies, its generation config has ids that cannot follow, or a text is
+            encoded otherwise.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -90,13 +95,13 @@ def shrink_vocabulary(
         kept |= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *tokenizer("")["input_ids"]}
         data, reason = _data_of(tokenizer)
         kept |= set() if data is None else _needed(data["model"], kept)
+    kept |= {*range(max(_first_positions(small), default=0))}
     new = {token: at for at, token in enumerate(sorted(token for token in kept if 0 <= token < count))}
     if data is not None:
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(_renumbered(data, new)))
     for text, ids in zip(texts, encoded, strict=True) if data is not None else ():
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
-    _cut_model(small, count, new)
     if getattr(getattr(small.config, "quantization_config", None), "quant_method", None) == "gguf":
         # The weights are floats, but transformers would refuse to save them as such.
         vars(small).pop("hf_quantizer", None)
@@ -106,6 +111,7 @@ def shrink_vocabulary(
             value = config[name]
             config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
         config.update({name: len(new) for name, size in config.items() if _SIZES.fullmatch(name) and size})
+    _cut_model(small, count, new)
     if reason:
         warnings.warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}", stacklevel=3)
     return small, None if data is None else tokenizer, new
@@ -117,26 +123,47 @@ def _ids_in(config: Mapping[str, Any]) -> set[int]:
     return {at for value in values for at in (value if isinstance(value, list) else [value]) if type(at) is int}
 
 
+def _tables_of(small: Any) -> list[Any]:
+    """Return the input embedding and, if there is one, the output layer."""
+    return [layer for layer in (small.get_input_embeddings(), small.get_output_embeddings()) if layer is not None]
+
+
+def _first_positions(small: Any) -> Iterator[int]:
+    """Yield the ids of padding after which tables of positions begin, as those of RoBERTa and M2M100 do."""
+    tokens = {id(p) for layer in _tables_of(small) for p in layer.parameters()}
+    for module in small.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        is_table = any(t.ndim == 2 and t.is_floating_point() for t in tensors) and tokens.isdisjoint(map(id, tensors))
+        if is_table and getattr(module, "padding_idx", None) is not None:
+            yield module.padding_idx
+
+
 def _cut_model(small: Any, count: int, new: Mapping[int, int]) -> None:
     """Cut the tensors with a row for each token, wherever they are, and the numbers in their modules."""
-    old = list(new)
-    layers = [layer for layer in (small.get_input_embeddings(), small.get_output_embeddings()) if layer is not None]
-    cut = {id(p): nn.Parameter(p[old], p.requires_grad) for layer in layers for p in layer.parameters(recurse=False)}
-    for name, tensor in (*small.named_parameters(), *small.named_buffers()):
-        if count in tensor.shape and id(tensor) not in cut and name != "final_logits_bias":  # of BART: [1, tokens]
+    old, shapes = list(new), dict[str, torch.Size]()
+    tables = {id(p): p for layer in _tables_of(small) for p in layer.parameters(recurse=False)}
+    tensors = {name: t for name, t in (*small.named_parameters(), *small.named_buffers()) if id(t) not in tables}
+    if others := [n for n, t in tensors.items() if count in t.shape and n != "final_logits_bias"]:  # [1, tokens], BART
+        # Which of these sizes count tokens, the smaller config says, unless no model can be constructed from it.
+        with contextlib.suppress(Exception), seeded([]), torch.device("meta"):
+            fresh = type(small)(read_again(small.config))
+            shapes = {name: tensor.shape for name, tensor in (*fresh.named_parameters(), *fresh.named_buffers())}
+    for name in others:
+        tensor, shape = tensors[name], shapes.get(name)
+        if shape == (len(old), *tensor.shape[1:]) and isinstance(tensor, nn.Parameter):
+            tables[id(tensor)] = tensor
+        elif shape != tensor.shape:
             raise SparsityError(f"{WHERE}{name} also has a dimension of {count}, and it is not known how to cut it")
+    cut = {key: nn.Parameter(p[old], p.requires_grad) for key, p in tables.items()}
     if isinstance(bias := getattr(small, "final_logits_bias", None), Tensor):
         small.final_logits_bias = bias[:, old]
-    for name, module in small.named_modules():
-        tables = [key for key, p in module._parameters.items() if id(p) in cut]
-        padding = getattr(module, "padding_idx", None)
-        if padding is not None and new.get(padding, padding) != padding:
-            if isinstance(module, nn.Embedding) and not tables:  # RoBERTa counts positions from the id of padding
-                raise SparsityError(f"{WHERE}{name} reads the id of padding, {padding}; keep all ids below it too")
-            module.padding_idx = new[padding]
-        for key in tables:
+    for module in small.modules():
+        keys = [key for key, p in module._parameters.items() if id(p) in cut]
+        if (padding := getattr(module, "padding_idx", None)) is not None:
+            module.padding_idx = new.get(padding, padding)
+        for key in keys:
             setattr(module, key, cut[id(module._parameters[key])])
-        for size in ("num_embeddings", "out_features") if tables else ("vocab_size",):
+        for size in ("num_embeddings", "out_features") if keys else ("vocab_size",):
             if getattr(module, size, None) == count:
                 setattr(module, size, len(old))
 
