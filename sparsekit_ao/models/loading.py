@@ -51,10 +51,9 @@ def is_elsewhere(model: nn.Module) -> bool:
     return is_any_sharded or is_offloaded(model)  # FSDP2 may have left weights gathered after a forward pass
 
 
-def refuse_unloadable(model: nn.Module, caller: str) -> None:
-    """Raise where parameters of the model have no values, or values that cannot be changed where they are."""
-    offloaded = list(_offloaded(model))
-    known = {id(each.placeholder) for each in offloaded}
+def refuse_valueless(model: nn.Module, caller: str) -> None:
+    """Raise where parameters are on the meta device, and accelerate does not have their values either."""
+    known = {id(each.placeholder) for each in _offloaded(model)}
     for name, p in model.named_parameters():
         if p.is_meta and id(p) not in known:
             raise SparsityError(
@@ -62,6 +61,11 @@ def refuse_unloadable(model: nn.Module, caller: str) -> None:
                 "values are; load the model with from_pretrained(folder), for a model that is larger than memory with "
                 "device_map= and offload_folder="
             )
+
+
+def refuse_unloadable(model: nn.Module, caller: str) -> None:
+    """Raise where parameters of the model have no values, or values that cannot be changed where they are."""
+    refuse_valueless(model, caller)
     for module in model.modules():
         is_whole = any(one.place_submodules for one in _offloading_hooks(module))
         if is_whole and any(isinstance(m, nn.ModuleList) for m in module.modules()):
@@ -69,7 +73,7 @@ def refuse_unloadable(model: nn.Module, caller: str) -> None:
                 f"{caller}: accelerate loads all of {type(module).__name__} at once, with all of its blocks; offload "
                 "the model without naming this class in preload_module_classes"
             )
-    for each in offloaded:
+    for each in _offloaded(model):
         if each.key in getattr(each.values, "index", ()) and each.values.save_folder is None:
             raise SparsityError(
                 f"{caller}: accelerate reads {each.key} from the model's own files and has no folder for changed "

@@ -17,7 +17,7 @@ from ..coupling.bound import is_list
 from ..coupling.experts import rated_experts
 from ..distributed import is_sharded
 from ..errors import SparsityError
-from ..models.loading import loaded, refuse_unloadable
+from ..models.loading import loaded, refuse_unloadable, refuse_valueless
 from ..models.names import owner_of
 from ..models.progress import progress_bar
 from ..models.running import Forward, call, check_batches, eval_mode, first_tensor, kept_generators
@@ -143,11 +143,12 @@ def shrink_layers(
         The smaller model, and a `Compaction`.
 
     Raises:
-        SparsityError: There is no such list; or a block returns no tensor of its input's shape; or the config computes
-            the types of blocks, as Jamba's does, and cannot hold those that remain.
+        SparsityError: Parameters have no values; or there is no such list; or a block returns no tensor of its input's
+            shape; or the config computes the types of blocks, as Jamba's does, and cannot hold those that remain.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
+    refuse_valueless(model, "shrink_layers")
     check_batches(batches, None, forward, "shrink_layers")
     level, batches = checked_level(ratio, "shrink_layers: "), list(batches)
     lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and blocks in (None, name)}

@@ -10,7 +10,7 @@ import transformers
 from discovered import fill
 from torch import nn
 
-from sparsekit_ao import SparsityError, recover
+from sparsekit_ao import SparsityError, recover, shrink_vocabulary
 from sparsekit_ao.coupling import expert_couplings, expert_scores
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import cut_to, shrink, shrink_experts, shrink_layers
@@ -282,3 +282,23 @@ def test_a_number_that_may_count_either_of_two_lists_stays():
     small, _ = shrink_layers(two, [torch.randn(3, 5, 8)], 0.5, blocks="1.stack")
     assert [part.num_layers for part in small] == [4, 2]
     assert (small.num_layers, small.layers_per_step, small.num_shared_layers) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("call", ["layers", "experts", "vocabulary"])
+@pytest.mark.parametrize("part", ["", "lm_head", "model.layers.0", "model.layers.1.mlp.experts", "model.embed_tokens"])
+def test_models_without_values_are_refused_first(call, part):
+    model, inputs = hf_models.make("Mixtral")
+    model.get_submodule(part).to("meta")
+    calls = {"layers": lambda: shrink_layers(model, [inputs], 0.5), "vocabulary": lambda: shrink_vocabulary(model, [7])}
+    calls["experts"] = lambda: shrink_experts(model, [inputs], 0.5)
+    with pytest.raises(SparsityError, match=f"shrink_{call}: {part}.* on the meta device, .* load the"):
+        calls[call]()
+
+
+def test_layers_leave_a_model_that_accelerate_keeps_on_disk(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = deep("Llama")
+    expected = shrink_layers(model, [inputs], 0.5)[0](**inputs).logits
+    accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    assert all(p.is_meta for p in model.parameters())
+    assert torch.equal(shrink_layers(model, [inputs], 0.5)[0](**inputs).logits, expected)
