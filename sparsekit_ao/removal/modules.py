@@ -129,6 +129,11 @@ def width_of(module: nn.Module, default: Any) -> Any:
 
 
 def _show_width(module: Any, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        raise SparsityError(
+            f"{type(module).__name__} reads {WIDTH}, which torch.export can only trace with strict=True; call "
+            "torch.export.export(model, args, strict=True)"
+        )
     first = next((tensor for _, tensor in tensors_in("", [args, kwargs]) if tensor.is_floating_point()), None)
 
     def shown(tensor: Tensor) -> Tensor:

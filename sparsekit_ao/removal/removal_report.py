@@ -13,6 +13,7 @@ from ..coupling import Discovery
 from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_error
+from .modules import WIDTH
 from .plan import NOT_TRIED, Plan, active
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
@@ -165,6 +166,11 @@ class Compaction(Table[KeptUnits]):
             lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"changed: {text}" for text in self.changed]
+        if any(f"{WIDTH}:" in text for text in self.changed):
+            lines.append(
+                f"attention reads {WIDTH}: torch.export.export needs strict=True, and what torch.save makes of the "
+                "whole model is loaded only where sparsekit_ao is installed"
+            )
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
         if count := len(self.unlisted):

@@ -9,7 +9,7 @@ from stock import EVERYTHING
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekit_ao import recover
+from sparsekit_ao import SparsityError, recover
 from sparsekit_ao.removal import cut_to, shrink
 
 
@@ -66,6 +66,15 @@ class Turned(Separate):
         return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)).permute(1, 0, 2)
 
 
+class OfSizes(Separate):
+    """The size of a head is computed where it is used."""
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(2, (self.num_heads, x.shape[2] // self.num_heads)) for f in (self.q, self.k, self.v))
+        attended = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+
 KINDS = (Packed, Computing, OfClass, Turned)
 
 
@@ -107,6 +116,24 @@ def test_it_is_compiled_as_one_graph_and_exported(kind):
     small, _ = shrink(make(kind), x, EVERYTHING)
     torch.testing.assert_close(torch.compile(small, fullgraph=True, backend="aot_eager")(x), small(x))
     torch.testing.assert_close(torch.export.export(small, (x,), strict=True).module()(x), small(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.export
+@pytest.mark.filterwarnings(
+    "ignore:.*TracerWarning", "ignore::torch.jit.TracerWarning"
+)  # of the assertion in a forward
+@pytest.mark.parametrize("kind", [*KINDS, OfSizes])
+def test_what_does_not_export_it_says_what_does(kind, tmp_path):
+    x = torch.randn(2, 7, 8)
+    small, report = shrink(make(kind), x, EVERYTHING)
+    with pytest.raises(SparsityError, match=f"{kind.__name__} reads width_of_input, .*args, strict=True"):
+        torch.export.export(small, (x,))
+    assert "attention reads width_of_input: torch.export.export needs strict=True" in str(report)
+    torch.export.save(torch.export.export(small, (x,), strict=True), tmp_path / "program.pt2")
+    torch.jit.save(torch.jit.trace(small, x), tmp_path / "traced.pt")
+    assert b"sparsekit" not in (tmp_path / "traced.pt").read_bytes()
+    for again in (torch.export.load(tmp_path / "program.pt2").module(), torch.jit.load(tmp_path / "traced.pt")):
+        torch.testing.assert_close(again(x), small(x))
 
 
 @pytest.mark.slow
