@@ -117,7 +117,6 @@ def _whole_experts(
                 members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
             elif tensor.numel() == tensor.shape[-1] == experts:  # (1, experts)
                 members[_starred(fqn)] = "i " * (tensor.ndim - 1) + rows
-    # The model itself may count its experts too, for a loss that balances them.
     around = dict.fromkeys(["", *itertools.accumulate(path.split("."), "{}.{}".format), *routers])
     holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in around}
     configs = {id(of): (f"{name}config.", of) for name, ints in [*holders.items()][::-1] if (of := ints.get("config"))}

@@ -130,8 +130,7 @@ def shrink_layers(
 
     The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
     arXiv 2403.03853). The report's `difference` says how much the outputs on the first batch change. Blocks that remain
-    are renumbered (`layer_idx`), also in the config of a transformers model, and integers of the modules around them
-    that count blocks (`num_layers`, `depth`) follow.
+    are renumbered (`layer_idx`) and counted anew (`num_layers`), also in the config of a transformers model.
 
     Args:
         model: The model, which is not changed.

@@ -1,7 +1,6 @@
 """Whole modules that are dropped: blocks and experts leave their lists.
 
-What numbers or counts the modules of a list follows: `layer_idx` of layers, `num_layers` of the modules around them,
-and fields of a config with an entry for each.
+What numbers or counts the modules of a list follows: `layer_idx`, `num_layers`, fields of a config by layer.
 """
 
 import re
@@ -63,17 +62,16 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
 
 def _counts_of_lists(model: nn.Module, kept: Mapping[str, int]) -> list[tuple[nn.Module, str, int]]:
     """Return (module, attribute, new value) of the integers around lists that count their modules, by their names."""
-    lengths = {path: len(module) for path, module in model.named_modules() if is_list(module)}  # type: ignore[arg-type]
+    lengths = {path: len(module) for path, module in model.named_modules() if is_list(module)}
     counts = []
     for name in {".".join(path.split(".")[:depth]) for path in kept for depth in range(path.count(".") + 1)}:
         holder, prefix = model.get_submodule(name), f"{name}." if name else ""
-        inside = {path: n for path, n in lengths.items() if path.startswith(prefix)}
-        # A list in a module of another list is counted there.
-        inside = {path: n for path, n in inside.items() if not re.search(r"\.\d+\.", path.removeprefix(prefix))}
+        direct = re.compile(re.escape(prefix) + r"(?!.*\.\d+\.).*")  # lists in modules of other lists are counted there
+        inside = {path: n for path, n in lengths.items() if direct.fullmatch(path)}
         for key, value in vars(holder).items():
             after = {kept.get(path, n) for path, n in inside.items() if n == value and type(value) is int}
             if _COUNTS.fullmatch(key) and len(after) == 1:  # else the number may be that of another list
-                counts.append((holder, key, *after))
+                counts.append((holder, key, after.pop()))
     return counts
 
 
@@ -130,10 +128,7 @@ def width_of(module: nn.Module, default: Any) -> Any:
 
 def _show_width(module: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        raise SparsityError(
-            f"{type(module).__name__} reads {WIDTH}, which torch.export can only trace with strict=True; call "
-            "torch.export.export(model, args, strict=True)"
-        )
+        raise SparsityError(f"{type(module).__name__} reads {WIDTH}: use torch.export.export(..., strict=True)")
     first = next((tensor for _, tensor in tensors_in("", [args, kwargs]) if tensor.is_floating_point()), None)
 
     def shown(tensor: Tensor) -> Tensor:

@@ -167,10 +167,7 @@ class Compaction(Table[KeptUnits]):
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
         lines += [f"changed: {text}" for text in self.changed]
         if any(f"{WIDTH}:" in text for text in self.changed):
-            lines.append(
-                f"attention reads {WIDTH}: torch.export.export needs strict=True, and what torch.save makes of the "
-                "whole model is loaded only where sparsekit_ao is installed"
-            )
+            lines.append(f"attention reads {WIDTH}: torch.export.export needs strict=True, torch.load sparsekit_ao")
         lines += [f"not exact: {note}" for note in self.notes]
         lines += [f"not inspected, hence not compared: {text}" for text in self.not_compared]
         if count := len(self.unlisted):

@@ -409,16 +409,12 @@ def read_again(config: Any) -> Any:
     """Return a config as it is read from its file, where its class may compute fields anew."""
     if not hasattr(type(config), "from_dict"):
         return copy.deepcopy(config)
-
-    def copy_private(written: Any, read: Any) -> None:  # a file has no implementation of attention or experts
-        for key, value in vars(written).items():
-            if key.startswith("_"):
-                setattr(read, key, copy.deepcopy(value))
-            elif hasattr(value, "to_dict") and type(vars(read).get(key)) is type(value):
-                copy_private(value, vars(read)[key])
-
     again = type(config).from_dict(config.to_dict())
-    copy_private(config, again)
+    pairs = [(config, again)]
+    for written, read in pairs:  # the loop appends; a file lacks private fields: how attention is implemented
+        vars(read).update({key: copy.deepcopy(value) for key, value in vars(written).items() if key.startswith("_")})
+        inner = [(value, vars(read).get(key)) for key, value in vars(written).items() if hasattr(value, "to_dict")]
+        pairs += [(value, other) for value, other in inner if type(other) is type(value)]
     return again
 
 

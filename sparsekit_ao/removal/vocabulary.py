@@ -50,9 +50,8 @@ def shrink_vocabulary(
         there is no tokenizer if one was given.
 
     Raises:
-        SparsityError: An argument does not fit, another tensor than those of embeddings and layers has an entry for
-            each token, the model has two vocabularies, its generation config has ids that cannot follow, or a text is
-            encoded otherwise.
+        SparsityError: An argument does not fit, a tensor that is no parameter has a row for each token, the model has
+            two vocabularies, its generation config has ids that cannot follow, or a text is encoded otherwise.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -133,9 +132,8 @@ def _first_positions(small: Any) -> Iterator[int]:
     tokens = {id(p) for layer in _tables_of(small) for p in layer.parameters()}
     for module in small.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        is_table = any(t.ndim == 2 and t.is_floating_point() for t in tensors) and tokens.isdisjoint(map(id, tensors))
-        if is_table and getattr(module, "padding_idx", None) is not None:
-            yield module.padding_idx
+        if tokens.isdisjoint(map(id, tensors)) and any(t.ndim == 2 and t.is_floating_point() for t in tensors):
+            yield getattr(module, "padding_idx", None) or 0
 
 
 def _cut_model(small: Any, count: int, new: Mapping[int, int]) -> None:
@@ -144,8 +142,7 @@ def _cut_model(small: Any, count: int, new: Mapping[int, int]) -> None:
     tables = {id(p): p for layer in _tables_of(small) for p in layer.parameters(recurse=False)}
     tensors = {name: t for name, t in (*small.named_parameters(), *small.named_buffers()) if id(t) not in tables}
     if others := [n for n, t in tensors.items() if count in t.shape and n != "final_logits_bias"]:  # [1, tokens], BART
-        # Which of these sizes count tokens, the smaller config says, unless no model can be constructed from it.
-        with contextlib.suppress(Exception), seeded([]), torch.device("meta"):
+        with contextlib.suppress(Exception), seeded([]), torch.device("meta"):  # its config says which count tokens
             fresh = type(small)(read_again(small.config))
             shapes = {name: tensor.shape for name, tensor in (*fresh.named_parameters(), *fresh.named_buffers())}
     for name in others:
