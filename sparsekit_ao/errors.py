@@ -7,7 +7,13 @@ import difflib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Collection, Mapping
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -67,10 +73,18 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     [('a, b, c, d, e and 2 more', 'too wide'), ('h', 'tied')]
     """
     alike: dict[str, list[str]] = {}
-    for name, why in reasons.items():
+    for name, why in folded([*reasons.items()], 1):
         alike.setdefault(why, []).append(name)
     more = {why: f" and {len(names) - 5} more" if len(names) > 5 else "" for why, names in alike.items()}
     return [(", ".join(names[:5]) + more[why], why) for why, names in alike.items()]
+
+
+def folded(rows: Sequence[tuple[str, ...]], few: int = 3) -> list[tuple[str, ...]]:
+    """Rows (name, *cells) in which more than a few that differ only in numbers of their names are one, with a count."""
+    number = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\..*\.)")  # not that of a layer of a plain Sequential
+    counts = Counter(keys := [(number.sub("*", name), *cells) for name, *cells in rows])
+    pairs = zip(keys, rows, strict=True)
+    return list(dict.fromkeys((f"{k[0]} ({counts[k]})", *k[1:]) if counts[k] > few else row for k, row in pairs))
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
@@ -102,3 +116,14 @@ def checked_model(model: object, where: str) -> nn.Module:
         return model
     hint = "; pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
     raise SparsityError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}{hint}")
+
+
+def check_writable(folder: str | PathLike[str], where: str, size: int = 0) -> None:
+    """Raise an error unless so many bytes can be written to a folder, which need not exist; nothing is left there."""
+    try:
+        place = next(each for each in (Path(folder).resolve() / "file").parents if each.exists())
+        tempfile.TemporaryFile(dir=place).close()  # permissions alone do not tell
+        if (free := shutil.disk_usage(place).free) <= size:
+            raise OSError(f"{free:,} bytes are free on its disk, and up to {size:,} are needed")
+    except (OSError, ValueError, RuntimeError) as error:  # also of a name with a zero byte, and of links in a circle
+        raise SparsityError(f"{where} is not a folder that can be written: {error}") from None

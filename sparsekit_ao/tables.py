@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from .errors import is_number
+from .errors import folded, is_number
 
-FOLDED_ABOVE = 40  # rows above which like tensors share a line of a printed report
+FOLDED_ABOVE = 40  # rows above which like tensors share a line of a sparsifier's report
 FAR = 0.7  # from this relative error on, half of the variation of the dense model's outputs is lost
 Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|inf)*( to [\d.]+)?")
@@ -64,9 +64,10 @@ class Table(Sequence[Row], Generic[Row]):
     bars: tuple[str, ...] = ()  # fields that `plot` draws
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Return the names of the rows' fields, and the rows as text; `folds` allows one line for many rows."""
+        """Return the names of the rows' fields, and the rows as text; with `folds`, equal rows share a line."""
         names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
-        return [tuple(names), *(tuple(_text(getattr(row, name), name) for name in names) for row in self.rows)]
+        lines = [tuple(_text(getattr(row, name), name) for name in names) for row in self.rows]
+        return [tuple(names), *(folded(lines) if folds else lines)]
 
     def above(self) -> list[str]:
         """Return the lines above the table."""

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from .. import patterns
 from ..distributed import is_sharded
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, folded
 from ..masking import parametrized_names, used_weight
 from ..models.names import is_of_transformers, matcher, parameter_of, plain_name
 from ..tables import Table
@@ -107,13 +107,13 @@ class LayerReport(Table[ExportRow]):
     bars = ("density",)
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Return the head and the rows as text."""
+        """Return the head and the rows as text; with `folds`, equal rows share a line."""
         lines: list[tuple[str, ...]] = [("tensor", "module", "shape", "dtype", "", "density", "patterns", "taken by")]
         for r in self.rows:
             names = (", ".join(names) or "-" for names in (r.patterns, r.taken_by))
             state = "masked" if r.masked else ""
             lines.append((r.tensor, r.kind, "x".join(map(str, r.shape)), r.dtype, state, f"{r.density:.4f}", *names))
-        return lines
+        return folded(lines) if folds else lines
 
     def below(self) -> list[str]:
         """Say how many weights each function takes, and why not the others."""

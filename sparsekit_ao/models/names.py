@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed import local
-from ..errors import SparsityError
+from ..errors import SparsityError, folded
 from ..masking import parameters_under, parametrized_names
 
 T = TypeVar("T")
@@ -112,10 +112,7 @@ def by_pattern(names: Iterable[str]) -> list[str]:
     >>> by_pattern(["layers.0.gate", "layers.1.gate", "head"])
     ['layers.*.gate (2)', 'head']
     """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
-    return [f"{glob} ({len(found)})" if len(found) > 1 else found[0] for glob, found in alike.items()]
+    return [name for (name,) in folded([(name,) for name in names], 1)]
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

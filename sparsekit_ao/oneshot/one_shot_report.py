@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import by_reason
+from ..errors import by_reason, folded
 from ..models.names import by_pattern
-from ..tables import FOLDED_ABOVE, Table, lines_of_error
+from ..tables import Table, lines_of_error
 from .matching import RecoveryReport
 from .solving import LayerRow
 
@@ -133,14 +133,9 @@ class DryRun(OneShotReport):
     bars = ("density",)  # type: ignore[assignment]
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Return the head and the rows as text, without errors and times; with `folds`, like rows share a line."""
-        head, *lines = [(tensor, density, note) for tensor, _, _, density, _, note in super().cells(folds)]
-        if folds and len(lines) > FOLDED_ABOVE:
-            alike = dict[tuple[str, str], list[str]]()
-            for tensor, density, note in lines:
-                alike.setdefault((density, note), []).append(tensor)
-            lines = [(name, *rest) for rest, tensors in alike.items() for name in by_pattern(tensors)]
-        return [head, *lines]
+        """Return the head and the rows as text, without errors and times; with `folds`, equal rows share a line."""
+        lines = [(tensor, density, note) for tensor, _, _, density, _, note in super().cells()]
+        return folded(lines) if folds else [*lines]
 
     def above(self) -> list[str]:
         """Return what the call would take."""

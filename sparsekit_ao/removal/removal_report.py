@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Discovery
+from ..errors import folded
+from ..models.names import by_pattern
 from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_error
@@ -143,8 +145,9 @@ class Compaction(Table[KeptUnits]):
         return super().metrics() | {name: float(size) for name, size in vars(self.after).items()} | evaluation
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
-        """Return the head and the rows as text."""
-        return [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
+        """Return the head and the rows as text; with `folds`, equal rows share a line."""
+        lines = [("coupling", "kind", "kept"), *((row.name, row.kind, str(row)) for row in self.couplings)]
+        return folded(lines) if folds else [*lines]
 
     def above(self) -> list[str]:
         """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
@@ -165,7 +168,7 @@ class Compaction(Table[KeptUnits]):
         if not math.isnan(self.difference):
             lines.append(f"largest relative difference on the example inputs: {self.difference:.1e}")
         lines += [] if self.in_float64 is None else [f"rounding: in float64 it is {self.in_float64:.1e}"]
-        lines += [f"changed: {text}" for text in self.changed]
+        lines += [f"changed: {text}" for text in by_pattern(self.changed)]
         if any(f"{WIDTH}:" in text for text in self.changed):
             lines.append(f"attention reads {WIDTH}: torch.export.export needs strict=True, torch.load sparsekit_ao")
         lines += [f"not exact: {note}" for note in self.notes]
@@ -177,8 +180,8 @@ class Compaction(Table[KeptUnits]):
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"fits: {text}" for text in self.fits]
-        lines += [f"left out: {text}" for text in self.left_out]
-        lines += [f"frozen: {text}" for text in self.frozen]
+        lines += [f"left out: {text}" for text in by_pattern(self.left_out)]
+        lines += [f"frozen: {text}" for text in by_pattern(self.frozen)]
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         if rows := self.compensation:
             before, after = (sum(getattr(row, when) for row in rows) / len(rows) for when in ("before", "after"))
@@ -232,6 +235,7 @@ def _as_lines(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         names.setdefault(why, []).append(name)
     lines = list[str]()
     for why, alike in names.items():
+        alike = by_pattern(alike) if len(alike) > _FEW else alike
         more = len(alike) - 1 if why.startswith(NOT_TRIED) or len(alike) > _FEW else 0
         lines += [f"{alike[0]} and {more} more: {why}"] if more else [f"{name}: {why}" for name in alike]
     return tuple(lines)
