@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..errors import SparsityError
+from ..errors import SparsityError, check_writable
 from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
@@ -33,6 +34,7 @@ from .weights import Conversion, same_bits
 MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
 CARD = "README.md"
+_DIGEST = "<!-- Written by sparsekit_ao, which replaces this card unless its text is changed. SHA-256: "
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
@@ -48,7 +50,7 @@ def save_pretrained(
     `load_pretrained` reads.
 
     A model card, `README.md`, says how the model was made, what the report and `evaluate=` say, how to load it (and a
-    tokenizer that is in the folder already), and how to run it fast. A card that is there already stays as it is.
+    tokenizer that is in the folder already), and how to run it fast. A card that was changed by hand stays as it is.
 
     Args:
         model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
@@ -64,8 +66,8 @@ def save_pretrained(
 
     Raises:
         SparsityError: The model has no such method, or has adapters that are not merged; no tensor of the model has the
-            name and shape of a mask; a tensor is not zero where its mask drops; or a file does not hold the values that
-            were written.
+            name and shape of a mask; a tensor is not zero where its mask drops; the folder cannot be written; or a file
+            does not hold the values that were written.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -99,12 +101,20 @@ def save_pretrained(
             "dry run; give the report that prune or shrink returned with the model, or the sparsifier"
         )
     read_from = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "quant_method", None)
+    check_writable(path, f"save_pretrained: path={str(path)!r}", sum(p.nbytes for p in model.parameters()))
+    folder = Path(path).resolve()
+    from safetensors import SafetensorError  # an optional package
+
     with ExitStack() as stack:
         if read_from == "gguf" and all(p.is_floating_point() for p in model.parameters()):  # transformers refuses it
             for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
         save = _save_compacted if isinstance(sparsifier, Compaction) else _save_masked
-        return save(model, sparsifier, Path(path), **kwargs)  # type: ignore[arg-type]
+        try:
+            return save(model, sparsifier, folder, **kwargs)  # type: ignore[arg-type]
+        except (OSError, SafetensorError) as error:
+            why = f"{folder} cannot be written, or not read again ({error}). Nothing of the model was changed"
+            raise SparsityError(f"save_pretrained: {why}; make room on the disk, or save it elsewhere") from error
 
 
 def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **kwargs: Any) -> Conversion:
@@ -146,11 +156,11 @@ def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **
             compared.add(name)
         if missing := names - compared:
             raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {min(missing)}")
-        _write_card(unchecked, folder, model, sparsifier, lines)
+        of_card = _write_card(unchecked, folder, model, sparsifier, lines)
     dense_bytes = sum(getattr(*owner_of(model, name)).nbytes for name in names)
     mask_bytes = (folder / MASKS).stat().st_size if masks else 0
     note = "the weights are saved dense, with their zeros" + f"; {MASKS} adds {mask_bytes:,} bytes" * bool(masks)
-    keys: dict[str, Any] = {"before": dense_bytes, "after": dense_bytes + mask_bytes, "notes": (note,)}
+    keys: dict[str, Any] = {"before": dense_bytes, "after": dense_bytes + mask_bytes, "notes": (note, *of_card)}
     return Conversion(target="save_pretrained", converted=tuple(names), **keys)
 
 
@@ -179,12 +189,14 @@ def _write_card(
     model: nn.Module,
     report: Masks | Compaction | OneShotReport,
     lines: Sequence[str],
-) -> None:
-    """Write a model card in the form of Hugging Face, unless the folder has one."""
+) -> tuple[str, ...]:
+    """Write a model card in the form of Hugging Face; return a note instead if the folder has one of somebody else."""
     from .. import __version__
 
-    if (folder / CARD).exists():
-        return
+    if (card := folder / CARD).exists():
+        text, _, digest = card.read_text("utf-8", "replace").rpartition(_DIGEST)
+        if digest.strip(" ->\n") != sha256(text.encode()).hexdigest():
+            return (f"{card} is not as save_pretrained wrote it, so it is kept; it may describe another model",)
     name, base = type(model).__name__, str(getattr(getattr(model, "config", None), "_name_or_path", ""))
     is_transformers = is_of_transformers(model, "PreTrainedModel")
     head = ["library_name: transformers"] if is_transformers else []
@@ -225,7 +237,9 @@ def _write_card(
     texts = [f"## {title}\n\n{text}\n" for title, text in sections.items() if text]
     what = f"A {name} with {sum(p.numel() for p in model.parameters()):,} parameters, pruned with sparsekit_ao."
     start = ["---", *head, "---", "", f"# {folder.name}", "", what, ""]
-    (unchecked / CARD).write_text("\n".join([*start, *texts]), "utf-8")
+    text = "\n".join([*start, *texts, ""])
+    (unchecked / CARD).write_text(f"{text}{_DIGEST}{sha256(text.encode()).hexdigest()} -->\n", "utf-8")
+    return ()
 
 
 class _LazyMasked(Tensor):
@@ -331,8 +345,8 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 )
         after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
         lines = [*report.above(), *report.below()[:3], *(f"fits: {text}" for text in report.fits)]
-        _write_card(unchecked, folder, model, report, lines)
-    return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=(note,))
+        notes = (note, *_write_card(unchecked, folder, model, report, lines))
+    return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=notes)
 
 
 def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> None:

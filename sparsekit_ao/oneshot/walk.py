@@ -43,7 +43,7 @@ from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, of_all_ranks, rank
-from ..errors import SparsityError, is_number
+from ..errors import SparsityError, check_writable, is_number
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, steps
 from ..models.running import eval_mode
@@ -530,6 +530,8 @@ def check_options(
         raise SparsityError(f"{caller}: stream_memory must be a number of bytes, or None, got {stream_memory!r}")
     if checkpoint is not None and (not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint)):
         raise SparsityError(f"{caller}: checkpoint must be a folder, or None, got {checkpoint!r}")
+    if checkpoint is not None and not has_process_group():  # else `Checkpoint` raises the error on all ranks
+        check_writable(checkpoint, f"{caller}: checkpoint={str(checkpoint)!r}")
     if device is None:
         return
     try:

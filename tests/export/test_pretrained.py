@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import json
 import re
+import resource
 import runpy
+import shutil
 import weakref
 from collections import OrderedDict
 from dataclasses import replace
@@ -773,7 +775,7 @@ def test_the_card_of_a_smaller_model_says_how_it_was_made_and_how_to_load_it(kee
     assert torch.equal(loaded.eval()(**inputs).logits, small.eval()(**inputs).logits)
 
 
-def test_a_model_of_prune_is_saved_without_masks_and_a_card_is_never_overwritten(tmp_path):
+def test_a_model_of_prune_is_saved_without_masks_and_the_card_of_a_person_is_never_overwritten(tmp_path):
     model, inputs = hf_models.make("Llama")
     pruned_model, report = prune(model, "2:4", batches=[inputs], exclude=["lm_head"])
     saved = export.save_pretrained(pruned_model, report, tmp_path)
@@ -784,10 +786,117 @@ def test_a_model_of_prune_is_saved_without_masks_and_a_card_is_never_overwritten
     assert "to_2_4" in sections["How to run it fast"] and "Evaluation" not in sections
     (tmp_path / "README.md").write_text("mine")
     masks = {row.tensor: pruned_model.get_parameter(row.tensor) != 0 for row in report}
-    export.save_pretrained(pruned_model, masks, tmp_path)
+    notes = export.save_pretrained(pruned_model, masks, tmp_path).notes
+    assert "README.md is not as save_pretrained wrote it, so it is kept" in notes[-1]
     assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "masks.safetensors").exists()
     export.save_pretrained(pruned_model, masks, tmp_path / "masked")
     assert "masks drop 50.0% of the elements" in sections_of(tmp_path / "masked")[1]["Report"]
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Models that differ, and what `save_pretrained` takes with them."""
+    model, inputs = hf_models.make("Llama")
+    half, _ = prune(model, 0.5)
+    masks = {name: p != 0 for name, p in half.named_parameters() if name.endswith("up_proj.weight")}
+    return {
+        "2:4": prune(model, "2:4"),
+        "0.9": prune(model, 0.9),
+        "masks": (half, masks),
+        "smaller": shrink(model, inputs, 0.5),
+        "fewer layers": shrink_layers(model, [inputs], 0.5),
+        "without a config": compacted(hf_models.make("BERT")[0]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("2:4", "0.9"), ("0.9", "smaller"), ("smaller", "masks"), ("masks", "2:4")]
+)
+@pytest.mark.parametrize("last", ["fewer layers", "without a config"])
+def test_the_card_of_another_model_is_replaced(before, now, last, results, tmp_path):
+    for at, name in enumerate((before, now, last)):
+        model, report = results[name]
+        saved = export.save_pretrained(model, report, tmp_path / "all")
+        export.save_pretrained(model, report, tmp_path / str(at) / "all")
+        card = (tmp_path / "all/README.md").read_text()
+        assert card == (tmp_path / str(at) / "all/README.md").read_text() and len(saved.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text + "\nMore.\n",
+        lambda text: text.replace("pruned with", "made with"),
+        lambda text: text.replace("tags:", "license: mit\ntags:"),
+        lambda text: text.rpartition("<!--")[0],
+        lambda text: "\n".join(text.splitlines()[1:]),
+        lambda text: "",
+        lambda text: "caf\u00e9".encode("latin-1"),
+    ],
+)
+def test_a_card_that_was_changed_is_kept_and_a_note_says_so(change, results, tmp_path):
+    export.save_pretrained(*results["2:4"], tmp_path)
+    card = tmp_path / "README.md"
+    changed = change(card.read_text())
+    changed = changed if isinstance(changed, bytes) else changed.encode()
+    card.write_bytes(changed)
+    for name in ("smaller", "0.9", "masks"):
+        notes = export.save_pretrained(*results[name], tmp_path).notes
+        assert card.read_bytes() == changed and notes[-1].endswith("it is kept; it may describe another model")
+
+
+@pytest.mark.parametrize("name", ["2:4", "without a config"])
+@pytest.mark.parametrize("path", [".", "./", "sub/..", "./sub/../.", "sub/../../here", "..", "new/deep", "link"])
+def test_a_folder_may_be_given_by_any_path(path, name, results, tmp_path, monkeypatch):
+    (tmp_path / "here/sub").mkdir(parents=True)
+    (tmp_path / "here/link").symlink_to("sub")
+    monkeypatch.chdir(tmp_path / "here")
+    written = Path(path).resolve()
+    model, report = results[name]
+    for _ in range(2):
+        export.save_pretrained(model, report, path)
+        assert f"folder = {written.name!r}" in (written / "README.md").read_text()
+    assert same(looks(model), export.load_pretrained(written, type(model)))
+
+
+@pytest.mark.parametrize("name", ["masks", "without a config"])
+@pytest.mark.parametrize("path", ["file", "file/deep/er", "/proc/here", "x" * 300, "a\0b", "circle/a"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
+    path, name, results, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("circle").symlink_to("circle")
+    for function in ("dense_state_dict_of", "masked_tensors", "_to_write"):
+        monkeypatch.setattr(pretrained, function, None)
+    with pytest.raises(SparsityError, match="save_pretrained: path=.* is not a folder that can be written: "):
+        export.save_pretrained(*results[name], path)
+    assert {file.name for file in tmp_path.iterdir()} == {"file", "circle"}
+
+
+def test_a_disk_without_room_for_the_model_is_found_before_anything_is_computed(results, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path, real=shutil.disk_usage: real(path)._replace(free=10_000))
+    monkeypatch.setattr(pretrained, "dense_state_dict_of", None)
+    with pytest.raises(SparsityError, match=r"10,000 bytes are free on its disk, and up to [\d,]+ are needed"):
+        export.save_pretrained(*results["2:4"], tmp_path / "a/b")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["2:4", "0.9", "masks", "smaller", "fewer layers", "without a config"])
+def test_a_disk_that_fills_up_leaves_the_model_and_the_folder_as_they_were(name, results, tmp_path):
+    export.save_pretrained(*results["2:4"], tmp_path / "a")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    before, limits = looks(results[name][0]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, limits[1]))  # of a file
+    try:
+        with pytest.raises(SparsityError, match="cannot be written, .* Nothing of the model was changed; make room"):
+            export.save_pretrained(*results[name], tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert same(before, results[name][0])
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == files
+    export.save_pretrained(*results[name], tmp_path / "b")  # as the error says
+    assert same(before, export.load_pretrained(tmp_path / "b", type(results[name][0])))
 
 
 def test_reports_of_calls_that_changed_nothing_are_refused(tmp_path):
