@@ -1,36 +1,45 @@
 """The command `python -m sparsekit_ao`: prune or shrink a folder of transformers, or report what one holds."""
 
 import argparse
+import codecs
 import inspect
 import json
 import math
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .errors import SparsityError, did_you_mean
+from .errors import SparsityError, check_writable, did_you_mean
 from .export import load_pretrained, report, save_pretrained
 from .export.pretrained import CARD, MANIFEST
 from .oneshot import prune
+from .oneshot.walk import check_options
 from .removal import shrink
+from .sparsifiers import ScopeSparsifier
+from .structure import checked_level
 
 CALLS: dict[str, Callable[..., Any]] = {"prune": prune, "shrink": shrink}
 OF_COMMAND = {"model", "batches", "example_inputs", "forward", "couplings", "inplace", "dry_run", "evaluate"}
 BATCH = 4  # windows of tokens in a batch
 MEASURED = 8192  # tokens of the held-out text, at most
 HELD_OUT = 10  # one document, or part of the text, of so many is held out
+SEED = 0  # of the order of windows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 2 after an error, which is printed in one line."""
     args = _parser().parse_args(argv)
+    args.line = ["python", "-m", "sparsekit_ao", *(sys.argv[1:] if argv is None else argv)]
     try:
         (_report if args.command == "report" else _run)(args)
     except (SparsityError, OSError) as error:
@@ -49,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
             continue
         command.add_argument("--data", type=Path, help="text, or JSON lines whose field 'text' is a document")
         command.add_argument("--tokens", type=int, default=32768, help="to calibrate on, at most (default: 32768)")
-        command.add_argument(
-            "--length", type=int, help="tokens of a window (default: 256, or the most that the model takes)"
-        )
+        command.add_argument("--length", type=int, help="tokens of a window (default: 256, or the model's maximum)")
         command.add_argument("--recipe", type=Path, help=f"a YAML file with arguments of `{name}`")
         command.add_argument("--out", type=Path, help="the folder to write")
         command.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
@@ -59,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--recover", action="store_true", default=None, help="train blocks to match dense ones")
         command.add_argument("--exclude", nargs="+", metavar="NAME", help="names or globs of tensors and modules")
         if name == "shrink":
-            command.add_argument("--ratio", type=float, help="the fraction of units to remove")
+            command.add_argument("--ratio", type=float, help="the fraction to remove (default: 0.5); see --budget")
+            of = "what --ratio is of: each layer's units (layer, the default; the model loses less) or the model's cost"
+            command.add_argument("--budget", choices=("layer", "units", "flops", "parameters"), help=of)
             continue
         command.add_argument("--pattern", help="such as 2:4")
         command.add_argument("--sparsity-level", type=float, help="the fraction of weights to drop, without --pattern")
@@ -80,24 +89,38 @@ def _run(args: argparse.Namespace) -> None:
         raise SparsityError(f"--out is {args.folder}, the folder of the dense model; give another one")
     if (args.folder / MANIFEST).exists():
         raise SparsityError(f"the config in {args.folder} does not describe its model; begin with the dense model")
+    if args.data is None and (args.command == "shrink" or args.length or args.recover):
+        raise SparsityError("shrink, --length and --recover need --data, a file with typical text")
+    if args.data is not None and not (args.data.is_file() and args.data.stat().st_size):
+        raise SparsityError(f"--data: {args.data} is not a file, or it is empty; give one with typical text")
+    if (least := min(args.tokens, 2 if args.length is None else args.length)) < 2:
+        raise SparsityError(f"--tokens and --length must be at least 2, got {least}")
+    checked_level(vars(args).get("ratio") or 0, "--ratio: ")
+    ScopeSparsifier(keys.get("sparsity_level"), pattern=keys.get("pattern"))  # raises errors of these, too
+    check_options(args.command, *map(keys.get, ("device", "stream_memory", "checkpoint", "compensate")))
+    if args.out is not None:
+        check_writable(args.out, f"--out: {args.out}")
     with tempfile.TemporaryDirectory() as offload_folder:
         model, is_causal = _loaded(args.folder, offload_folder)
         tokenizer = _tokenizer(args.folder, is_needed=args.data is not None)
         batches = None
         if args.data is not None:
             used, held_out = _windows(tokenizer, model, args)
+            args.line += [f"--tokens={args.tokens}", f"--length={used.shape[1]}"]  # the last ones of a line count
             batches = [{"input_ids": ids} for ids in used.split(BATCH)]
             print(f"{used.numel():,} tokens to calibrate on, {held_out.numel():,} held out")
         keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
         if args.dry_run:
             print(call(model, batches=batches, dry_run=True, **keys)[1])
             return
+        check_writable(args.out, f"--out: {args.out}", sum(p.nbytes for p in model.parameters()))
         keys |= {} if batches is None else {"evaluate": _evaluation(model, held_out, is_causal)}
         result, found = call(model, batches=batches, **keys)
         print(found)
         if tokenizer is not None:  # first, so that the card names it
             tokenizer.save_pretrained(args.out)
-        print(save_pretrained(result, found, args.out))
+        made = f"# {shlex.join(args.line)}\n# (windows of text in an order drawn with seed {SEED})\n{found.call}"
+        print(save_pretrained(result, replace(found, call=made), args.out))
 
 
 def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
@@ -179,32 +202,41 @@ def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tens
     if not 2 <= length <= longest:
         raise SparsityError(f"--length must be from 2 to {longest} (--tokens, or the model's maximum), got {length}")
     try:
-        text = args.data.read_text("utf-8")
-        documents = [text] if args.data.suffix not in (".jsonl", ".json") else []
-        for line in () if documents else filter(str.strip, text.splitlines()):
-            documents.append(json.loads(line)["text"])
-    except (ValueError, KeyError, TypeError) as error:
+        data: Any = np.memmap(args.data, mode="r")  # of which only what is needed is read
+        lines = data.tobytes().splitlines() if args.data.suffix in (".jsonl", ".json") else []
+        documents = [json.loads(line)["text"].encode() for line in lines if line.strip()]
+        data = b"\n\n".join(documents) if lines else data
+        parts = data[: -len(data) // HELD_OUT], data[-len(data) // HELD_OUT :]
+        if len(documents) >= HELD_OUT:
+            data = b"\n\n".join(document for at, document in enumerate(documents, 1) if at % HELD_OUT)
+            parts = data, b"\n\n".join(documents[HELD_OUT - 1 :: HELD_OUT])
+        used, held_out = (_drawn(tokenizer, *of, length) for of in zip(parts, (args.tokens, MEASURED), strict=True))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SparsityError(f"--data: {args.data} must be text, or JSON lines with a field 'text': {error}") from error
-    if len(documents) >= HELD_OUT:
-        used = "\n\n".join(d for at, d in enumerate(documents, 1) if at % HELD_OUT)
-        held_out = "\n\n".join(documents[HELD_OUT - 1 :: HELD_OUT])
-    else:  # the end of the text
-        text = "\n\n".join(documents)
-        at = len(text) - len(text) // HELD_OUT
-        used, held_out = text[:at], text[at:]
-    found = []
-    for text, most in ((used, args.tokens), (held_out, MEASURED)):
+    if not (len(used) and len(held_out)):
+        raise SparsityError(f"--data: {args.data} is too short: give {HELD_OUT * length} tokens or a smaller --length")
+    return used, held_out
+
+
+def _drawn(tokenizer: Any, text: Any, tokens: int, length: int) -> Tensor:
+    """Return windows at even distances in a text, given as bytes, of so many tokens together, or of all that it has."""
+
+    def windows_of(part: Any) -> list[list[int]]:
+        whole = bytes(part).lstrip(bytes(range(0x80, 0xC0)))  # from the first character that is not cut to the last
+        part = codecs.getincrementaldecoder("utf-8")().decode(whole)
         # Each window gets the tokens that the tokenizer adds to a text, such as [CLS] and [SEP].
-        ids = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
-        whole = torch.tensor([window for window in ids if len(window) == length])
-        if len(whole) == 0:
-            raise SparsityError(
-                f"--data: {args.data} is too short: the part to calibrate on and the tenth that is held out must have "
-                f"{length} tokens each; give more text, or a smaller --length"
-            )
-        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-        found.append(whole[order[: max(1, most // length)]])
-    return found[0], found[1]
+        ids = tokenizer(part, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+        return [window for window in ids if len(window) == length]
+
+    count, windows = max(1, tokens // length), list[list[int]]()
+    distance = len(text) // count
+    for at in range(0, count * distance, max(1, distance)):
+        space = re.search(rb"\s", bytes(text[at : at + 64])) if at else None  # windows begin with a word
+        part = text[at + space.end() if space else at : at + distance]
+        windows += (windows_of(part[: 8 * length]) or windows_of(part))[:1]  # 8 bytes nearly always hold a token
+    windows = windows if len(windows) == count else (every := windows_of(text))[:: max(1, len(every) // count)]
+    tokenizer("")  # without truncation, which would be saved with the tokenizer
+    return torch.tensor(windows)[torch.randperm(len(windows), generator=torch.Generator().manual_seed(SEED))[:count]]
 
 
 @torch.no_grad()
@@ -239,7 +271,7 @@ def _report(args: argparse.Namespace) -> None:
         model, _ = _loaded(args.folder, offload_folder)
         print(report(model))
     card = args.folder / CARD
-    text = card.read_text("utf-8") if card.exists() else ""
+    text = card.read_text("utf-8", "replace") if card.exists() else ""
     made = re.search(r"^## How it was made\n.*?(?=^## |\Z)", text, re.S | re.M)
     print(made[0] if made else f"{args.folder} has no model card of this library")
 

