@@ -30,6 +30,7 @@ from ..models.progress import steps
 from ..models.running import TokenMask, eval_mode, first_tensor, import_dynamo, keyed_generator
 from ..tables import Table, lines_of_error
 from .chain import CalibrationData, Stream, captured
+from .solving import may_change
 from .walk import Walk, check_options, checkpoint_of, without_autocast_cache
 
 PASSES = 4  # passes over all batches for each block
@@ -613,7 +614,7 @@ class _Student(nn.Module):
             self.weights[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_()
             self.saved[name] = self.weights[name].detach().clone()
             if p.ndim > 1:
-                self.kept[name] = (p.detach() != 0) & masks.get(id(p), True)
+                self.kept[name] = may_change(p) & masks.get(id(p), True)
 
     def forward(self, k: int) -> Tensor:
         return _output_tensor(self.run(self.module, k))

@@ -76,13 +76,19 @@ def least_squares(
     # From here a singular G needs no damping: what the data does not determine stays.
     solution = (weight if start is None else start) * mask
     rest = ((weight - solution) @ gram).mul_(mask)
-    if isinstance(gram, Tensor) and bool((mask == mask[:, :1]).all()):  # such as after the removal of units
-        root, columns = scale.sqrt(), mask[:, :1]
+    columns = mask.any(1, keepdim=True)
+    others = (mask != columns).any(2).any(0)  # the rows that drop more than whole columns
+    if isinstance(gram, Tensor) and 2 * int(others.sum()) < len(others):  # such as after the removal of units
+        root = scale.sqrt()
         kept = torch.where(columns & columns.mT, gram, 0.0).div_(root).div_(root.mT)
         kept.diagonal(dim1=1, dim2=2).masked_fill_(~columns[:, 0], 1.0)
         factor, failed = torch.linalg.cholesky_ex(kept)
         if not bool(failed.any()):  # otherwise G is singular
-            return solution.add_(torch.cholesky_solve((rest / root).mT, factor).mT / root)
+            exact = solution + torch.cholesky_solve((rest / root).mT, factor).mT / root
+            if bool(others.any()):
+                begun = None if start is None else start[:, others]
+                exact[:, others] = least_squares(weight[:, others], gram, mask[:, others], steps, begun)
+            return exact
     direction = rest / scale
     size = (rest * direction).sum(2, keepdim=True)
     first = size.clone()

@@ -31,6 +31,15 @@ Masks = Mapping[str, Tensor]
 Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # what is scored, and its norm
 
 
+def may_change(weight: Tensor) -> Tensor:
+    """Return which elements of a pruned weight may be fitted or trained: all but those that are exactly 0.
+
+    Zeros of pruning look like any others, so elements that are 0 by accident, and a whole weight that has been 0 since
+    its initialization, keep their zeros too.
+    """
+    return weight.detach() != 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
     """A row of a `OneShotReport`: what pruning did to one layer.
@@ -40,7 +49,7 @@ class LayerRow:
         before: The relative output error with the mask alone, sqrt(tr((W-V) G (W-V)^T) / tr(W G W^T)). NaN if G = X^T X
             is not recorded, because there are no inputs or `compensate` is None.
         after: The same with compensated weights.
-        density: The fraction of elements that the mask keeps.
+        density: The fraction of the elements that are not zero now.
         seconds: The time spent on this layer, without its share of recording.
         note: What was special about the layer, or "".
 
@@ -364,7 +373,7 @@ def prune_layer(layer: Layer, groups: Mapping[str, TensorGroup], method: str | N
         if of_experts is not None:
             few = f"tokens of an expert: {int(of_experts.min())} at least, {int(of_experts.median())} in the median"
         note = "; ".join(filter(None, (few, unused_score)))
-    density, name = float(mask.float().mean()), layer.target.name
+    density, name = float((weight != 0).float().mean()), layer.target.name
     row = LayerRow(tensor=name, before=before, after=after, density=density, seconds=seconds, note=note)
     return weight, mask, row
 

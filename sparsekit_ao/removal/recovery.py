@@ -13,12 +13,12 @@ from ..calibration import Recorder
 from ..models.names import owner_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import Teacher
-from ..oneshot.solving import LayerRow, Layers
+from ..oneshot.solving import LayerRow, Layers, may_change
 from ..oneshot.walk import Walk, checkpoint_of
 from .arguments import ShrinkRequest
 from .compaction import verified
 from .plan import Plan, removals_of
-from .removal_report import Compaction
+from .removal_report import Compaction, zeros_of
 from .remove import Removal, kept_elements, masked_copy, plain_tensor
 
 
@@ -38,8 +38,8 @@ def _best_weights(
     """Return a copy whose weights that read removed units are the best ones without them, and their output errors.
 
     For the inputs X that a layer has with all units of the layers before it, ||X V^T - X W^T||^2 is minimized over the
-    weights V that are zero where they multiply a removed unit. All other parameters are shared with the model, which
-    must have no other parametrizations than masks.
+    weights V that are zero where W is, and where they multiply a removed unit. All other parameters are shared with the
+    model, which must have no other parametrizations than masks.
     """
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     kept = dict[str, Tensor]()  # {tensor: which of its elements belong to kept units}
@@ -59,7 +59,8 @@ def _best_weights(
         matrix = adapter.matrix(elements)
         mask = adapter.weight(matrix.any(1, keepdim=True).expand_as(matrix), elements.shape)  # rows leave later
         if not bool(mask.all()):
-            masks[name] = mask.to(recorder.target(name, ()).parameter.device)
+            weight = recorder.target(name, ()).parameter
+            masks[name] = mask.to(weight.device) & may_change(weight)
     groups = [dict(zip(("tensor_fqn", "module", "tensor_name"), (n, *owners[n]), strict=True)) for n in masks]
     layers = Layers(groups, (), recorder, "least_squares", None, "shrink")
     layers.given_masks = masks
@@ -78,4 +79,5 @@ def recovered(request: ShrinkRequest, small: nn.Module, report: Compaction, laye
         _, rows = walk.run("recover", None, teacher)
         report = replace(report, recovery=teacher.finish(rows))
     dense_output = replace(data, model=request.model).first_output()
-    return replace(report, error_to_dense=data.error_to(dense_output))
+    zeros = zeros_of(request.whole), zeros_of(small)
+    return replace(report, error_to_dense=data.error_to(dense_output), zeros=zeros)

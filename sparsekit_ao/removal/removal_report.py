@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..coupling import Discovery
@@ -19,6 +20,7 @@ from .modules import WIDTH
 from .plan import NOT_TRIED, Plan, active
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
+_FEW_ZEROS = 0.01  # a model with at most this share of zeros was not pruned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,8 @@ class Compaction(Table[KeptUnits]):
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
             batch or the example inputs; set by `shrink`. See `RecoveryReport`.
+        zeros: For the model before and after, how many elements of its parameters of two or more dimensions are zero,
+            and how many elements there are; set by `shrink`.
         call: The call of `shrink` as text, for a model card.
         evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         manifest: Plain data for `cut_to`.
@@ -124,6 +128,7 @@ class Compaction(Table[KeptUnits]):
     compensation: tuple[LayerRow, ...] = ()
     recovery: RecoveryReport | None = None
     error_to_dense: float = math.nan
+    zeros: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     call: str = ""
     evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(repr=False)
@@ -150,13 +155,16 @@ class Compaction(Table[KeptUnits]):
         return folded(lines) if folds else [*lines]
 
     def above(self) -> list[str]:
-        """Return that the config allows little, if so, and how far the outputs are from those of the dense model."""
+        """Return that the config allows little, if so, how many zeros there are, and the error to the dense model."""
         removed = 1 - self.after.parameters / max(self.before.parameters, 1)
         is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
         more = "keep_config=False also removes what the config cannot hold"
         little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
         dry = ["dry run: nothing was removed"] if math.isnan(self.difference) else []
-        return dry + little + lines_of_error(self.error_to_dense, self.evaluation)
+        (was, of_was), (now, of_now) = self.zeros
+        is_sparse = was > _FEW_ZEROS * of_was
+        zeros = [f"weights that are zero: {was:,} of {of_was:,} before, {now:,} of {of_now:,} now"] if is_sparse else []
+        return dry + little + zeros + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""
@@ -196,6 +204,13 @@ def size_of(model: nn.Module, flops: int) -> Size:
     parameters, buffers = [*model.parameters()], [*model.buffers()]
     count, size = sum(p.numel() for p in parameters), sum(t.nbytes for t in (*parameters, *buffers))
     return Size(parameters=count, bytes=size, flops=flops)
+
+
+def zeros_of(model: nn.Module) -> tuple[int, int]:
+    """Return how many elements of a model's parameters of two or more dimensions are zero, and how many there are."""
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    total = sum(p.numel() for p in weights)
+    return total - sum(int(torch.count_nonzero(p)) for p in weights), total
 
 
 def with_reasons(

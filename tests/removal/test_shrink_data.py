@@ -389,3 +389,67 @@ def test_what_passes_between_blocks_stays_unless_it_is_named(keys, width):
     small, report = shrink(model, torch.randn(9, 4), **keys)
     assert small.first.out_features == width and report.difference <= 1e-5
     assert any("ratio={'width': 0.5}" in text for text in report.left_out) == (width == 16)
+
+
+VECTORS = [torch.linspace(-2, 2, 192).sin().mul(99 + at).sin().view(24, 8) for at in range(3)]
+SPARSE = {  # {name: (a function that returns a pruned model, batches, arguments of `shrink`)}
+    "single elements": (lambda: prune(mlp(8, 16, 12, 5), 0.6)[0], VECTORS, {}),
+    "obs": (lambda: prune(mlp(8, 16, 12, 5), 0.6)[0], VECTORS, {"score": "obs"}),
+    "recover": (lambda: prune(mlp(8, 16, 12, 5), 0.6)[0], VECTORS, {"recover": 1}),
+    "2:4 in bfloat16": (
+        lambda: prune(mlp(8, 16, 12, 8).bfloat16(), "2:4")[0],
+        [x.bfloat16() for x in VECTORS],
+        {"compensate": "least_squares"},
+    ),
+    "rows": (lambda: prune(mlp(8, 16, 12, 5), "rows", exclude=["4"])[0], VECTORS, {}),
+    "convolutions": (lambda: prune(fill(NETWORKS["VGG"][0]()), 0.5)[0], [NETWORKS["VGG"][1]()], {}),
+    "depthwise convolutions": (
+        lambda: prune(fill(NETWORKS["MobileNet v3"][0]()), 0.5)[0],
+        [NETWORKS["MobileNet v3"][1]()],
+        {},
+    ),
+    **{
+        name: (lambda name=name: prune(hf_models.make(name)[0], "2:4")[0], None, {"exclude": ["width"]})
+        for name in ("Llama", "GPT-2", "Mixtral")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_zeros_of_a_pruned_model_stay_when_weights_make_up_for_dropped_units(name):
+    make, batches, keys = SPARSE[name]
+    model, batches = make(), batches or [hf_models.make(name)[1]]
+    small, report = shrink(model, ratio=0.5, batches=batches, **keys)
+    keys = {name: value for name, value in keys.items() if name in ("score", "exclude")}
+    plain, _ = shrink(model, ratio=0.5, batches=batches, compensate=None, **keys)
+    pairs = [(small.get_parameter(name), p) for name, p in plain.named_parameters() if p.ndim > 1]
+    assert all(torch.equal(fitted == 0, p == 0) for fitted, p in pairs)
+    assert report.compensation and any(not torch.equal(fitted, p) for fitted, p in pairs)
+    counts = [sum(int((p == 0).sum()) for p in one.parameters() if p.ndim > 1) for one in (model, small)]
+    assert [zeros for zeros, _ in report.zeros] == counts
+    assert f"weights that are zero: {counts[0]:,} of {report.zeros[0][1]:,} before, {counts[1]:,} of" in str(report)
+
+
+def test_the_fit_is_the_best_one_that_keeps_zeros():
+    model, batches = prune(mlp(6, 12, 5), 0.5)[0], [torch.randn(50, 6) for _ in range(4)]
+    small, _ = shrink(model, ratio=0.5, batches=batches)
+    with torch.no_grad():
+        hidden, kept = (torch.cat([one[:2](x) for x in batches]) for one in (model, small))
+        for before, after in zip(model[2].weight, small[2].weight, strict=True):
+            inputs = kept[:, after != 0]
+            best = torch.linalg.lstsq(inputs, hidden @ before).solution
+            assert torch.allclose(after[after != 0], best, rtol=0.1, atol=0.03)
+
+
+def test_a_few_zeros_and_a_layer_of_zeros_do_not_change_the_fit_of_a_dense_model():
+    model, batches = mlp(6, 12, 9, 5), [torch.randn(50, 6) for _ in range(4)]
+    nn.init.zeros_(model[4].weight)
+    dense, report = shrink(model, ratio={"0": 0.5}, batches=batches)
+    with torch.no_grad():
+        model[2].weight[3, 7] = 0
+    few, _ = shrink(model, ratio={"0": 0.5}, batches=batches)
+    others = torch.arange(9) != 3
+    assert torch.allclose(few[2].weight[others], dense[2].weight[others], rtol=1e-4, atol=1e-6)
+    assert not dense[4].weight.any() and report.zeros[1] == (45, 6 * 6 + 9 * 6 + 5 * 9)
+    one, report = shrink(mlp(6, 60, 60, 5), ratio={"0": 0.5}, batches=batches)
+    assert report.zeros[0] == (0, 6 * 60 + 60 * 60 + 60 * 5) and "zero" not in str(report)
