@@ -63,9 +63,13 @@ class Table(Sequence[Row], Generic[Row]):
     rows: tuple[Row, ...]  # dataclass objects of one class, whose first field is the name of the row
     bars: tuple[str, ...] = ()  # fields that `plot` draws
 
+    def _names(self) -> list[str]:
+        """Return the names of the fields that are shown: those with `repr`."""
+        return [field.name for row in self.rows[:1] for field in fields(row) if field.repr]  # type: ignore[arg-type]
+
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Return the names of the rows' fields, and the rows as text; with `folds`, equal rows share a line."""
-        names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
+        names = self._names()
         lines = [tuple(_text(getattr(row, name), name) for name in names) for row in self.rows]
         return [tuple(names), *(folded(lines) if folds else lines)]
 
@@ -79,7 +83,7 @@ class Table(Sequence[Row], Generic[Row]):
 
     def metrics(self) -> dict[str, float]:
         """Return {"<field>/<row>": number} for any logger."""
-        names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
+        names = self._names()
         values = {(name, getattr(row, names[0])): getattr(row, name) for row in self.rows for name in names}
         return {f"{name}/{row}": float(value) for (name, row), value in values.items() if is_number(value)}
 
@@ -151,7 +155,7 @@ class Table(Sequence[Row], Generic[Row]):
         """
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        names = [field.name for row in self.rows[:1] for field in fields(row)]  # type: ignore[arg-type]
+        names = self._names()
         writer.writerows([names, *([_csv_cell(getattr(row, name)) for name in names] for row in self.rows)])
         if path is not None:
             Path(path).write_text(out.getvalue())

@@ -42,6 +42,7 @@ class MatrixScopes:
     keep: Tensor  # blocks that are kept in each scope, int64 [scopes]
     blocks_per_scope: int  # in a full scope
     is_plain: bool  # whether there is one stage, and no scope or block is smaller than the others
+    allowed: Tensor | None = None  # the only elements that may be kept, bool [groups, outputs, inputs]; None is all
 
 
 Gram = Tensor | RowGram
@@ -163,14 +164,15 @@ def structured_obs(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Te
 
     def choose(columns: Tensor, inverse: Tensor, start: int, stop: int) -> Tensor:
         labels = block_ids[0, :, start:stop]
-        saliency = joint_saliency(columns, inverse, labels)
+        allowed = True if scopes.allowed is None else scopes.allowed[0, :, start:stop]
+        saliency = joint_saliency(columns * allowed, inverse, labels)
         ids, element = labels.unique(return_inverse=True)
         scope_of = torch.empty_like(ids).scatter_(0, element.flatten(), scope_ids[0, :, start:stop].flatten())
         order = scope_of.argsort(stable=True)  # by scope, and in it by block
         sums = saliency.new_zeros(ids.numel()).index_add_(0, element.flatten(), saliency.flatten())
         competing = sums[order].unflatten(0, (-1, scopes.blocks_per_scope))
         kept = keep_mask(competing, scopes.keep[scope_of[order].view(competing.shape)[:, 0]])
-        return torch.empty_like(kept.flatten()).scatter_(0, order, kept.flatten())[element]
+        return torch.empty_like(kept.flatten()).scatter_(0, order, kept.flatten())[element] & allowed
 
     mask, _ = prune_chunks(weight[0], inverse[0], chunks, choose)
     return mask[None], least_squares(weight, gram, mask[None])
@@ -237,7 +239,8 @@ def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor,
     keep, m = _sparsegpt_budget(scopes)
     inverse = damped_inverse(gram, 0.0, scopes.name)
     solution = weight.mT.clone(memory_format=torch.contiguous_format)  # whose columns are rows
-    mask = torch.ones_like(solution, dtype=torch.bool)
+    # what may be kept, until a part of it is chosen
+    mask = torch.ones_like(solution, dtype=torch.bool) if scopes.allowed is None else scopes.allowed.mT.clone()
     factors = torch.linalg.cholesky(inverse, upper=True)
     # Without N:M, every expert keeps the same share, and so do every WIDTH columns of an expert, except for rounding.
     for group, (w, kept, upper) in enumerate(zip(solution, mask, factors, strict=True)):
@@ -248,12 +251,12 @@ def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor,
             errors = torch.empty_like(w[start:stop])
             if m is None:
                 share = round(own * stop / columns) - round(own * start / columns)
-                saliency = (w[start:stop] / diagonal[start:stop]).square().T
-                kept[start:stop] = keep_mask(saliency.reshape(1, -1), share).view_as(saliency).T
+                saliency = (w[start:stop] / diagonal[start:stop]).square().mul_(kept[start:stop]).T
+                kept[start:stop] &= keep_mask(saliency.reshape(1, -1), share).view_as(saliency).T
             for at in range(start, stop, m or TOGETHER):
                 end = min(at + (m or TOGETHER), stop)
                 if m is not None:
-                    kept[at:end] = keep_mask((w[at:end] / diagonal[at:end]).square().T, own).T
+                    kept[at:end] &= keep_mask((w[at:end] / diagonal[at:end]).square().mul_(kept[at:end]).T, own).T
                 dropped = ~kept[at:end] / diagonal[at:end]
                 own_errors, factor = errors[at - start : end - start], upper[at:end, at:stop]
                 torch.mul(w[at], dropped[0], out=own_errors[0])

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,9 @@ Values = Callable[[PruningGroup], tuple[dict[Tensor, Tensor], float | None]]  # 
 
 
 def may_change(weight: Tensor) -> Tensor:
-    """Return which elements of a pruned weight may be fitted or trained: all but those that are exactly 0.
+    """Return which elements of a pruned weight may be fitted or trained: all but zeros, be they of pruning or others.
 
-    Zeros of pruning look like any others, so elements that are 0 by accident, and a whole weight that has been 0 since
-    its initialization, keep their zeros too.
+    Elements that are 0 by accident, and whole weights that have been 0 since their initialization, thus stay 0 too.
     """
     return weight.detach() != 0
 
@@ -52,6 +51,7 @@ class LayerRow:
         density: The fraction of the elements that are not zero now.
         seconds: The time spent on this layer, without its share of recording.
         note: What was special about the layer, or "".
+        returned: How many elements were zero before and are not now. The printed report shows only the sum.
 
     >>> LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2).after
     0.1
@@ -63,6 +63,7 @@ class LayerRow:
     density: float
     seconds: float
     note: str = ""
+    returned: int = field(default=0, repr=False)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,6 +75,7 @@ class Layer:
     weight: Tensor  # the dense weight in float32 (float64 if it is float64)
     pruning_groups: Sequence[PruningGroup]  # of this tensor alone, stage by stage; empty if its mask was chosen before
     mask: Tensor | None = None  # if it was chosen before
+    allowed: Tensor | None = None  # the only elements that may be kept; None is all
     note: str = ""  # of its row if G, the Gram matrix of its inputs, was not recorded
 
 
@@ -93,7 +95,8 @@ class Layers:
         self.method, self._live_mask, self.caller = method, live_mask, caller
         self.writes = True  # if False, errors are measured for all methods, and weights stay as they are
         self.chosen: dict[str, Tensor] = {}  # {name: mask} of solved tensors whose masks are to be written
-        self.given_masks: dict[str, Tensor] = {}  # of the tensors of `shared`, once they are chosen
+        self.keeps_zeros = False  # whether an element that is zero may not be kept, and stays zero
+        self.given_masks: dict[str, Tensor] = {}  # of the user, or of the tensors of `shared`, once they are chosen
         self.notes: dict[str, str] = {}  # {name: why a tensor is not compensated}
         self._single: dict[str, list[PruningGroup]] = {name: [] for name in self.groups}  # of one tensor, by stages
         self.shared: list[PruningGroup] = []  # of tensors that are coupled or share a budget
@@ -141,7 +144,7 @@ class Layers:
 
     def described(self) -> Iterator[object]:
         """Yield what identifies this choice of masks."""
-        yield self.method
+        yield self.method, self.keeps_zeros, self.given_masks
         for pruning in self.pruning_groups:
             yield pruning.budget(self.groups)
             yield pruning.label, pruning.stage, pruning.norm, pruning.score, pruning.member_scores, pruning.least
@@ -158,11 +161,15 @@ class Layers:
     def planned(self, name: str) -> LayerRow:
         """Return a row with the density that a tensor is to have, its structure, and whether it is compensated."""
         target = self.recorder.target(name, ())
-        weight = torch.zeros(target.shape, device="cpu")
+        weight, dense, mask = torch.zeros(target.shape, device="cpu"), self._dense(name), self.given_masks.get(name)
         layer = Layer(target=target, statistics=target.blank(), weight=weight, pruning_groups=self._single[name])
-        mask = _mask_of(layer, self.groups, lambda p: ({spec.view.param: weight for spec in p.specs.values()}, 2))
+        if self.keeps_zeros and not dense.is_meta and not is_sharded(dense):
+            layer.allowed = may_change(dense).cpu()
+        if mask is None:
+            mask = _mask_of(layer, self.groups, lambda p: ({spec.view.param: weight for spec in p.specs.values()}, 2))
         why = self.notes.get(name) or ("compensate is None" if self.method is None else "")
-        note = ", then ".join(p.pattern(name) for p in layer.pruning_groups)
+        shapes = ", then ".join(p.pattern(name) for p in layer.pruning_groups)
+        note = "given mask" if name in self.given_masks else shapes
         note += f"; not compensated: {why.removesuffix(': not compensated')}" if why else "; compensated"
         nan = math.nan
         return LayerRow(tensor=name, before=nan, after=nan, density=float(mask.float().mean()), seconds=nan, note=note)
@@ -197,13 +204,15 @@ class Layers:
                     of_layer = self._statistics(name, recorded)
                     is_unseen = recorded is None and not of_layer.sums
                     reads_inputs = self.method is not None or any(needs_of(p.score) for p in self._single[name])
+                    mask = self.given_masks.get(name)
                     layer = Layer(
                         target=target,
                         statistics=of_layer,
                         # a copy, since the CPU backend uses `Tensor.numpy`; see `_of_tensor` in identity.py
                         weight=weight.to(torch.promote_types(weight.dtype, torch.float32), copy=has_process_group()),
                         pruning_groups=self._single[name],
-                        mask=self.given_masks.get(name),
+                        mask=None if mask is None else mask.to(weight.device),
+                        allowed=may_change(weight) if self.keeps_zeros else None,
                         note=self.notes.get(name, UNSEEN if is_unseen and reads_inputs else ""),
                     )
                     with torch.autocast(weight.device.type, enabled=False):
@@ -211,7 +220,8 @@ class Layers:
                     compensated = torch.where(mask, compensated, 0).to(weight.dtype)
                     if not is_finite(compensated):
                         raise SparsityError(f"{name}: the compensated weights are not finite")
-                    solved[name] = compensated, mask, row
+                    returned = int(((weight == 0) & (compensated != 0)).sum()) if self.writes else 0
+                    solved[name] = compensated, mask, replace(row, returned=returned)
         _exchange(solved, owners, {name: self._dense(name) for name in names})
         rows = []
         for name, target in targets.items():
@@ -399,8 +409,10 @@ def _mask_by_score(layer: Layer, groups: Mapping[str, TensorGroup]) -> Tensor:
 
 
 def _mask_of(layer: Layer, groups: Mapping[str, TensorGroup], values: Values) -> Tensor:
-    mask = torch.ones_like(layer.weight, dtype=torch.bool)
-    _choose_by_stage(layer.pruning_groups, groups, values, {layer.target.name: mask})
+    mask, stages = torch.ones_like(layer.weight, dtype=torch.bool), layer.pruning_groups
+    if layer.allowed is not None:  # as if an earlier stage had kept these elements
+        mask, stages = layer.allowed.clone(), [replace(stage, stage=stage.stage + 1) for stage in stages]
+    _choose_by_stage(stages, groups, values, {layer.target.name: mask})
     return mask
 
 
@@ -433,4 +445,5 @@ def matrix_scopes(layer: Layer, groups: Mapping[str, TensorGroup]) -> MatrixScop
         keep=keep.expand(scope.grid_shape).reshape(-1),
         blocks_per_scope=scope.numblk_per_scope(),
         is_plain=not scope.is_partial and len(layer.pruning_groups) == 1,
+        allowed=None if layer.allowed is None else statistics.matrix(layer.allowed),
     )

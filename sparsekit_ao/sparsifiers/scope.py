@@ -210,9 +210,13 @@ class BudgetSparsifier(MaskSparsifier):
         return ""
 
     def resolved(
-        self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = ()
+        self,
+        model: nn.Module,
+        exclude: Sequence[Exclusion] = (),
+        more: Sequence[TensorGroup] = (),
+        config: Sequence[TensorGroup] | None = None,
     ) -> ResolvedConfig:
-        """Return what `prepare(model, exclude=exclude, skip_unfit=True)` would mask, without changing the model.
+        """Return what `prepare(model, config, exclude=exclude)` would mask, without changing the model.
 
         The result is a `ResolvedConfig`: the groups, the config entry that each tensor follows, and why other tensors
         are skipped. `more` lists config entries that are added to those of `make_config_from_model`.
@@ -222,8 +226,8 @@ class BudgetSparsifier(MaskSparsifier):
         >>> [group["tensor_fqn"] for group in ScopeSparsifier("2:4").resolved(model).groups]
         ['0.weight']
         """
-        config, exclude, _ = self._chosen_config(model, None, exclude, more)
-        options: dict[str, Any] = {"exclude": exclude, "is_default": True, "check": self._check_alone}
+        options: dict[str, Any] = {"is_default": config is None, "check": self._check_alone if config is None else None}
+        config, options["exclude"], _ = self._chosen_config(model, config, exclude, more)
         resolved = resolve_groups(model, config, self.keys, self._complete, **options)
         self._check_groups(resolved.groups)
         return resolved

@@ -451,5 +451,5 @@ def test_a_few_zeros_and_a_layer_of_zeros_do_not_change_the_fit_of_a_dense_model
     others = torch.arange(9) != 3
     assert torch.allclose(few[2].weight[others], dense[2].weight[others], rtol=1e-4, atol=1e-6)
     assert not dense[4].weight.any() and report.zeros[1] == (45, 6 * 6 + 9 * 6 + 5 * 9)
-    one, report = shrink(mlp(6, 60, 60, 5), ratio={"0": 0.5}, batches=batches)
+    _, report = shrink(mlp(6, 60, 60, 5), ratio={"0": 0.5}, batches=batches)
     assert report.zeros[0] == (0, 6 * 60 + 60 * 60 + 60 * 5) and "zero" not in str(report)
