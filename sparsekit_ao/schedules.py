@@ -5,6 +5,7 @@ update of a `DynamicSparsifier` (`cosine` of RigL). Schedules can be pickled.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -103,6 +104,16 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
             f"join: {len(schedules)} schedules need {len(schedules) - 1} increasing boundaries, got {list(boundaries)}"
         )
     return partial(_joined, list(schedules), [0, *boundaries])
+
+
+def cut_short(schedule: Schedule, step: int, level: float, name: str) -> str:
+    """Return that a schedule ends with another level than `name` has at a step; "" if not, or if its end is unknown."""
+    while isinstance(schedule, partial) and schedule.func is _joined:
+        schedule = schedule.args[0][-1]
+    is_known = isinstance(schedule, partial) and schedule.func in (_constant, _power, _cosine)
+    if not is_known or (last := schedule(sys.maxsize)) == level:
+        return ""
+    return f"the schedule is at step {step:,} with sparsity {level:.4g} of {name}, but ends with {last:.4g}"
 
 
 def _constant(value: float, step: int) -> float:
@@ -212,6 +223,7 @@ class ScheduleSL(BaseScheduler):
             raise SparsityError(f"ScheduleSL: {len(schedules)} schedules for {count} groups; give one, or one for each")
         self.schedules, self.interval = schedules, interval
         super().__init__(sparsifier, last_epoch, verbose)
+        sparsifier._scheduler = self  # type: ignore[attr-defined]  # which says whether the schedule has ended
 
     def get_sl(self) -> list[float]:
         """Return the levels of this step: new ones at a multiple of the interval, else the present ones."""

@@ -60,16 +60,12 @@ def _is_plain(value: Any) -> bool:
 class Table(Sequence[Row], Generic[Row]):
     """Base class of reports: a sequence of rows, in which a name gives a row too: `report["0.weight"]`."""
 
-    rows: tuple[Row, ...]  # dataclass objects of one class, whose first field is the name of the row
+    rows: tuple[Row, ...]  # dataclass objects of one class; their first field is the row's name, those with `repr` show
     bars: tuple[str, ...] = ()  # fields that `plot` draws
-
-    def _names(self) -> list[str]:
-        """Return the names of the fields that are shown: those with `repr`."""
-        return [field.name for row in self.rows[:1] for field in fields(row) if field.repr]  # type: ignore[arg-type]
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Return the names of the rows' fields, and the rows as text; with `folds`, equal rows share a line."""
-        names = self._names()
+        names = [field.name for row in self.rows[:1] for field in fields(row) if field.repr]  # type: ignore[arg-type]
         lines = [tuple(_text(getattr(row, name), name) for name in names) for row in self.rows]
         return [tuple(names), *(folded(lines) if folds else lines)]
 
@@ -83,7 +79,7 @@ class Table(Sequence[Row], Generic[Row]):
 
     def metrics(self) -> dict[str, float]:
         """Return {"<field>/<row>": number} for any logger."""
-        names = self._names()
+        names = [field.name for row in self.rows[:1] for field in fields(row) if field.repr]  # type: ignore[arg-type]
         values = {(name, getattr(row, names[0])): getattr(row, name) for row in self.rows for name in names}
         return {f"{name}/{row}": float(value) for (name, row), value in values.items() if is_number(value)}
 
@@ -155,7 +151,7 @@ class Table(Sequence[Row], Generic[Row]):
         """
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        names = self._names()
+        names = [field.name for row in self.rows[:1] for field in fields(row) if field.repr]  # type: ignore[arg-type]
         writer.writerows([names, *([_csv_cell(getattr(row, name)) for name in names] for row in self.rows)])
         if path is not None:
             Path(path).write_text(out.getvalue())

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..distributed import LocalParts, copy_values, has_process_group, is_sharded, placed_like
 from ..errors import SparsityError
 from ..masking import find_mask, select
+from ..schedules import cut_short
 from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import ConfigContext, TensorGroup
@@ -258,6 +259,14 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
         if self._capture.masked and not was_masked:
             zero_dropped_state(self.groups, optimizers)
+
+    def _unfinished(self) -> str:
+        """Return which sparsity a target has reached if it ends with another one."""
+        target, every = self.settings.target, self.settings.update_every or 1
+        if target is None:
+            return super()._unfinished()
+        at = min(self.iteration, self.settings.until or self.iteration) // every * every  # of the last update
+        return cut_short(target, self.iteration, self.settings.target_at(at), "all tensors")
 
     def _update_all(self) -> None:
         """Make the update that is due in the coming iteration, or still pending from an earlier one."""

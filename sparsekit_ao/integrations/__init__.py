@@ -1,5 +1,6 @@
 """Callbacks for trainers, in `integrations.transformers` and `integrations.lightning`; each imports its library."""
 
+import warnings
 from collections.abc import Sequence
 
 from ..errors import SparsityError
@@ -48,8 +49,10 @@ class StepCallback:
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def _finish(self) -> None:
+    def _finish(self, warns: bool = True) -> None:
         """Choose the masks once more if schedulers have changed the levels since; masks after `until` stay."""
+        if warns and (text := self.sparsifier._unfinished()):
+            warnings.warn(f"SparsifierCallback: training ended, but {text}", stacklevel=3)
         chosen, levels = self.sparsifier._mask_levels, [g.get("sparsity_level") for g in self.sparsifier.groups]
         is_frozen = self.sparsifier._is_frozen or self._interval.until is not None
         if self.schedulers and chosen not in (None, levels) and not is_frozen:

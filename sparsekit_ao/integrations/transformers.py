@@ -133,7 +133,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         """Step the sparsifier and its schedulers."""
         self._step(state.global_step)
         if state.global_step == getattr(state, "max_steps", None):
-            self._finish()
+            self._finish(warns=False)  # the end of training follows
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Apply the last level; where the trainer went back to its best checkpoint, restore the state of that one.

@@ -82,12 +82,9 @@ class OneShotReport(Table[LayerRow]):
 
     def above(self) -> list[str]:
         """Return how many zeros returned, if any did, and how far the outputs are from those of the dense model."""
-        returned = sum(row.returned for row in self.rows)
-        zeros = [
-            f"{returned:,} weights that were zero before are not zero now; prune(keep_zeros=True) keeps such zeros"
-        ]
-        lines = [self.title] * bool(self.title) + zeros * bool(returned)
-        return lines + lines_of_error(self.error_to_dense, self.evaluation)
+        lines, returned = [self.title] * bool(self.title), sum(row.returned for row in self.rows)
+        zeros = f"{returned:,} weights that were zero before are not zero now; prune(keep_zeros=True) keeps such zeros"
+        return lines + [zeros] * bool(returned) + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -174,12 +175,10 @@ def prune(
         exclude: Tensors and modules to leave out: names, globs, regular expressions, modules or module classes.
         score: How much each weight matters; see `scores`. It chooses masks only without batches, or with
             `compensate=None` or `"least_squares"`.
-        keep_zeros: If True, weights that are zero stay zero, as in a model that was pruned before. A scope in which
-            more are zero than would be dropped keeps fewer. By default, those that matter more than others may return,
-            and the report says how many did.
-        masks: {name of a tensor: mask}, such as `export.load_masks` returns, of bools or numbers 0 and 1, where 1 is
-            kept. Only these tensors are pruned, by these masks, to which kept weights are fitted by least squares. With
-            a level or pattern, no scope of a mask may keep more than that allows.
+        keep_zeros: If True, weights that are zero stay zero, so a scope with more zeros than would be dropped keeps
+            fewer weights. By default, weights that are zero may return, and the report says how many did.
+        masks: {tensor: mask}, as `export.load_masks` returns them, of bools or numbers 0 and 1 (kept). Only these
+            tensors are pruned, and kept weights are fitted by least squares. A level or pattern limits the masks.
         recover: If True, the kept weights of each block are trained to give the dense block's outputs before the next
             one is pruned; see `recover`. An int is the number of passes over the batches, 4 for True; with many
             batches, 2 may do. False by default.
@@ -219,7 +218,6 @@ def prune(
     if not inplace:
         refuse_uncopyable(model, "prune")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
-    _check_masks(keep_zeros, masks, {"exclude": exclude, "score": score, "compensate": compensate})
     _check_gradients("prune", score, batches is not None, forward is not None, passes > 0)
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())
     if batches is not None:
@@ -228,16 +226,17 @@ def prune(
     pruned = model if inplace else plain_copy(model) if dry_run else copy_of(model)
     data = replace(data, model=pruned)
     normed = () if inplace else undo_weight_norms(pruned)
+    others = {"keep_zeros": keep_zeros, "exclude": exclude, "score": score, "compensate": compensate}
+    given = {} if masks is None else _checked_masks(pruned, masks, others)
     method = None if batches is None else compensate
-    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, "prune", masks)
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, "prune", given)
     layers.keeps_zeros = keep_zeros
-    if masks is not None and (sparsity_level, pattern) != (None, None):
-        check_masks(layers.pruning_groups, layers.groups, {n: (mask, False) for n, mask in layers.given_masks.items()})
+    if given and (sparsity_level, pattern) != (None, None):
+        check_masks(layers.pruning_groups, layers.groups, {name: (mask, False) for name, mask in given.items()})
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
         plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
-        if masks is None:
-            _warn_of_dense(plan)
+        _warn_of_dense(plan, bool(given))
         return model, plan
     dense = evaluated(evaluate, model, "prune, the dense model", progress)
     teacher = Teacher(None, data, passes=passes) if passes else None
@@ -245,8 +244,7 @@ def prune(
     redo_weight_norms(pruned, normed)
     final = evaluated(evaluate, pruned, "prune, the pruned model", progress)
     report = replace(report, left_out=left_out, evaluation=both(dense, final), call=call)
-    if masks is None:
-        _warn_of_dense(report)
+    _warn_of_dense(report, bool(given))
     return pruned, report
 
 
@@ -324,19 +322,18 @@ def _layers_of(
     token_mask: TokenMask,
     progress: bool,
     caller: str,
-    masks: Mapping[str, Tensor] | None = None,
+    given_masks: Mapping[str, Tensor] = MappingProxyType({}),  # if there are any, only these tensors are pruned
 ) -> tuple[Layers, Mapping[str, str]]:
-    """Return the layers that are pruned, those of `masks` alone if given, and why other tensors are not."""
+    """Return the layers that are pruned, and why other tensors are not."""
     more = _other_entries(data, sparsifier.defaults.get("pattern")) if data.batches else []
-    given = {} if masks is None else {name: _checked_mask(data.model, name, mask) for name, mask in masks.items()}
     entries = {entry["tensor_fqn"]: entry for entry in more}
-    config = [entries.get(name, {"tensor_fqn": name}) for name in given] or None
+    config = [entries.get(name, {"tensor_fqn": name}) for name in given_masks] or None
     resolved = sparsifier.resolved(data.model, names_in_place_of_modules(model, exclude), more, config)
     refuse_tied(data.model, {group["tensor_fqn"] for group in resolved.groups}, caller)
     recorder = Recorder(data.model, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     groups = sparsifier.pruning_groups(resolved.groups)
     layers = Layers(resolved.groups, groups, recorder, method, None, caller)
-    layers.given_masks = given
+    layers.given_masks = {**given_masks}
     if needs := layers.gradients():
         recorder.run(data.batches, needs, data.forward, token_mask, progress)
     layers.check(has_data=bool(data.batches))
@@ -391,37 +388,31 @@ def _other_entries(data: CalibrationData, pattern: Pattern | None) -> list[Tenso
     return entries
 
 
-def _check_masks(keep_zeros: object, masks: object, others: Mapping[str, object]) -> None:
-    """Raise an error if `keep_zeros` or `masks` is of another kind, or others have no effect beside masks."""
-    if not isinstance(keep_zeros, bool):
-        raise SparsityError(f"prune: keep_zeros must be True or False, got {keep_zeros!r}")
-    if masks is None:
-        return
+def _checked_masks(model: nn.Module, masks: object, others: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return masks that were given as bools; raise an error if one does not fit, or another argument has no effect."""
     if not isinstance(masks, Mapping) or not masks or not all(isinstance(m, Tensor) for m in masks.values()):
         raise SparsityError(f"prune: masks must be a dict {{name of a tensor: mask}} with an entry, got {masks!r:.80}")
-    for name, value in {"keep_zeros": keep_zeros, **others}.items():
+    for name, value in others.items():
         if value not in (False, None, (), [], "admm", "least_squares"):
             raise SparsityError(f"prune: the masks are given, so {name}={value!r} has no effect; leave it out")
+    for name, mask in masks.items():
+        where = f"prune: masks[{name!r}]"
+        if not isinstance(name, str) or not exists(model, name):
+            hint = hint_of(model, str(name), dict(named_tensors(model)))
+            raise SparsityError(f"{where}: the model has no such parameter.{hint}")
+        shape = tuple(parameter_of(*owner_of(model, name)).shape)
+        if tuple(mask.shape) != shape:
+            raise SparsityError(f"{where} has shape {tuple(mask.shape)}, but the tensor has {shape}")
+        if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
+            raise SparsityError(f"{where} must hold bools, or numbers 0 and 1, and keep at least one element")
+    return {name: mask != 0 for name, mask in masks.items()}
 
 
-def _checked_mask(model: nn.Module, name: str, mask: Tensor) -> Tensor:
-    """Return a mask that was given for a tensor, as bools, or raise an error if it does not fit."""
-    where, names = f"prune: masks[{name!r}]", dict(named_tensors(model))
-    if not isinstance(name, str) or not exists(model, name):
-        raise SparsityError(f"{where}: the model has no such parameter.{hint_of(model, str(name), names)}")
-    shape = tuple(parameter_of(*owner_of(model, name)).shape)
-    if tuple(mask.shape) != shape:
-        raise SparsityError(f"{where} has shape {tuple(mask.shape)}, but the tensor has {shape}")
-    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
-        raise SparsityError(f"{where} must hold bools, or numbers 0 and 1, and keep at least one element")
-    return mask != 0
-
-
-def _warn_of_dense(report: OneShotReport) -> None:
-    """Warn if less than half of the weights that were not excluded have been pruned."""
+def _warn_of_dense(report: OneShotReport, is_given: bool) -> None:
+    """Warn if less than half of the weights that were not excluded were pruned, unless given masks say which are."""
     asked = {name: n for name, n in report.weights.items() if "exclude[" not in report.left_out.get(name, "")}
     dense = [name for name in report.dense if name in asked]
-    if 2 * sum(asked[name] for name in dense) > sum(asked.values()):
+    if not is_given and 2 * sum(asked[name] for name in dense) > sum(asked.values()):
         warnings.warn(
             f"prune: only {report.coverage:.1%} of the weights were pruned, and these stayed dense: "
             f"{', '.join(by_pattern(dense))}. The report says what was left out and why; name these weights in the "

@@ -87,7 +87,7 @@ def least_squares(
         if not bool(failed.any()):  # otherwise G is singular
             exact = solution + torch.cholesky_solve((rest / root).mT, factor).mT / root
             if bool(others.any()):
-                begun = None if start is None else start[:, others]
+                begun = solution[:, others]
                 exact[:, others] = least_squares(weight[:, others], gram, mask[:, others], steps, begun)
             return exact
     direction = rest / scale

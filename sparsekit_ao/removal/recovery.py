@@ -18,7 +18,7 @@ from ..oneshot.walk import Walk, checkpoint_of
 from .arguments import ShrinkRequest
 from .compaction import verified
 from .plan import Plan, removals_of
-from .removal_report import Compaction, zeros_of
+from .removal_report import Compaction, text_of_zeros
 from .remove import Removal, kept_elements, masked_copy, plain_tensor
 
 
@@ -79,5 +79,4 @@ def recovered(request: ShrinkRequest, small: nn.Module, report: Compaction, laye
         _, rows = walk.run("recover", None, teacher)
         report = replace(report, recovery=teacher.finish(rows))
     dense_output = replace(data, model=request.model).first_output()
-    zeros = zeros_of(request.whole), zeros_of(small)
-    return replace(report, error_to_dense=data.error_to(dense_output), zeros=zeros)
+    return replace(report, error_to_dense=data.error_to(dense_output), zeros=text_of_zeros(request.whole, small))

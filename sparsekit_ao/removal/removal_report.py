@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..coupling import Discovery
@@ -20,7 +19,6 @@ from .modules import WIDTH
 from .plan import NOT_TRIED, Plan, active
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
-_FEW_ZEROS = 0.01  # a model with at most this share of zeros was not pruned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,7 @@ class Compaction(Table[KeptUnits]):
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
             batch or the example inputs; set by `shrink`. See `RecoveryReport`.
-        zeros: For the model before and after, how many elements of its parameters of two or more dimensions are zero,
-            and how many elements there are; set by `shrink`.
+        zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by `shrink`.
         call: The call of `shrink` as text, for a model card.
         evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         manifest: Plain data for `cut_to`.
@@ -128,7 +125,7 @@ class Compaction(Table[KeptUnits]):
     compensation: tuple[LayerRow, ...] = ()
     recovery: RecoveryReport | None = None
     error_to_dense: float = math.nan
-    zeros: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    zeros: str = ""
     call: str = ""
     evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(repr=False)
@@ -161,10 +158,7 @@ class Compaction(Table[KeptUnits]):
         more = "keep_config=False also removes what the config cannot hold"
         little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
         dry = ["dry run: nothing was removed"] if math.isnan(self.difference) else []
-        (was, of_was), (now, of_now) = self.zeros
-        is_sparse = was > _FEW_ZEROS * of_was
-        zeros = [f"weights that are zero: {was:,} of {of_was:,} before, {now:,} of {of_now:,} now"] if is_sparse else []
-        return dry + little + zeros + lines_of_error(self.error_to_dense, self.evaluation)
+        return dry + little + [self.zeros] * bool(self.zeros) + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""
@@ -206,11 +200,11 @@ def size_of(model: nn.Module, flops: int) -> Size:
     return Size(parameters=count, bytes=size, flops=flops)
 
 
-def zeros_of(model: nn.Module) -> tuple[int, int]:
-    """Return how many elements of a model's parameters of two or more dimensions are zero, and how many there are."""
-    weights = [p for p in model.parameters() if p.ndim > 1]
-    total = sum(p.numel() for p in weights)
-    return total - sum(int(torch.count_nonzero(p)) for p in weights), total
+def text_of_zeros(*models: nn.Module) -> str:
+    """Return how many weights of two or more dimensions are zero in two models; "" for up to 1 % in the first one."""
+    weights = [[p for p in model.parameters() if p.ndim > 1] for model in models]
+    (was, n), (now, m) = ((sum(int((p == 0).sum()) for p in ps), sum(p.numel() for p in ps)) for ps in weights)
+    return f"weights that are zero: {was:,} of {n:,} before, {now:,} of {m:,} now" if was > n / 100 else ""
 
 
 def with_reasons(

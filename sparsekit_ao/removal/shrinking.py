@@ -88,8 +88,7 @@ def shrink(
             verify what can be removed, use the example inputs.
         token_mask: Which tokens of the batches count, as for `one_shot`.
         compensate: With batches, `"least_squares"` (default) gives each layer that reads dropped units the best weights
-            for the kept units. None leaves the weights as they are. Elements that are exactly 0 stay 0 in any case, so
-            a model that was pruned before keeps its zeros.
+            for the kept units. None leaves the weights as they are. Zeros, such as those of a pruned model, stay zero.
         recover: If True, each block of the smaller model is trained to give the dense block's outputs; see `recover`.
             An int is the number of passes over the batches, 4 for True. False by default.
         budget: What `ratio` is a fraction of: the units of each coupling in each of its scopes (`"layer"`, the

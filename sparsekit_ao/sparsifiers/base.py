@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
 from ..models.names import module_in_copy, sharing_memory
-from ..schedules import check_positive
+from ..schedules import check_positive, cut_short
 from .checkpoint import Checkpointed, check_saved
 from .config import (
     ConfigContext,
@@ -93,6 +93,7 @@ class MaskSparsifier(Checkpointed):
     bool_masks = False
     #: the parametrization that `prepare` registers; None registers nothing
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
+    _scheduler: Any = None  # the `ScheduleSL` that was constructed last for the prepared model
     _warned: bool = False  # whether `step` has warned about adapted or replaced layers
     _exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
     _skip_unfit: bool = False
@@ -241,6 +242,7 @@ class MaskSparsifier(Checkpointed):
             self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
             self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
             self._state, self._phase, self._mask_levels, self._warned = defaultdict(dict), "prepared", None, False
+            self._scheduler = None
             with masking.installed(masking.under_all_names(model, new_masks)):
                 if saved is not None:
                     self.load_state_dict(saved)
@@ -358,6 +360,8 @@ class MaskSparsifier(Checkpointed):
             text = _stale(self.groups, masks, self._mask_levels) or ("" if model is not None else self._miscounted())
             if text:
                 warnings.warn(f"squash_mask: {text}", stacklevel=2)
+        if model is None and (text := self._unfinished()):
+            warnings.warn(f"squash_mask: {text}; train until its end, or give it fewer steps", stacklevel=2)
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         self._sync_state()
@@ -405,11 +409,19 @@ class MaskSparsifier(Checkpointed):
     def _end(self) -> None:  # called when the prepared model has been squashed
         self._phase = "squashed"
 
+    def _unfinished(self) -> str:
+        """Return which level a schedule has reached if it ends with another one; "" where a user has set it since."""
+        if (now := self._scheduler) is None:
+            return ""
+        groups = zip(now.schedules, now.get_last_sl(), self.groups, strict=True)
+        scheduled = ((s, level, g["tensor_fqn"]) for s, level, g in groups if g.get("sparsity_level") == level)
+        return next(filter(None, (cut_short(s, now.last_epoch, level, name) for s, level, name in scheduled)), "")
+
     def report(self) -> Report:
         """Return a `report.Report` with a row for each mask that tells what it keeps now."""
         model = self.require_prepared("report")
         refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
-        return make_report(list(self._rows()), self._resolved, model, self.groups)
+        return replace(make_report(list(self._rows()), self._resolved, model, self.groups), schedule=self._unfinished())
 
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group. Here blocks are single elements; subclasses with scopes count their blocks."""

@@ -27,7 +27,7 @@ class Checkpointed(BaseSparsifier):
     """Mixin that holds a sparsifier's state, and copies, saves, loads and moves it to another model."""
 
     #: attributes that copies and pickles do not have; a scheduler's wrapper around `step` holds the old instance
-    not_copied: tuple[str, ...] = ("step",)
+    not_copied: tuple[str, ...] = ("step", "_scheduler")
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
     model: nn.Module | None = None

@@ -76,6 +76,7 @@ class Report(Table[Row]):
         matrices: The same fraction, among parameters of two or more dimensions.
         skipped: {tensor: why it was left out although an entry names it}.
         others: {tensor: elements} of the tensors with two or more dimensions that no entry names, the largest first.
+        schedule: Which level a schedule has reached, as text, if it ends with another one.
 
     >>> sparsifier = sparsekit_ao.ScopeSparsifier(0.5)
     >>> sparsifier.prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)))
@@ -91,6 +92,7 @@ class Report(Table[Row]):
     matrices: float
     skipped: Mapping[str, str]
     others: Mapping[str, int]
+    schedule: str = ""
     bars = ("asked", "sparsity")
 
     @property
@@ -128,6 +130,7 @@ class Report(Table[Row]):
         """Return lines that tell what is covered, what is not, and which tensors have nearly nothing left."""
         matrices = f"{self.matrices:.1%} of the weights of two or more dimensions"
         lines = [f"covers {matrices}, and {self.covered:.1%} of all {self.total:,} parameters"]
+        lines += [f"  {self.schedule}"] * bool(self.schedule)
         lines += [f"  left out: {names} ({why})" for names, why in by_reason(self.skipped)]
         lines += [
             f"  nearly empty: {r.tensor} keeps {1 - r.sparsity:.2%} of its elements; give it a level of its own, or a "

@@ -210,11 +210,7 @@ class BudgetSparsifier(MaskSparsifier):
         return ""
 
     def resolved(
-        self,
-        model: nn.Module,
-        exclude: Sequence[Exclusion] = (),
-        more: Sequence[TensorGroup] = (),
-        config: Sequence[TensorGroup] | None = None,
+        self, model: nn.Module, exclude: Sequence[Exclusion] = (), more: Sequence[TensorGroup] = (), config: Any = None
     ) -> ResolvedConfig:
         """Return what `prepare(model, config, exclude=exclude)` would mask, without changing the model.
 

@@ -213,7 +213,7 @@ GOOD = masks_of(linear())
         ({"0.weight": torch.zeros(16, 8)}, {}, "keep at least one element"),
         ({}, {}, "masks must be a dict"),
         ([GOOD["0.weight"]], {}, "masks must be a dict"),
-        (GOOD, {"pattern": "2:4"}, r"0.weight: \d+ of 32 scopes are wrong; scope \d+ keeps [34] blocks, its budget is 2"),
+        (GOOD, {"pattern": "2:4"}, r"0.weight: \d+ of 32 scopes are wrong; scope \d+ keeps [34] blocks, its budget"),
         (GOOD, {"sparsity_level": 0.9}, "0.weight: 1 of 1 scopes are wrong; scope 0 keeps"),
         (GOOD, {"pattern": "2:3"}, "divisible by 3"),
         (GOOD, {"compensate": "sparsegpt"}, "the masks are given, so compensate='sparsegpt' has no effect"),
@@ -221,7 +221,6 @@ GOOD = masks_of(linear())
         (GOOD, {"score": "wanda"}, "the masks are given, so score='wanda' has no effect"),
         (GOOD, {"exclude": ["2"]}, "the masks are given, so exclude="),
         (GOOD, {"keep_zeros": True}, "the masks are given, so keep_zeros=True has no effect"),
-        (None, {"keep_zeros": 1}, "keep_zeros must be True or False, got 1"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dry_run", [False, True])

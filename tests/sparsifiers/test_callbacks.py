@@ -12,7 +12,7 @@ from torch import nn
 from torch.ao import pruning
 
 import sparsekit_ao
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, schedules
+from sparsekit_ao import GMP, DynamicSparsifier, ScopeSparsifier, SparsityError, schedules
 from sparsekit_ao.schedules import ScheduleSL
 
 
@@ -121,6 +121,32 @@ def test_callbacks_apply_the_last_level(library):
     callback.on_train_end(*end[library])
     sparsifier.squash_mask()  # without a warning
     assert (sparsifier.model[0].weight == 0).sum() == 32
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("kind", ["ScheduleSL", "GMP"])
+def test_callbacks_warn_at_the_end_of_a_schedule_that_was_cut_short(library, kind):
+    if kind == "GMP":
+        sparsifier = GMP(0.5, until=8, update_every=2)
+        model = nn.Sequential(nn.Linear(8, 8))
+        sparsifier.prepare(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sparsifier.attach(optimizer)
+        callback, step = callback_of(library, sparsifier)
+    else:
+        sparsifier = prepared()
+        callback, step = callback_of(library, sparsifier, [ScheduleSL(sparsifier, schedules.cubic(0.0, 0.5, 8))])
+    for k in range(4):
+        if kind == "GMP":
+            sparsifier.model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        step(k)
+    end = {"lightning": (None, None), "transformers": (SimpleNamespace(load_best_model_at_end=False), None, None)}
+    text = "training ended, but the schedule is at step 4 with sparsity 0.4375 of .*, but ends with 0.5"
+    with pytest.warns(UserWarning, match=text):
+        callback.on_train_end(*end[library])
+    with pytest.warns(UserWarning, match="squash_mask: the schedule is at step 4 with sparsity 0.4375"):
+        sparsifier.squash_mask()
 
 
 @pytest.mark.parametrize("options", [{"update_every": 0}, {"until": 0}, {"update_every": 1.5}])

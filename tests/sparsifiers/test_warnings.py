@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import pickle
+import re
 import warnings
 
 import pytest
@@ -11,7 +13,17 @@ from stock import linear_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier, one_shot, schedules
+from sparsekit_ao import (
+    GMP,
+    STE,
+    DynamicSparsifier,
+    RigL,
+    ScopeSparsifier,
+    SparsityError,
+    WeightNormSparsifier,
+    one_shot,
+    schedules,
+)
 from sparsekit_ao.torch_ao import LambdaSL
 
 
@@ -31,6 +43,109 @@ def test_squash_without_a_step(kind):
     filled.mask("0.weight")[0] = False  # by hand
     with pytest.warns(UserWarning, match="keeps 56 blocks, its budget is 32"):
         filled.squash_mask()
+
+
+def trained(make, steps, model=None):
+    """A sparsifier after some steps, with its scheduler, if it has one."""
+    model = linear_model(8, 8, 4) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier, schedule, options = make(optimizer)
+    sparsifier.prepare(model, None)
+    scheduler = None if schedule is None else schedules.ScheduleSL(sparsifier, schedule, **options)
+    train(sparsifier, scheduler, optimizer, steps)
+    return sparsifier, scheduler
+
+
+def train(sparsifier, scheduler, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sparsifier.model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        sparsifier.step()
+        if scheduler is not None:
+            scheduler.step()
+    sparsifier.step()
+
+
+def scope(schedule, **options):
+    return lambda optimizer: (ScopeSparsifier(), schedule, options)
+
+
+def dynamic(**options):
+    return lambda optimizer: (DynamicSparsifier(optimizer=optimizer, grow=None, **options), None, {})
+
+
+UP = schedules.linear(0.0, 0.5, 20)
+CUT_SHORT = {  # {name: (a function that makes a sparsifier, the level that it has after 5 of 20 steps, the last one)}
+    "cubic": (scope(schedules.cubic(0.0, 0.5, 20)), 0.2891, 0.5),
+    "linear, every second step": (scope(UP, interval=2), 0.1, 0.5),
+    "cosine that begins late": (scope(schedules.cosine(0.25, 0.75, 18, begin=2)), 0.2835, 0.75),
+    "joined": (scope(schedules.join([schedules.constant(0.0), schedules.linear(0.25, 0.5, 15)], [4])), 0.2667, 0.5),
+    "a schedule for each group": (scope([schedules.constant(0.25), UP]), 0.125, 0.5),
+    "straight-through": (lambda _: (STE(0.5), UP, {}), 0.125, 0.5),
+    "falling": (scope(schedules.linear(0.5, 0.0, 20)), 0.375, 0),
+    "GMP": (lambda optimizer: (GMP(0.75, optimizer, until=20, update_every=5), None, {}), 0.4336, 0.75),
+    "target": (dynamic(target=UP, update_every=2), 0.15, 0.5),
+    "target after until": (dynamic(target=UP, update_every=2, until=4), 0.1, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CUT_SHORT)
+def test_a_schedule_that_was_cut_short(name):
+    make, level, last = CUT_SHORT[name]
+    sparsifier, _ = trained(make, 5)
+    step = sparsifier.iteration if isinstance(sparsifier, DynamicSparsifier) else 5
+    text = f"the schedule is at step {step} with sparsity {level} of .*, but ends with {last}"
+    assert re.search(text, str(sparsifier.report()))
+    sparsifier.squash_mask(model=copy.deepcopy(sparsifier.model))  # to look at the model in the middle of training
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sparsifier.squash_mask()
+    assert any(re.match(f"squash_mask: {text}; train until its end", str(warning.message)) for warning in caught)
+    if not isinstance(sparsifier, DynamicSparsifier):  # whose target begins anew
+        sparsifier.prepare(linear_model(8, 8))
+        assert "schedule" not in str(sparsifier.report())
+
+
+ENDED = {
+    **{name: (make, 21) for name, (make, _, _) in CUT_SHORT.items() if name != "target after until"},
+    "constant": (scope(schedules.constant(0.5)), 5),
+    "constant at the end": (scope(schedules.join([UP, schedules.constant(0.125)], [5])), 5),
+    "a function whose end is not known": (scope(lambda step: 0.01 * step), 5),
+    "no schedule": (lambda optimizer: (ScopeSparsifier(), None, {}), 5),
+    "constant target": (dynamic(target=schedules.constant(0.5), update_every=2), 5),
+    "RigL": (lambda optimizer: (RigL(0.5, optimizer, until=20, update_every=2), None, {}), 5),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_schedule_that_has_ended_or_has_no_known_end(name):
+    make, steps = ENDED[name]
+    sparsifier, _ = trained(make, steps)
+    sparsifier.squash_mask()  # without a warning
+
+
+def test_levels_that_a_user_sets_after_a_schedule_was_cut_short():
+    sparsifier, _ = trained(scope(UP), 5)
+    for group in sparsifier.groups:
+        group["sparsity_level"] = 0.25
+    sparsifier.step()
+    assert "schedule" not in str(sparsifier.report())
+    sparsifier.squash_mask()  # without a warning
+
+
+@pytest.mark.parametrize("name", ["cubic", "GMP"])
+def test_a_schedule_that_is_resumed_knows_where_it_is(name):
+    make, level, last = CUT_SHORT[name]
+    sparsifier, scheduler = trained(make, 5)
+    resumed, own = trained(make, 0)
+    resumed.load_state_dict(sparsifier.state_dict())
+    if own is not None:
+        own.load_state_dict(scheduler.state_dict())
+    pickle.loads(pickle.dumps(sparsifier))  # although it knows its scheduler
+    assert f"with sparsity {level} of" in str(resumed.report())
+    with pytest.warns(UserWarning, match=f"with sparsity {level} of .*, but ends with {last}"):
+        resumed.squash_mask()
 
 
 def test_squash_one_level_short():
