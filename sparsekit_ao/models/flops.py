@@ -1,5 +1,6 @@
 """FLOPs of a forward pass, also of operators for which torch's counter has no formula."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,10 @@ def flop_counter() -> Any:
 
     counter = Counter(display=False, custom_mapping=_flop_formulas())
     counter.uncounted = {}
+    # Torch's tracker counts by module, which is not needed here; it raises an error where a module reads a view of a
+    # parameter, as latents are.
+    counter.mod_tracker = contextlib.nullcontext()
+    counter.mod_tracker.parents = {"Global"}
     return counter
 
 

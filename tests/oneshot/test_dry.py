@@ -8,12 +8,13 @@ from collections import OrderedDict
 import accelerate
 import pytest
 import torch
+import transformers
 from networks import Net
 from pruned_models import Model, correlated
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekit_ao import SparsityError, prune
+from sparsekit_ao import SparsityError, prune, shrink
 from sparsekit_ao.oneshot import dry
 
 IMAGES = [torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
@@ -198,3 +199,75 @@ def test_flops_are_counted_wherever_forward_begins():
         for forward in (None, lambda m, batch: m[0](batch))
     ]
     assert plans[0].flops == plans[1].flops and plans[0].flops[1] < plans[0].flops[0]
+
+
+def attended(m, z, x):
+    return m.o((m.q(m.norm(z)) @ m.k(x).mT).softmax(-1) @ m.k(x))
+
+
+def attention(**more):
+    return {"q": nn.Linear(16, 16), "k": nn.Linear(8, 16), "o": nn.Linear(16, 4), "norm": nn.LayerNorm(16), **more}
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(*shape))
+
+
+VIEWS = {  # {model: (its parts, what a module of it reads: a view of a parameter)}
+    "latents": (lambda: {"z": parameter(1, 4, 16)}, lambda m, x: m.z.expand(len(x), -1, -1)),
+    "queries": (lambda: {"z": parameter(4, 16)}, lambda m, x: m.z.unsqueeze(0)),
+    "queries of a table": (lambda: {"z": nn.Embedding(4, 16)}, lambda m, x: m.z.weight[None]),
+    "seeds": (lambda: {"z": parameter(16, 4)}, lambda m, x: m.z.T),
+    "a part": (lambda: {"z": parameter(9, 16)}, lambda m, x: m.z[2:6]),
+    "a prompt": (lambda: {"z": parameter(64)}, lambda m, x: m.z.view(4, 16)),
+    "a class token": (lambda: {"z": parameter(16)}, lambda m, x: m.z.expand(len(x), 1, -1)),
+    "one of several": (lambda: {"z": parameter(2, 4, 16)}, lambda m, x: m.z.unbind(0)[1]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("recover", [False, True])
+def test_modules_may_read_views_of_parameters(name, recover):
+    parts, view = VIEWS[name]
+    torch.manual_seed(0)
+    model = Net(lambda m, x: attended(m, m.read(m, x), x), read=view, **attention(**parts()))
+    data = [torch.randn(3, 7, 8) for _ in range(3)]
+    _, plan = prune(model, "2:4", batches=data, recover=recover, dry_run=True)
+    copying = copy.deepcopy(model)
+    copying.read = lambda m, x: view(m, x).clone()
+    assert plan.flops == prune(copying, "2:4", batches=data, dry_run=True)[1].flops
+    report = prune(model, "2:4", batches=data, recover=recover)[1]
+    assert {row.tensor for row in report} == {row.tensor for row in plan} and plan.flops[1] < plan.flops[0]
+    made_smaller = shrink(model.eval(), data[0])[1]  # its report counts FLOPs too
+    assert made_smaller.before.flops == plan.flops[0] > made_smaller.after.flops
+
+
+HALF = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+OF_VIEWS = {  # {architecture: (config, inputs)}
+    "PerceiverModel": (
+        {"d_model": 16, "d_latents": 16, "num_latents": 4, "num_blocks": 1, "num_self_attends_per_block": 1}
+        | {"num_self_attention_heads": 2, "num_cross_attention_heads": 2},
+        lambda: {"inputs": torch.randn(2, 6, 16)},
+    ),
+    "Blip2QFormerModel": (
+        {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"encoder_hidden_size": 16, "cross_attention_frequency": 1},
+        lambda: {"query_embeds": torch.randn(2, 4, 16), "encoder_hidden_states": torch.randn(2, 6, 16)},
+    ),
+    "ViTModel": (
+        {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"image_size": 8, "patch_size": 4},
+        lambda: {"pixel_values": torch.randn(2, 3, 8, 8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_VIEWS)
+def test_architectures_with_latents_and_queries(name):
+    config, inputs = OF_VIEWS[name]
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model, data = kind(kind.config_class(**config)).eval(), [inputs() for _ in range(2)]
+    plan = prune(model, "2:4", batches=data, dry_run=True)[1]
+    report = prune(model, "2:4", batches=data)[1]
+    assert {row.tensor for row in report} == {row.tensor for row in plan} and plan.flops[1] < plan.flops[0]
