@@ -46,13 +46,13 @@ from ..distributed import abandon_forward, has_process_group, of_all_ranks, rank
 from ..errors import SparsityError, check_writable, is_number
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, steps
-from ..models.running import eval_mode
+from ..models.running import eval_mode, kept_generators
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
-from .identity import digest_of
+from .identity import SETTINGS, digest_of
 from .solving import METHODS, LayerRow, Layers, Scoring, alike
 
 # For each line of `call.txt`: what has changed since the earlier call if this line is different now.
-_DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask")
+_DIFFERENCES = ("another model", "other arguments", "other batches, forward or token_mask", *SETTINGS)
 Solving = Layers | Scoring  # what a walk calls to prune layers
 
 
@@ -439,7 +439,8 @@ class Checkpoint:
             differing = differing if is_known else ["another version, or its call.txt is damaged"]
             raise SparsityError(
                 f"{where} was written by a call with {' and '.join(differing)}; to continue that call, load the model "
-                "as it was before and give the same arguments; to begin a new one, give another folder"
+                "as it was before and make the same call under the same settings; to begin a new one, give another "
+                "folder"
             )
         return count
 
@@ -500,7 +501,7 @@ def checkpoint_of(
     if folder is None and not has_process_group():
         return None
     refuses = folder is not None
-    with alike():
+    with alike(), kept_generators():  # a module that makes its own copy may draw numbers for it
         call = [
             digest_of(data.model, caller),
             digest_of(arguments, f"{caller}: an argument, such as the score,", refuses),
@@ -517,7 +518,8 @@ def checkpoint_of(
     if folder is None:
         return None
     call[2] += digest_of((data.batches, data.token_masks), f"{caller}: a batch", True)
-    return Checkpoint(folder, [*call[:2], digest_of(call[2], "")], caller)
+    settings = [digest_of(setting(), caller) for setting in SETTINGS.values()]
+    return Checkpoint(folder, [*call[:2], digest_of(call[2], ""), *settings], caller)
 
 
 def check_options(

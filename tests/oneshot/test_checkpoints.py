@@ -1,6 +1,7 @@
 """Which calls a checkpoint continues, and files that are damaged or of something else."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -12,12 +13,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import transformers
 from networks import Net
 from stock import same
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import SparsityError, prune, scores
+from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, scores
 from sparsekit_ao.oneshot import walk
 
 FACTOR = 1.0
@@ -202,6 +204,199 @@ def test_another_model_of_the_same_shapes_is_another_call(other, tmp_path):
     called(tmp_path)
     with pytest.raises(SparsityError, match="was written by a call with another model; to continue"):
         called(tmp_path, other)
+
+
+class Kept(nn.Linear):
+    """A Linear that keeps its last input, which pickling leaves out."""
+
+    def forward(self, x):
+        self.last = x
+        return super().forward(x)
+
+    def __getstate__(self):
+        return {key: value for key, value in super().__getstate__().items() if key != "last"}
+
+
+class KeptByHand(nn.Linear):
+    """The same, with a way of its own to be copied."""
+
+    def forward(self, x):
+        self.last = [x, {"mean": x.mean()}]
+        return super().forward(x)
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update({key: copy.deepcopy(v, memo) for key, v in vars(self).items() if key != "last"})
+        return copied
+
+
+class MadeAnew(nn.Module):
+    """A module that makes its copy as it was made itself, which draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __deepcopy__(self, memo):
+        copied = MadeAnew()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+def of_layers(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(kind(8, 16), nn.ReLU(), kind(16, 4)).eval()
+
+
+def with_a_handle(is_late):
+    """A module that keeps the handle of a hook, whose number counts the hooks that the process has registered."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    others = [model.register_forward_hook(print) for _ in range(3 * is_late)]
+    model.handle = model[1].register_forward_hook(Magnitude.__call__)
+    model.handle.remove()
+    for other in others:
+        other.remove()
+    return model
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+IDS = torch.arange(12).view(2, 6)
+USES = {  # {what: (the model, a batch, what one of two processes has done with the model before the call)}
+    "a forward of masks": (lambda: of_layers(nn.Linear), rows(), lambda m: m(rows())),
+    "a forward under autocast": (
+        lambda: of_layers(nn.Linear),
+        rows(),
+        lambda m: torch.autocast("cpu", torch.bfloat16)(m)(rows()),
+    ),
+    "a cache that pickling leaves out": (lambda: of_layers(Kept), rows(), lambda m: m(rows())),
+    "a cache that copying leaves out": (lambda: of_layers(KeptByHand), rows(), lambda m: m(rows())),
+    "compiled": (lambda: of_layers(nn.Linear), rows(), lambda m: m[0].compile(backend="eager")),
+    "compiled as a whole": (lambda: of_layers(nn.Linear), rows(), lambda m: m.compile(backend="eager")),
+    "a handle of a hook": (
+        lambda: with_a_handle(False),
+        rows(),
+        lambda m: setattr(m, "handle", with_a_handle(True).handle),
+    ),
+    "hidden states": (llama, {"input_ids": IDS}, lambda m: m(IDS, output_hidden_states=True)),
+}
+
+
+@pytest.mark.parametrize("is_used_first", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("what", USES)
+def test_what_a_copy_of_a_model_leaves_out_is_no_part_of_it(what, masked, is_used_first, tmp_path):
+    make, batch, use = USES[what]
+    states = []
+    for is_used in (is_used_first, not is_used_first):
+        torch.manual_seed(0)
+        model, sparsifier = make(), ScopeSparsifier(0.5, score="wanda")
+        if masked:
+            sparsifier.prepare(model)
+        if is_used:
+            with torch.no_grad():
+                use(model)
+        if masked:
+            one_shot(sparsifier, [batch], compensate=None, checkpoint=tmp_path, progress=False)
+        else:
+            prune(model, 0.5, batches=[batch], compensate=None, checkpoint=tmp_path, inplace=True, progress=False)
+        states.append(model.state_dict())
+    assert same(*states)
+
+
+def test_a_model_that_draws_numbers_when_it_is_copied_leaves_the_generators_alone(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), MadeAnew(), nn.Linear(16, 4))
+
+    model, state = make(), torch.get_rng_state()
+    expected = called(tmp_path, lambda: model, inplace=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same(called(tmp_path, make, inplace=True), expected)
+
+
+@contextlib.contextmanager
+def a_setting(get, set_to, value):
+    before = get()
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(before)
+
+
+def precision(value):
+    backend = torch.backends.mkldnn.matmul
+    return a_setting(lambda: backend.fp32_precision, lambda v: setattr(backend, "fp32_precision", v), value)
+
+
+@contextlib.contextmanager
+def a_global_hook(factor, register=nn.modules.module.register_module_forward_hook):
+    handle = register(lambda module, inputs, *output: output[0] * factor if output else (inputs[0] * factor,))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+SETTINGS = {  # {a name: (another setting than the usual one, what the error names)}
+    "bfloat16": (lambda: torch.autocast("cpu", torch.bfloat16), "another setting of autocast"),
+    "float16": (lambda: torch.autocast("cpu", torch.float16), "another setting of autocast"),
+    "of a GPU": (
+        lambda: a_setting(
+            lambda: torch.is_autocast_enabled("cuda"), lambda v: torch.set_autocast_enabled("cuda", v), True
+        ),
+        "another setting of autocast",
+    ),
+    "default dtype": (
+        lambda: a_setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        "another default dtype",
+    ),
+    "deterministic": (
+        lambda: a_setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        "another setting of deterministic algorithms",
+    ),
+    "matmul": (lambda: precision("bf16"), "another float32 matmul precision"),
+    "hook": (lambda: a_global_hook(2.0), "other global hooks of modules"),
+    "hook before": (
+        lambda: a_global_hook(2.0, nn.modules.module.register_module_forward_pre_hook),
+        "other global hooks of modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_of_the_process_is_another_call(name, tmp_path):
+    setting, what = SETTINGS[name]
+    usual, batch = net(), rows()  # made before the setting
+
+    def called(folder):
+        return prune(usual, 0.5, batches=[batch], compensate=None, progress=False, checkpoint=folder)[0].state_dict()
+
+    expected = called(tmp_path / "usual")
+    with setting():
+        with pytest.raises(SparsityError, match=f"was written by a call with {what}; to continue .* same settings"):
+            called(tmp_path / "usual")
+        other = called(tmp_path / "other")
+        assert same(called(tmp_path / "other"), other)  # the advice: the same call under the same settings
+    assert same(called(tmp_path / "usual"), expected)
+    with pytest.raises(SparsityError, match=f"was written by a call with {what}; to continue"):
+        called(tmp_path / "other")
+
+
+def test_settings_that_are_named_but_not_changed_are_the_same_call(tmp_path):
+    expected = called(tmp_path)
+    with torch.autocast("cpu", torch.float16, enabled=False), precision("ieee"):
+        assert same(called(tmp_path), expected)
 
 
 @pytest.mark.parametrize(
