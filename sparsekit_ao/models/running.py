@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -175,6 +176,19 @@ def eval_mode(model: nn.Module, *, caches: bool = False) -> Iterator[None]:
             module.training = mode
         for config in configs:
             config.use_cache = True
+
+
+def evaluated_finally(
+    evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True, stacklevel: int = 4
+) -> dict[str, float]:
+    """Do as `evaluated`, but warn of an error and return {}, since the model, which is finished, would be lost."""
+    try:
+        return evaluated(evaluate, model, what, progress)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        text = f"{what}: evaluate failed ({reason}), so the report has NaN for it; the model is returned as usual"
+        warnings.warn(text, stacklevel=stacklevel)
+        return {}
 
 
 def evaluated(evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True) -> dict[str, float]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import by_reason, folded
+from ..errors import SparsityError, by_reason, folded
 from ..models.names import by_pattern
 from ..tables import Table, lines_of_error
 from .matching import RecoveryReport
@@ -68,6 +68,8 @@ class OneShotReport(Table[LayerRow]):
 
     def worst(self, count: int) -> list[str]:
         """Return the names of the layers with the largest errors, as `exclude` of `prune` takes them."""
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise SparsityError(f"worst: count must be a whole number of layers, 0 or more, got {count!r}")
         known = [row for row in self.rows if not math.isnan(row.after)]
         return [row.tensor for row in sorted(known, key=lambda row: -row.after)[:count]]
 

@@ -17,7 +17,7 @@ from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, exists, hint_of, named_tensors, owner_of, parameter_of, weights_by_name
-from ..models.running import Evaluate, TokenMask, evaluated
+from ..models.running import Evaluate, TokenMask, evaluated, evaluated_finally
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config, names_in_place_of_modules
@@ -242,7 +242,7 @@ def prune(
     teacher = Teacher(None, data, passes=passes) if passes else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    final = evaluated(evaluate, pruned, "prune, the pruned model", progress)
+    final = evaluated_finally(evaluate, pruned, "prune, the pruned model", progress)
     report = replace(report, left_out=left_out, evaluation=both(dense, final), call=call)
     _warn_of_dense(report, bool(given))
     return pruned, report

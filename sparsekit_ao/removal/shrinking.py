@@ -9,7 +9,7 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import with_hints
 from ..models.progress import hidden_if_asked, phases
-from ..models.running import Evaluate, TokenMask, evaluated, kept_generators
+from ..models.running import Evaluate, TokenMask, evaluated, evaluated_finally, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
 from ..tables import both, call_text
@@ -169,5 +169,5 @@ def shrink(
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
     report = recovered(request, small, report, layers)
-    evaluation = both(dense, evaluated(evaluate, small, "shrink, the smaller model"))
+    evaluation = both(dense, evaluated_finally(evaluate, small, "shrink, the smaller model", stacklevel=6))
     return small, replace(report, evaluation=evaluation, call=call_text(shrink, arguments))

@@ -1,6 +1,7 @@
 """The sensitivity of a layer is the error of its outputs in the dense model if it alone is pruned."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_the_layers_with_the_largest_errors_can_be_excluded(tmp_path):
     assert (pruned[2].weight != 0).all() and not (pruned[3].weight != 0).all()
     report.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("count", [0.5, -1, 2.0, True, None, "2", [1]])
+def test_a_count_of_worst_layers_is_a_whole_number(count):
+    report = sensitivity(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), [torch.randn(16, 8)], "2:4")
+    with pytest.raises(SparsityError, match=rf"worst: count must be a whole number .* got {re.escape(repr(count))}"):
+        report.worst(count)
+    assert report.worst(0) == []  # where a sweep begins
 
 
 def test_a_model_without_blocks_runs_once_on_each_batch_for_all_layers():

@@ -1,5 +1,6 @@
 """`evaluate` of `prune` and `shrink`: called on the dense and on the final model, logged, and stored in the report."""
 
+import copy
 import logging
 import pathlib
 import re
@@ -54,6 +55,41 @@ def test_one_number_and_bad_values(call):
     report = CALLS[call](model, evaluate=lambda m: next(numbers))[1]
     assert report.evaluation == {"evaluation": (0.75, 0.5)}
     assert not CALLS[call](Model(), evaluate=lambda m: 1 / 0, dry_run=True)[1].evaluation
+
+
+def fails(m):
+    raise RuntimeError("out of\nmemory")
+
+
+LATER = {  # {what: (what evaluate does with the final model, the reason in the warning)}
+    "out of memory": (fails, "RuntimeError: out of memory"),
+    "no text": (lambda m: next(iter(())), "StopIteration"),
+    "another shape": (lambda m: m(torch.ones(3, 7)), "RuntimeError: "),
+    "no number": (lambda m: "good", "SparsityError: .* must return a number"),
+    "some numbers": (lambda m: {"evaluation": [1, 2]}, "SparsityError: .* must return a number"),
+    "a key": (lambda m: {}["accuracy"], "KeyError: 'accuracy'"),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_final_model_that_cannot_be_evaluated_is_returned_all_the_same(call, what):
+    then, why = LATER[what]
+    calls, model = [], Model()
+    same = copy.deepcopy(model)
+
+    def evaluate(m):
+        calls.append(m)
+        return 0.5 if len(calls) == 1 else then(m)
+
+    with pytest.warns(UserWarning, match=f"evaluate failed \\({why}.*the report has NaN for it") as warned:
+        final, report = CALLS[call](model, evaluate=evaluate)
+    assert [w.filename for w in warned] == [__file__] and calls[1] is final
+    wanted = CALLS[call](same)[0]
+    assert all(map(torch.equal, final.parameters(), wanted.parameters()))
+    assert str(report.evaluation) == "{'evaluation': (0.5, nan)}" and "evaluation: 0.5 for the dense" in str(report)
+    with pytest.raises(ZeroDivisionError):  # before any work is done
+        CALLS[call](Model(), evaluate=lambda m: 1 / 0)
 
 
 def test_the_function_of_the_page_calls_lm_eval(monkeypatch):
