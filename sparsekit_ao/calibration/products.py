@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import full_tensor, local
 from ..models.names import named_tensors, owner_of, weights_by_name
-from ..models.running import eval_mode
+from ..models.running import TokenMasks, eval_mode, tensors_in
 
 _GATHERS = ("__getitem__", "index_select")  # functions that may gather rows by their numbers
 Positions = range | Tensor
@@ -46,6 +46,7 @@ class Product:
     is_computed: bool = False  # whether the inputs are computed from `read`, rather than a view of it
     counts: Tensor | None = None  # bool: which rows of `read` count; None if that is not known
     is_batch_first: bool = False  # whether it is known that inputs of three dimensions are [batch, tokens, inputs]
+    token_mask: Tensor | None = None  # of the tokens in `read`
 
 
 class Place(NamedTuple):
@@ -107,7 +108,7 @@ class Products(TorchFunctionMode):
         self,
         tensors: Mapping[str, tuple[nn.Module, str]],  # {name of a weight: (module, name of the tensor in it)}
         take: Callable[[Product, Place], None],
-        token_mask: Callable[[], Tensor | None],  # returns the mask of the tokens that count, or None if all of them do
+        token_mask: Callable[[], TokenMasks | Tensor | None],  # returns which tokens count, or None if all of them do
     ) -> None:
         super().__init__()
         self._tensors, self._take, self._token_mask = tensors, take, token_mask
@@ -149,20 +150,27 @@ class Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap or grad, where values cannot be read
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "").partition(".")[0]
+        name, masks = getattr(func, "__name__", "").partition(".")[0], self._token_mask()
+        masks = masks if isinstance(masks, TokenMasks) else TokenMasks(masks, masks, masks)
+        given = [a for a in (*args, *kwargs.values()) if not isinstance(a, Mapping)]  # a mapping is deepcopy's memo
+        of_decoder = masks.of_decoder(given)
         if name in READERS:
             with torch.no_grad():
                 for product in READERS[name](func, args, kwargs):
                     place = self._place(product.weight, may_be_new=True)
                     if place is not None:
                         product.counts = self._counts.get(product.read)
+                        is_computed = all(product.read is not tensor for _, tensor in tensors_in("", given))
+                        product.token_mask = masks.masks[masks.of_decoder(given if is_computed else product.read)]
                         self._take(product, place)
         output = func(*args, **kwargs)
+        if of_decoder:
+            masks.mark(args[0] if name == "__setitem__" else output)
         if name != "__get__":  # reading an attribute, such as `.shape` or `.T`, makes no new values
-            self._follow(name, args, kwargs, output)
+            self._follow(name, args, kwargs, output, masks.masks[of_decoder])
         return output
 
-    def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, mask: Any) -> None:
         """Store the place of an output that is computed from a weight, and which rows of gathered tokens count."""
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if isinstance(output, Tensor) and output.is_floating_point() and tensors and not output.is_nested:
@@ -179,7 +187,6 @@ class Products(TorchFunctionMode):
                 place = next(filter(None, places), None)
                 if place is not None and _key(output) not in self._known:
                     self._add(output, place)
-        mask = self._token_mask()
         if mask is not None and tensors:
             self._follow_rows(name, args, kwargs, tensors, output, mask)
 

@@ -16,7 +16,7 @@ from ..distributed import full_tensor, has_process_group, of_all_ranks
 from ..errors import SparsityError
 from ..models.names import parameter_of
 from ..models.progress import progress_bar
-from ..models.running import Forward, TokenMask, call, check_batch, check_batches, eval_mode, token_mask_of
+from ..models.running import Forward, TokenMask, call, check_batches, checked_batch, eval_mode, token_masks_of
 from .adapters import LayerAdapter, Read, adapter_of
 from .gram import is_finite
 from .products import Place, Product, Products
@@ -38,9 +38,9 @@ class Recording:
     """Context in which forward (and backward) passes of the model are recorded; see `ScopeSparsifier.calibrate`.
 
     Attributes:
-        token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, or None for all. Set it before
-            each forward pass. If the leading shape of a layer's input differs, all of the input counts, unless the
-            model gathered its tokens by index, as for experts: then the mask is gathered too.
+        token_mask: Which tokens count: bool [batch, tokens], such as an attention mask, `TokenMasks`, or None for all.
+            Set it before each forward pass. If the leading shape of a layer's input differs, all of the input counts,
+            unless the model gathered its tokens by index, as for experts: then the mask is gathered too.
         statistics: {tensor_fqn: Statistics}, of the layers that were reached.
     """
 
@@ -53,7 +53,7 @@ class Recording:
         keep_rows: bool = False,  # keep inputs X, not X^T X, while tokens are fewer than inputs; only on one rank
     ) -> None:
         self._take, self._records = take or self._take_product, take is None
-        self.token_mask: Tensor | None = None
+        self.token_mask: Any = None
         self.statistics: dict[str, Statistics] = {}
         self._targets, self._on_success = list(targets), on_success
         self._keep_rows = keep_rows and not has_process_group()
@@ -132,14 +132,14 @@ class Recording:
     def _take_groups(self, target: Target, adapter: LayerAdapter, product: Product, read: Read) -> None:
         """Add sums of the inputs of packed experts, one by one."""
         need, statistics = _need(target), self._statistics_of(target)
-        for group, rows in adapter.rows_of_groups(product, read, self.token_mask):
+        for group, rows in adapter.rows_of_groups(product, read, product.token_mask):
             rows = rows.float()
             total = rows.mT @ rows if need == "input_gram" else rows.square().sum(0)
             statistics.add_to_group(need, group, total, int(rows.any(1).sum()))
 
     def _take_inputs(self, target: Target, adapter: LayerAdapter, product: Product, read: Read) -> None:
         """Add sums of a layer's input; consecutive layers that read the same tensor share the sums."""
-        x, need, mask = product.read, _need(target), self.token_mask
+        x, need, mask = product.read, _need(target), product.token_mask
         version = -1 if x.is_inference() else x._version  # inference tensors have none
         last = self._last_read
         is_same = last is not None and last.tensor is x and last.version == version and last.token_mask is mask
@@ -274,8 +274,8 @@ class Recorder:
         count = 0
         with self.recording(needs) as recording, eval_mode(self.model):
             for count, batch in enumerate(progress_bar(batches, "calibrate", "batch", progress=progress), 1):
-                check_batch(batch, forward, "calibrate")
-                recording.token_mask = token_mask_of(batch, token_mask, "calibrate")
+                batch = checked_batch(batch, forward, "calibrate")
+                recording.token_mask = token_masks_of(batch, token_mask, "calibrate")
                 with torch.set_grad_enabled(recording.needs_gradients):
                     output = call(self.model, batch) if forward is None else forward(self.model, batch)
                     if recording.needs_gradients:

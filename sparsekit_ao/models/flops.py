@@ -29,10 +29,9 @@ def flop_counter() -> Any:
 
     counter = Counter(display=False, custom_mapping=_flop_formulas())
     counter.uncounted = {}
-    # Torch's tracker counts by module, which is not needed here; it raises an error where a module reads a view of a
-    # parameter, as latents are.
-    counter.mod_tracker = contextlib.nullcontext()
-    counter.mod_tracker.parents = {"Global"}
+    # Torch's tracker of modules, which fails where one reads a view of a parameter (latents), is not needed here.
+    tracker: Any = contextlib.nullcontext()
+    counter.mod_tracker, tracker.parents = tracker, {"Global"}
     return counter
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import SparsityError, is_number
 from .progress import say
@@ -103,13 +104,11 @@ def checked_list(batches: Any, forward: Forward | None, caller: str, token_mask:
     kept = list(batches)
     if not kept:
         raise SparsityError(f"{caller}: there are no batches; an iterator that was used up before gives none")
-    for batch in kept:
-        check_batch(batch, forward, caller)
-    return kept
+    return [checked_batch(batch, forward, caller) for batch in kept]
 
 
-def check_batch(batch: Any, forward: Forward | None, caller: str) -> None:
-    """Raise where a batch has no rows, or numbers in place of tensors."""
+def checked_batch(batch: Any, forward: Forward | None, caller: str) -> Any:
+    """The batch with decoder inputs that are no other inputs too; raise where it has no rows, or numbers only."""
     leaves = _pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if tensors and not any(tensor.numel() for tensor in tensors):
@@ -121,24 +120,49 @@ def check_batch(batch: Any, forward: Forward | None, caller: str) -> None:
             f"{caller}: a batch must have tensors, got {what}; give token ids as "
             "batches=[torch.tensor([ids])], a tensor [batch, tokens] for each batch"
         )
+    others = {id(x) for x in _inputs(batch, False).values()}
+    shared = {key: x.view_as(x) for key, x in _inputs(batch, True).items() if id(x) in others}
+    return type(batch)({**batch, **shared}) if shared else batch
 
 
-def _has_attention_mask(batch: Any) -> bool:
-    """Whether a batch has an attention mask of zeros and ones, and another entry of its shape [batch, tokens]."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
-        return False
-    if any(str(key).startswith("decoder_") for key in batch):  # whose tokens have no mask, and may be as many
-        return False
-    others = [x for key, x in batch.items() if key != "attention_mask" and isinstance(x, Tensor)]
-    return any(x.shape[:2] == mask.shape for x in others)
+class TokenMasks:
+    """The masks of tokens of an encoder and a decoder, bool [batch, tokens] (or [tokens]), or None where all count.
+
+    Inputs of the decoder and what is computed from them, as `Products` follows it, hold tokens of the decoder. All
+    other tensors hold those of the encoder, such as what keys and values of cross-attention are computed from.
+    """
+
+    def __init__(self, encoder: Tensor | None, decoder: Tensor | None, outputs: Tensor | None) -> None:
+        self.masks = encoder, decoder, outputs  # the last is that of what the model returns
+        self.marked = WeakTensorKeyDictionary()  # the tensors that hold tokens of the decoder
+
+    def mark(self, value: Any) -> None:
+        """Note that tensors hold tokens of the decoder."""
+        for _, tensor in tensors_in("", value):
+            self.marked[tensor] = True
+
+    def of_decoder(self, value: Any) -> bool:
+        """Return whether any tensor holds tokens of the decoder."""
+        return bool(self.marked) and any(tensor in self.marked for _, tensor in tensors_in("", value))
 
 
-def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | None:
-    """The tokens of a batch that count, bool [batch, tokens] (or [tokens]), or None for all."""
-    if token_mask is False or (token_mask is None and not _has_attention_mask(batch)):
-        return None
-    token_mask = "attention_mask" if token_mask is None else token_mask
+def _inputs(batch: Any, of_decoder: bool) -> dict[str, Any]:
+    """Return the tensors of a mapping that are inputs of a decoder beside an encoder, or all others."""
+    items = [(str(k), x) for k, x in batch.items() if isinstance(x, Tensor)] if isinstance(batch, Mapping) else []
+    return {k: x for k, x in items if (k == "labels" or k.startswith("decoder_")) == of_decoder}
+
+
+def _attention_mask(inputs: Mapping[str, Tensor], key: str) -> Tensor | None:
+    """Return the mask of zeros and ones of this key, if another input has its shape [batch, tokens]."""
+    mask, shapes = inputs.get(key), [x.shape[:2] for name, x in inputs.items() if name != key]
+    is_mask = mask is not None and mask.ndim == 2 and mask.shape in shapes and bool(((mask == 0) | (mask == 1)).all())
+    return mask if is_mask else None
+
+
+def token_masks_of(batch: Any, token_mask: TokenMask, caller: str) -> TokenMasks:
+    """Return which tokens of a batch count; by default the attention masks say so."""
+    others, of_decoder = _inputs(batch, False), _inputs(batch, True)
+    mask = _attention_mask(others, "attention_mask") if token_mask is None else None
     if isinstance(token_mask, str):
         try:
             mask = batch[token_mask]
@@ -148,16 +172,22 @@ def token_mask_of(batch: Any, token_mask: TokenMask, caller: str) -> Tensor | No
             raise SparsityError(
                 f"{caller}: token_mask={token_mask!r} is a key of each batch, but a batch is a {kind} {keys}"
             ) from None
-    else:
+    elif callable(token_mask):
         mask = token_mask(batch)
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim in (1, 2) and bool(mask.any())):
-        what = f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        empty = ", of which no token counts" if isinstance(mask, Tensor) and not mask.any() else ""
-        raise SparsityError(
-            f"{caller}: a token mask must be a tensor [batch, tokens], got {what}{empty}; leave such a batch "
-            "out, or give token_mask=False to count all tokens"
-        )
-    return mask
+    masks = TokenMasks(mask, mask, mask)
+    if token_mask is None and of_decoder:
+        decoder = _attention_mask(of_decoder, "decoder_attention_mask")
+        masks = TokenMasks(mask, decoder, mask if [*of_decoder] == ["labels"] else decoder)
+        masks.mark(of_decoder)
+    for mask in masks.masks[:2]:
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim in (1, 2) and bool(mask.any())):
+            what = f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            empty = ", of which no token counts" if isinstance(mask, Tensor) and not mask.any() else ""
+            raise SparsityError(
+                f"{caller}: a token mask must be a tensor [batch, tokens], got {what}{empty}; leave such a batch "
+                "out, or give token_mask=False to count all tokens"
+            )
+    return masks
 
 
 @contextlib.contextmanager
@@ -178,31 +208,28 @@ def eval_mode(model: nn.Module, *, caches: bool = False) -> Iterator[None]:
             config.use_cache = True
 
 
-def evaluated_finally(
-    evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True, stacklevel: int = 4
+def evaluated(
+    evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True, warns_at: int = 0
 ) -> dict[str, float]:
-    """Do as `evaluated`, but warn of an error and return {}, since the model, which is finished, would be lost."""
-    try:
-        return evaluated(evaluate, model, what, progress)
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-        text = f"{what}: evaluate failed ({reason}), so the report has NaN for it; the model is returned as usual"
-        warnings.warn(text, stacklevel=stacklevel)
-        return {}
-
-
-def evaluated(evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True) -> dict[str, float]:
-    """Return {name: number} of a model in eval mode, and log it; `what` says which call and model it is."""
+    """Return {name: number} of a model in eval mode, and log it; at a stack level above 0, only warn of an error."""
     if evaluate is None:
         return {}
     if not callable(evaluate):
         raise SparsityError(f"{what}: evaluate must be a function (model) -> number or {{name: number}}: {evaluate!r}")
-    with eval_mode(model, caches=True), torch.no_grad():
-        given: Any = evaluate(model)
-    items = dict(given if isinstance(given, Mapping) else {"evaluation": given})
-    items = {name: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for name, n in items.items()}
-    if not all(map(is_number, items.values())):
-        raise SparsityError(f"{what}: evaluate must return a number or {{name: number}}, got {given!r}")
+    try:
+        with eval_mode(model, caches=True), torch.no_grad():
+            given: Any = evaluate(model)
+        items = dict(given if isinstance(given, Mapping) else {"evaluation": given})
+        items = {name: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for name, n in items.items()}
+        if not all(map(is_number, items.values())):
+            raise SparsityError(f"{what}: evaluate must return a number or {{name: number}}, got {given!r}")
+    except Exception as error:
+        if not warns_at:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        text = f"{what}: evaluate failed ({reason}), so the report has NaN for it; the model is returned as usual"
+        warnings.warn(text, stacklevel=warns_at)
+        return {}
     if progress:
         say(f"{what}: {', '.join(f'{name} {number:.4g}' for name, number in items.items())}")
     return {str(name): float(number) for name, number in items.items()}

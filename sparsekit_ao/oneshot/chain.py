@@ -1,14 +1,15 @@
 """The chains of a model's repeated blocks: how they are found, and how the inputs of a batch move through one.
 
-Blocks of a model (a ModuleList, or a Sequential of equal modules) form a chain if each reads the first output of the
-one before, and otherwise what the first block reads, or what it has made and the others pass on. The inputs of each
-block then follow from the outputs of the one before, and the model runs once for each batch, to give the inputs of the
-first one. Layers elsewhere are recorded by running the model up to them.
+Blocks of a model (a ModuleList, or equal modules in a row of a Sequential) form a chain if each reads the first output
+of the one before, and otherwise what the first block reads, or what it has made and the others pass on. The inputs of
+each block then follow from the outputs of the one before, and the model runs once for each batch, to give the inputs of
+the first one. Layers elsewhere are recorded by running the model up to them.
 """
 
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import shutil
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..calibration import Target
-from ..calibration.products import Place, Product
+from ..calibration.products import Place, Product, Products
 from ..calibration.recorder import Recording
 from ..distributed import abandon_forward
 from ..errors import SparsityError
@@ -34,13 +35,14 @@ from ..models.loading import Device, is_elsewhere, is_offloaded
 from ..models.running import (
     Forward,
     TokenMask,
+    TokenMasks,
     call,
     checked_list,
     eval_mode,
     output_error,
     seeded,
     tensors_in,
-    token_mask_of,
+    token_masks_of,
 )
 from .identity import digest_of
 
@@ -58,7 +60,7 @@ class CalibrationData:
     model: nn.Module
     batches: Sequence[Any]  # in a list, because the model runs on them several times
     forward: Forward | None  # None is `models.running.call`
-    token_masks: Sequence[Tensor | None]  # the tokens that count in each batch, or None for all
+    token_masks: Sequence[TokenMasks]  # of each batch
 
     @classmethod
     def checked(
@@ -66,7 +68,7 @@ class CalibrationData:
     ) -> "CalibrationData":
         """Check the arguments of a user, and keep the batches in a list."""
         kept = checked_list(batches, forward, caller, token_mask)
-        token_masks = [token_mask_of(batch, token_mask, caller) for batch in kept]
+        token_masks = [token_masks_of(batch, token_mask, caller) for batch in kept]
         return cls(model=model, batches=kept, forward=forward, token_masks=token_masks)
 
     def one_batch(self) -> tuple["CalibrationData", float, float]:
@@ -78,7 +80,7 @@ class CalibrationData:
 
     def counted(self) -> str:
         """Return a text that says how many tokens count, or "" if all do."""
-        masks = [mask for mask in self.token_masks if mask is not None]
+        masks = [mask for masks in self.token_masks for mask in {*masks.masks[:2]} if mask is not None]
         kept, total = sum(int(mask.bool().sum()) for mask in masks), sum(mask.numel() for mask in masks)
         return f"{kept:,} of {total:,} tokens count, by their mask" if kept < total else ""
 
@@ -97,7 +99,7 @@ class CalibrationData:
 
     def error_to(self, dense_output: Any) -> float:
         """Return the relative error of the first batch's output to that of the dense model; NaN if it has none."""
-        return output_error(dense_output, self.first_output(), self.token_masks[0])
+        return output_error(dense_output, self.first_output(), self.token_masks[0].masks[2])
 
     def run(self, index: int) -> None:
         """Run the model on one batch, until a hook stops it."""
@@ -172,6 +174,7 @@ class Chain:
     blocks: Sequence[nn.Module]
     # For each block after the first, {number of an argument: number of the output of the block before that it is}.
     links: Sequence[Mapping[int, int]]
+    of_decoder: bool = False  # whether the hidden states are of a decoder's tokens, not of its encoder's
 
 
 def find_chains(data: CalibrationData, layers: Sequence[nn.Module], name: str | None) -> list[Chain]:
@@ -194,7 +197,12 @@ def find_chains(data: CalibrationData, layers: Sequence[nn.Module], name: str | 
             "and otherwise the same arguments, and no layer may be part of two of them; leave blocks out to run the "
             "whole model instead"
         )
-    return [found[k] for k in captured(data, [chain.blocks[0] for chain in found], 0)] if len(found) > 1 else found
+    if not found or (len(found) < 2 and not data.token_masks[0].marked):
+        return found
+    masks = data.token_masks[0]
+    with Products({}, lambda *_: None, lambda: masks):
+        calls = captured(data, [chain.blocks[0] for chain in found], 0)
+    return [replace(found[k], of_decoder=masks.of_decoder(_pytree.tree_leaves(of)[0])) for k, of in calls.items()]
 
 
 def _list_of(model: nn.Module, name: str) -> list[nn.Module]:
@@ -209,11 +217,17 @@ def _list_of(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _lists(module: nn.Module, ids: set[int]) -> list[list[nn.Module]]:
-    """Return the outermost ModuleLists, and Sequentials with most of some layers, that have several of these layers."""
-    blocks, count = [*module.children()], sum(id(x) in ids for x in module.modules())
-    is_list = isinstance(module, nn.Sequential) and len({type(x) for x in blocks}) == 1 and 2 * count > len(ids)
-    if (is_list or isinstance(module, nn.ModuleList)) and len(blocks) > 1 and count > 1:
-        return [blocks]
+    """Return the outermost ModuleLists, and rows in Sequentials with most of some layers, that have several layers."""
+    blocks = [*module.children()]
+    runs, least = [blocks] if isinstance(module, nn.ModuleList) else [], 1.0
+    if isinstance(module, nn.Sequential):
+        is_list, least = len({type(block) for block in blocks}) == 1, max(1.0, len(ids) / 2)
+        # Blocks between others, such as an embedding and a head, have equal parts; a single layer is like no other one.
+        kinds = {m: (type(m), *(p.shape for p in m.parameters())) if [*m.children()] else m for m in blocks}
+        runs = [blocks] if is_list else [[*run] for _, run in itertools.groupby(blocks, kinds.__getitem__)]
+    for run in runs:
+        if len(run) > 1 and sum(id(x) in ids for block in run for x in block.modules()) > least:
+            return [run]
     return [found for child in blocks for found in _lists(child, ids)]
 
 
@@ -430,6 +444,7 @@ class Stream:
 
     def __init__(self, chain: Chain, kept: Kept, device: Device, like: "Stream | None" = None) -> None:
         self._links, self._kept, self._device, self._like = chain.links or [{0: 0}], kept, device, like
+        self.of_decoder = chain.of_decoder
         self.advanced, self.is_finished = 0, False  # how many blocks have run, and whether the last one has
         self._specs: list[Any] = []  # how the arguments are nested
         self._others: list[Hashable] = []  # the keys of the arguments that all blocks have in common
@@ -464,9 +479,11 @@ class Stream:
         arguments: Arguments = _pytree.tree_unflatten(leaves, self._specs[index])
         return arguments
 
-    def output(self, block: nn.Module, index: int) -> Any:
+    def output(self, block: nn.Module, index: int, masks: TokenMasks | None = None) -> Any:
         """Return the output of a block for a batch. It runs on copies, as it may change inputs in place (a cache)."""
         args, kwargs = copied_tensors(self.arguments(index), self._device)
+        if masks is not None and self.of_decoder:  # not what it reads beside these, such as the encoder's outputs
+            masks.mark(_pytree.tree_leaves((args, kwargs))[0])
         return block(*args, **kwargs)
 
     def advance(self, block: nn.Module, is_last: bool = False) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import hooks as hooks_of_torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed import has_process_group, is_sharded
@@ -32,12 +31,10 @@ _NO_PARTS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations_
 _NO_PARTS |= {"__slotnames__"}  # pickle adds it to a class
 # Attributes in which other libraries keep where a model was loaded from and lies, and caches; they differ by process.
 _PASSING = re.compile(
-    "_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|_flat_weight_refs"
-    "|.*_hooks_installed"
+    "_?name_or_path|hf_device_map|_hf_hook|__composable_api_state_key.*|_original_object_hash|.*_hooks_installed"
 )
 _OF_RANKS = re.compile("((local|global)_)?rank|device(_id)?")  # variables that differ by rank in a process group
 _OF_MODULES = {*vars(nn.Module())} - {"_parameters", "_buffers", "_modules"}
-_BACKENDS: Any = torch.backends
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # on which autocast can be enabled
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # without their keys, which count all hooks of a process
 
@@ -48,13 +45,10 @@ SETTINGS: dict[str, Callable[[], object]] = {
     ],
     "another default dtype": torch.get_default_dtype,
     "another setting of deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "another float32 matmul precision": lambda: [
-        kernels.fp32_precision.replace("none", "ieee")  # which are the same
-        for kernels in (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.conv)
+    "another precision of float32": lambda: [
+        getattr(torch.backends, b).matmul.fp32_precision for b in ("cuda", "mkldnn")
     ],
-    "other global hooks of modules": lambda: [
-        _own_hooks(getattr(nn.modules.module, f"_global{name}")) for name in _HOOKS
-    ],
+    "other global hooks of modules": lambda: _own_hooks(vars(nn.modules.module), "_global"),
 }
 
 
@@ -110,13 +104,10 @@ class _Digests:
             return value.fget, value.fset
         if isinstance(value, torch.device):
             return (value.type,)  # each rank has an index of its own
-        if isinstance(value, hooks_of_torch.RemovableHandle):
-            return ()  # it has a number that counts all hooks of a process
         if isinstance(value, nn.Module):
             if "_orig_mod" in value._modules or type(value).__module__.startswith("torch.nn.parallel."):
                 return value.children()  # the module that is compiled or distributed
-            hooks = [_own_hooks(vars(value)[name]) for name in _HOOKS]
-            return type(value), _state({k: v for k, v in _copied(value).items() if k not in _OF_MODULES}), hooks
+            return type(value), _state(_copied(value)), _own_hooks(vars(value))
         if isinstance(value, Mapping) and not _is_own(type(value).__module__):
             return [*value.items(), getattr(value, "default_factory", None)]
         return value if type(value) in (list, tuple, set, frozenset) else self._reduced(value)
@@ -155,21 +146,21 @@ def _module_of(function: Any) -> str:
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
-def _own_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+def _own_hooks(attributes: Mapping[str, Any], prefix: str = "") -> list[list[Any]]:
     """Return the hooks that no installed package has registered, as profilers do."""
-    return [hook for hook in hooks.values() if _is_own(_module_of(hook))]
+    return [[hook for hook in attributes[prefix + k].values() if _is_own(_module_of(hook))] for k in _HOOKS]
 
 
 def _copied(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that its deep copy has too, without copying them: caches may be left out."""
+    """Return the own attributes of a module that a deep copy has too, without copying them: it may lack caches."""
     attributes = vars(module)
     # The class that parametrize makes for a module copies all attributes, whatever the module's own class does.
-    kind = type(module).__mro__[int(parametrize.is_parametrized(module))]
+    kind: Any = type(module).__mro__[int(parametrize.is_parametrized(module))]
     with contextlib.suppress(Exception):  # a module that cannot be copied counts with all attributes
         alike = kind.__new__(kind)
         alike.__dict__.update(attributes)
         attributes = vars(copy.deepcopy(alike, {id(value): value for value in attributes.values()}))
-    return attributes
+    return {key: value for key, value in attributes.items() if key not in _OF_MODULES}
 
 
 def _state(state: Any) -> Any:

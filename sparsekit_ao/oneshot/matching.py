@@ -429,7 +429,9 @@ class _Training:
         self, teacher: Teacher, student: "_Student", target: Callable[[int], Tensor], metric: str, at: int, name: str
     ) -> None:
         self.student, self.target, self.metric, self.name = student, target, metric, name
-        self.seed, self.passes, self.masks = teacher.seed, teacher.passes, teacher.data.token_masks
+        self.seed, self.passes, walk = teacher.seed, teacher.passes, teacher._walk
+        of = walk.chains[walk.chain_of[at]].of_decoder if name else 2  # of the model's outputs
+        self.masks = [masks.masks[of] for masks in teacher.data.token_masks]
         self.batches, self.draws = len(self.masks), torch.Generator().manual_seed(teacher.seed + at)
         self.own, self.ranks = rank(), torch.distributed.get_world_size() if has_process_group() else 1
         whole = self.batches * self.ranks
@@ -553,18 +555,20 @@ def _optimizer(student: "_Student", rate: float, count: int) -> tuple[torch.opti
 
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:
     """Return the dense model's blocks and, for each block of the model, the index of the dense one that it matches."""
-    path = names[0].rpartition(".")[0]
+    path, _, first = names[0].rpartition(".")
     dense_blocks: list[nn.Module] = [*dense.get_submodule(path).children()]
+    children = [name for name, _ in model.get_submodule(path).named_children()]
     indices = _numbers_in_dense(model.get_submodule(path), dense.get_submodule(path))
-    if len(indices) != len(names):
+    if len(indices) != len(children):
         raise SparsityError(
-            f"recover: the model has {len(names)} blocks in {path!r}, but the dense model has "
+            f"recover: the model has {len(children)} blocks in {path!r}, but the dense model has "
             f"{len(dense_blocks)}. Only the model that shrink_layers returned knows which ones were removed; give that "
             "model, or a copy of it"
         )
     # A block that remains after `shrink_layers` also takes the place of the removed blocks that follow it (the first
     # one also of those before it), so the last of these is the one that it matches.
-    return dense_blocks, [after - 1 for after in (*indices[1:], len(dense_blocks))]
+    ends, at = [0, *indices[1:], len(dense_blocks)], children.index(first)  # other modules may come before the blocks
+    return dense_blocks[ends[at] :], [end - ends[at] - 1 for end in ends[at + 1 : at + 1 + len(names)]]
 
 
 def _numbers_in_dense(blocks: nn.Module, dense_blocks: nn.Module) -> list[int]:

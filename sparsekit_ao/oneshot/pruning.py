@@ -17,7 +17,7 @@ from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, exists, hint_of, named_tensors, owner_of, parameter_of, weights_by_name
-from ..models.running import Evaluate, TokenMask, evaluated, evaluated_finally
+from ..models.running import Evaluate, TokenMask, evaluated
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config, names_in_place_of_modules
@@ -69,7 +69,8 @@ def one_shot(
             kept weights as they are.
         blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None (default)
-            takes the `attention_mask` of batches that have one, and False counts all tokens. The mask applies to layers
+            takes the `attention_mask` of batches that have one, and for what a decoder computes from its inputs the
+            `decoder_attention_mask`, if any; False counts all tokens. The mask applies to layers
             that read [batch, tokens, inputs]; convolutions and layers that read something else (such as a pooled token)
             count every position.
         recover: If True, each block is trained to give the dense block's outputs before the next one is pruned; see
@@ -185,7 +186,7 @@ def prune(
         inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
         evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
-            the dense and on the final model, both in eval mode. The report has the numbers.
+            the dense and the final model, in eval mode. The report has the numbers, and NaN if it fails for the latter.
         dry_run: If True, return the model itself, unchanged, and a `oneshot.DryRun`, which says what the call would do,
             and what time and memory it would take. One block or layer is pruned on one batch for this, and put back.
             No checkpoint is read or written, and nothing is evaluated. False by default.
@@ -242,7 +243,7 @@ def prune(
     teacher = Teacher(None, data, passes=passes) if passes else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    final = evaluated_finally(evaluate, pruned, "prune, the pruned model", progress)
+    final = evaluated(evaluate, pruned, "prune, the pruned model", progress, warns_at=4)
     report = replace(report, left_out=left_out, evaluation=both(dense, final), call=call)
     _warn_of_dense(report, bool(given))
     return pruned, report

@@ -309,11 +309,11 @@ class Walk:
                         stack.enter_context(module.register_forward_hook(finish))
                     skips = self._may_skip_blocks(layers)
             recording = stack.enter_context(Recording(targets, keep_rows=True))
-            for index, mask in enumerate(self.data.token_masks):
-                recording.token_mask = mask
+            for index, masks in enumerate(self.data.token_masks):
+                recording.token_mask = masks
                 pending.update(layers)
                 if step.block is not None:
-                    self.streams[-1].output(self.blocks[step.block], index)
+                    self.streams[-1].output(self.blocks[step.block], index, masks)
                 else:
                     with self._skipping_blocks(index) if skips else nullcontext():
                         self.data.run(index)
@@ -334,7 +334,9 @@ class Walk:
         finished = [(block, stream) for chain, stream in begun if stream.is_finished for block in chain.blocks]
 
         def outputs(k: int, *args: Any, **kwargs: Any) -> Any:
-            return finished[k][1].outputs(index)
+            outputs = finished[k][1].outputs(index)
+            self.data.token_masks[index].mark(outputs if finished[k][1].of_decoder else ())
+            return outputs
 
         with replaced([block for block, _ in finished], outputs):
             yield
@@ -439,8 +441,7 @@ class Checkpoint:
             differing = differing if is_known else ["another version, or its call.txt is damaged"]
             raise SparsityError(
                 f"{where} was written by a call with {' and '.join(differing)}; to continue that call, load the model "
-                "as it was before and make the same call under the same settings; to begin a new one, give another "
-                "folder"
+                "as it was and make the same call under the same settings; to begin a new one, give another folder"
             )
         return count
 
@@ -517,7 +518,7 @@ def checkpoint_of(
         )
     if folder is None:
         return None
-    call[2] += digest_of((data.batches, data.token_masks), f"{caller}: a batch", True)
+    call[2] += digest_of((data.batches, [one.masks for one in data.token_masks]), f"{caller}: a batch", True)
     settings = [digest_of(setting(), caller) for setting in SETTINGS.values()]
     return Checkpoint(folder, [*call[:2], digest_of(call[2], ""), *settings], caller)
 

@@ -11,7 +11,7 @@ from ..calibration import GRADIENTS
 from ..coupling import Coupling
 from ..errors import SparsityError, checked_model
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
-from ..models.running import Forward, TokenMask, check_example, token_mask_of
+from ..models.running import Forward, TokenMask, check_example, token_masks_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.matching import passes_of
 from ..scores import Score, needs_of, parse_score
@@ -91,7 +91,7 @@ class ShrinkRequest:
     def _checked_data(self) -> CalibrationData:
         """Return the data that scores and compensation read, whose first batch may become the example inputs."""
         if self.batches is None:
-            mask = token_mask_of(self.example_inputs, None, "shrink")
+            mask = token_masks_of(self.example_inputs, None, "shrink")
             batches = [self.example_inputs]
             data = CalibrationData(model=self.model, batches=batches, forward=self.forward, token_masks=[mask])
         else:

@@ -9,7 +9,7 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import with_hints
 from ..models.progress import hidden_if_asked, phases
-from ..models.running import Evaluate, TokenMask, evaluated, evaluated_finally, kept_generators
+from ..models.running import Evaluate, TokenMask, evaluated, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
 from ..tables import both, call_text
@@ -107,7 +107,7 @@ def shrink(
             says what is dropped.
         progress: If True (default), show progress, as `one_shot` does. Bars of quick work appear for large models only.
         evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
-            the dense and on the final model, both in eval mode. The report has the numbers.
+            the dense and the final model, in eval mode. The report has the numbers, and NaN if it fails for the latter.
         dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
             be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Whether couplings
             can be removed is tried in a short model, not in the whole one. Nothing is evaluated. False by default.
@@ -169,5 +169,5 @@ def shrink(
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
     report = recovered(request, small, report, layers)
-    evaluation = both(dense, evaluated_finally(evaluate, small, "shrink, the smaller model", stacklevel=6))
+    evaluation = both(dense, evaluated(evaluate, small, "shrink, the smaller model", warns_at=6))
     return small, replace(report, evaluation=evaluation, call=call_text(shrink, arguments))

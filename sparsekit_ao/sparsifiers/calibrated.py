@@ -74,7 +74,8 @@ class Calibrated(MaskSparsifier):
             forward: A function `(model, batch) -> output` that is called instead of the model. If a score needs
                 gradients, it must return the loss.
             token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None
-                (default) takes the `attention_mask` of batches that have one, and False counts all tokens. The mask
+                (default) takes the `attention_mask` of batches that have one, and for what a decoder computes from its
+                inputs the `decoder_attention_mask`, if any; False counts all tokens. The mask
                 applies to layers that read [batch, tokens, inputs]; convolutions and layers that read something else,
                 such as a pooled token, count every position.
             needs: Names of further statistics to record for every tensor, from `calibration.NEEDS`.

@@ -1,11 +1,14 @@
 """Models with several chains of blocks, and blocks that pass on more than hidden states."""
 
+import collections
+import copy
 import functools
 import inspect
 
 import pytest
 import torch
 import transformers
+from networks import Net
 from torch import nn
 from torch.nn import functional as F
 
@@ -276,6 +279,119 @@ def test_a_list_by_its_name_is_the_only_chain():
     model.decoder = model.decoder[:1]
     pruned, _ = prune(model, 0.5)
     assert [row.block for row in recover(pruned, model, batches(), blocks="decoder")] == ["decoder.0"]
+
+
+class Doubled(nn.Sequential):
+    """A subclass of Sequential."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def of_layer():
+    return nn.TransformerEncoderLayer(SIZE, 2, SIZE, batch_first=True)
+
+
+def skipping():
+    return Net(lambda m, x: x + m.down(m.up(x).relu()), up=nn.Linear(SIZE, 2 * SIZE), down=nn.Linear(2 * SIZE, SIZE))
+
+
+def small(before=SIZE, after=SIZE):
+    return nn.Sequential(nn.Linear(before, after), nn.GELU())
+
+
+ROOTS = {  # {what: (a model, the names of its blocks)}
+    "all": (lambda: nn.Sequential(*[skipping() for _ in range(4)]), "0 1 2 3"),
+    "embedding and head": (
+        lambda: nn.Sequential(
+            nn.Linear(SIZE, SIZE), *[skipping() for _ in range(4)], nn.LayerNorm(SIZE), nn.Linear(SIZE, 3)
+        ),
+        "1 2 3 4",
+    ),
+    "transformer layers": (
+        lambda: nn.Sequential(small(), *[of_layer() for _ in range(3)], nn.Linear(SIZE, 3)),
+        "1 2 3",
+    ),
+    "between norms": (lambda: nn.Sequential(nn.LayerNorm(SIZE), *[skipping() for _ in range(3)], nn.GELU()), "1 2 3"),
+    "names": (
+        lambda: nn.Sequential(
+            collections.OrderedDict(
+                first=nn.Linear(SIZE, SIZE), a=skipping(), b=skipping(), c=skipping(), last=nn.Tanh()
+            )
+        ),
+        "a b c",
+    ),
+    "a subclass": (lambda: Doubled(nn.Tanh(), *[skipping() for _ in range(3)], nn.Linear(SIZE, 3)), "1 2 3"),
+    "inside": (
+        lambda: Net(lambda m, x: m.body(x), body=nn.Sequential(nn.Tanh(), skipping(), skipping())),
+        "body.1 body.2",
+    ),
+    "one of another shape": (
+        lambda: nn.Sequential(small(SIZE, 3), small(3, SIZE), small(), small(), small()),
+        "0 1 2 3 4",
+    ),  # one class alone
+    "others between": (lambda: nn.Sequential(skipping(), nn.Tanh(), skipping(), nn.Tanh(), skipping()), ""),
+    "a plain MLP": (lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE), nn.ReLU()), ""),
+    "single layers in a row": (lambda: nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(3)], nn.ReLU()), ""),
+    "less than half": (
+        lambda: nn.Sequential(skipping(), skipping(), nn.Tanh(), *[nn.Linear(SIZE, SIZE) for _ in range(5)]),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ROOTS)
+def test_equal_modules_in_a_row_of_a_sequential_are_blocks(what, monkeypatch):
+    make, names = ROOTS[what]
+    torch.manual_seed(0)
+    dense, names, data = make().eval(), names.split(), batches()
+    exclude = [f"{name}.down" for name in names if hasattr(dense.get_submodule(name), "down")]
+    exclude += [f"{name}.linear2" for name in names if hasattr(dense.get_submodule(name), "linear2")]
+    exclude += [f"{name}.self_attn" for name in names if hasattr(dense.get_submodule(name), "self_attn")]
+    pruned, report = prune(dense, "2:4", batches=data, exclude=exclude)
+    assert report.blocks == len(names)
+    rows = recover(pruned, dense, data, passes=1)
+    assert [row.block for row in rows] == (names or [""])
+    recovered = prune(dense, "2:4", batches=data, exclude=exclude, recover=1)[1]
+    assert [row.block for row in recovered.recovery] == (names or [""])
+    assert prune(dense, "2:4", batches=data, exclude=exclude, dry_run=True)[1].chains == (
+        (tuple(names),) if names else ()
+    )
+    pruned = prune(dense, "2:4", batches=data, exclude=exclude)[0]
+    monkeypatch.setattr(walk, "find_chains", lambda *_: [])
+    whole = prune(dense, "2:4", batches=data, exclude=exclude)[0]
+    for a, b in zip(pruned.state_dict().values(), whole.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_blocks_of_a_sequential_run_a_few_times_however_many_they_are(recovers):
+    runs, block = [], Doubled(nn.Linear(SIZE, SIZE))
+    for count in (4, 12):
+        model = nn.Sequential(
+            nn.Linear(SIZE, SIZE), *[copy.deepcopy(block) for _ in range(count)], nn.Linear(SIZE, SIZE)
+        )
+        calls = []
+        for part in model[1:-1]:
+            part.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        prune(model, "2:4", batches=batches(), recover=int(recovers), inplace=True, progress=False)
+        runs.append(len(calls) / count)
+    assert runs[1] <= 1.1 * runs[0]
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_blocks_of_a_sequential_match_those_of_the_dense_model(at):
+    """A block that was not changed has no error, at its own place."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(SIZE, SIZE), *[skipping() for _ in range(4)], nn.Linear(SIZE, 3)).eval()
+    pruned = copy.deepcopy(dense)
+    with torch.no_grad():
+        pruned[1 + at].up.weight[:, ::2] = 0
+        pruned[1 + (at + 1) % 4].up.weight[:, ::2] = 0
+    rows = recover(pruned, dense, batches(), passes=1)
+    first = min(at, (at + 1) % 4)
+    assert [row.block for row in rows] == ["1", "2", "3", "4"]
+    assert all(row.before < 1e-6 for row in rows[:first]) and rows[first].before > 1e-3
 
 
 @pytest.mark.parametrize("recovers", [False, True])

@@ -251,17 +251,6 @@ def of_layers(kind):
     return nn.Sequential(kind(8, 16), nn.ReLU(), kind(16, 4)).eval()
 
 
-def with_a_handle(is_late):
-    """A module that keeps the handle of a hook, whose number counts the hooks that the process has registered."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    others = [model.register_forward_hook(print) for _ in range(3 * is_late)]
-    model.handle = model[1].register_forward_hook(Magnitude.__call__)
-    model.handle.remove()
-    for other in others:
-        other.remove()
-    return model
-
-
 def llama():
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -282,11 +271,6 @@ USES = {  # {what: (the model, a batch, what one of two processes has done with 
     "a cache that copying leaves out": (lambda: of_layers(KeptByHand), rows(), lambda m: m(rows())),
     "compiled": (lambda: of_layers(nn.Linear), rows(), lambda m: m[0].compile(backend="eager")),
     "compiled as a whole": (lambda: of_layers(nn.Linear), rows(), lambda m: m.compile(backend="eager")),
-    "a handle of a hook": (
-        lambda: with_a_handle(False),
-        rows(),
-        lambda m: setattr(m, "handle", with_a_handle(True).handle),
-    ),
     "hidden states": (llama, {"input_ids": IDS}, lambda m: m(IDS, output_hidden_states=True)),
 }
 
@@ -365,7 +349,7 @@ SETTINGS = {  # {a name: (another setting than the usual one, what the error nam
         lambda: a_setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
         "another setting of deterministic algorithms",
     ),
-    "matmul": (lambda: precision("bf16"), "another float32 matmul precision"),
+    "matmul": (lambda: precision("bf16"), "another precision of float32"),
     "hook": (lambda: a_global_hook(2.0), "other global hooks of modules"),
     "hook before": (
         lambda: a_global_hook(2.0, nn.modules.module.register_module_forward_pre_hook),
@@ -395,7 +379,7 @@ def test_another_setting_of_the_process_is_another_call(name, tmp_path):
 
 def test_settings_that_are_named_but_not_changed_are_the_same_call(tmp_path):
     expected = called(tmp_path)
-    with torch.autocast("cpu", torch.float16, enabled=False), precision("ieee"):
+    with torch.autocast("cpu", torch.float16, enabled=False), torch.autocast("cuda", enabled=False):
         assert same(called(tmp_path), expected)
 
 

@@ -211,9 +211,11 @@ def test_token_masks_of_other_kinds_and_batches_of_padding_are_refused():
     with pytest.raises(SparsityError, match="of which no token counts; leave such a batch out, or give token_mask"):
         sparsifier.calibrate([batch], lambda model, batch: model(batch["input"]))
     sparsifier.calibrate([batch], lambda model, batch: model(batch["input"]), token_mask=False)
-    decoder = {**batch, "decoder_input_ids": torch.ones(2, 8)}
-    sparsifier.calibrate([decoder], lambda model, batch: model(batch["input"]))
-    assert sparsifier.statistics["first.weight"].tokens == 4
+    assert sparsifier.statistics["first.weight"].tokens == 2
+    for more in ({}, {"attention_mask": torch.ones(2, 8), "decoder_attention_mask": torch.zeros(2, 8)}):
+        decoder = {**batch, "decoder_input_ids": torch.ones(2, 8), **more}
+        with pytest.raises(SparsityError, match="of which no token counts; leave such a batch out, or give token_mask"):
+            sparsifier.calibrate([decoder], lambda model, batch: model(batch["input"]))
 
 
 def test_check_after_an_interruption_in_the_first_block_names_one_shot():
