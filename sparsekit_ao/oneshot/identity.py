@@ -38,7 +38,7 @@ _OF_MODULES = {*vars(nn.Module())} - {"_parameters", "_buffers", "_modules"}
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # on which autocast can be enabled
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # without their keys, which count all hooks of a process
 
-# {how a call differs, if this setting of the process does: the setting}; all of them may change results.
+# {how a call differs, if this setting of the process does: the setting}. Global hooks of modules are not among them.
 SETTINGS: dict[str, Callable[[], object]] = {
     "another setting of autocast": lambda: [
         (device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device)
@@ -48,7 +48,6 @@ SETTINGS: dict[str, Callable[[], object]] = {
     "another precision of float32": lambda: [
         getattr(torch.backends, b).matmul.fp32_precision for b in ("cuda", "mkldnn")
     ],
-    "other global hooks of modules": lambda: _own_hooks(vars(nn.modules.module), "_global"),
 }
 
 
@@ -107,7 +106,8 @@ class _Digests:
         if isinstance(value, nn.Module):
             if "_orig_mod" in value._modules or type(value).__module__.startswith("torch.nn.parallel."):
                 return value.children()  # the module that is compiled or distributed
-            return type(value), _state(_copied(value)), _own_hooks(vars(value))
+            hooks = [[hook for hook in vars(value)[name].values() if _is_own(_module_of(hook))] for name in _HOOKS]
+            return type(value), _state(_copied(value)), hooks
         if isinstance(value, Mapping) and not _is_own(type(value).__module__):
             return [*value.items(), getattr(value, "default_factory", None)]
         return value if type(value) in (list, tuple, set, frozenset) else self._reduced(value)
@@ -144,11 +144,6 @@ def _module_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__module__", None) or type(function).__module__)
-
-
-def _own_hooks(attributes: Mapping[str, Any], prefix: str = "") -> list[list[Any]]:
-    """Return the hooks that no installed package has registered, as profilers do."""
-    return [[hook for hook in attributes[prefix + k].values() if _is_own(_module_of(hook))] for k in _HOOKS]
 
 
 def _copied(module: nn.Module) -> dict[str, Any]:

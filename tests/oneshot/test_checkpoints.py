@@ -323,15 +323,6 @@ def precision(value):
     return a_setting(lambda: backend.fp32_precision, lambda v: setattr(backend, "fp32_precision", v), value)
 
 
-@contextlib.contextmanager
-def a_global_hook(factor, register=nn.modules.module.register_module_forward_hook):
-    handle = register(lambda module, inputs, *output: output[0] * factor if output else (inputs[0] * factor,))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 SETTINGS = {  # {a name: (another setting than the usual one, what the error names)}
     "bfloat16": (lambda: torch.autocast("cpu", torch.bfloat16), "another setting of autocast"),
     "float16": (lambda: torch.autocast("cpu", torch.float16), "another setting of autocast"),
@@ -350,10 +341,9 @@ SETTINGS = {  # {a name: (another setting than the usual one, what the error nam
         "another setting of deterministic algorithms",
     ),
     "matmul": (lambda: precision("bf16"), "another precision of float32"),
-    "hook": (lambda: a_global_hook(2.0), "other global hooks of modules"),
-    "hook before": (
-        lambda: a_global_hook(2.0, nn.modules.module.register_module_forward_pre_hook),
-        "other global hooks of modules",
+    "medium": (
+        lambda: a_setting(lambda: "highest", torch.set_float32_matmul_precision, "medium"),
+        "another precision of float32",
     ),
 }
 
