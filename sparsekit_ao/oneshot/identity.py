@@ -45,8 +45,8 @@ SETTINGS: dict[str, Callable[[], object]] = {
     ],
     "another default dtype": torch.get_default_dtype,
     "another setting of deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "another precision of float32": lambda: [
-        getattr(torch.backends, b).matmul.fp32_precision for b in ("cuda", "mkldnn")
+    "another precision of float32": lambda: [  # "none" is "ieee"
+        getattr(torch.backends, name).matmul.fp32_precision.replace("none", "ieee") for name in ("cuda", "mkldnn")
     ],
 }
 
