@@ -226,12 +226,13 @@ def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> di
     for path, value, depth in _integers_around(model, plan.coupling.members, names, captured):
         if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
             continue
+        if not all(_holds(model, bound, path, products[value]) for bound in bindings):
+            continue  # such as `**.6.kernel_size` of a child of the model itself, which these stars do not match
         if inside and depth == 0:  # of children without tensors: a stride or a kernel of torch.nn is no number of units
             _, holder, name = _holders(model, fill_stars(path, captured))[0]
             if type(holder).__module__.startswith("torch.nn.") and _parsed(name)[0] not in _OF_NORMS:
                 continue
-        if all(_holds(model, bound, path, products[value]) for bound in bindings):
-            attrs[path] = products[value]
+        attrs[path] = products[value]
     return attrs
 
 

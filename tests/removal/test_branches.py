@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from discovered import fill
 from networks import Net
 from stock import EVERYTHING
 from torch import nn
@@ -316,6 +317,38 @@ def test_numbers_that_several_layers_may_count_or_that_are_strides_stay():
     model = Net(lambda m, x: m.b(m.pool(m.a(x).relu())), **layers)
     small, report = shrink(model, torch.randn(6, 3, 3), 0.5)
     assert small.a.out_channels == 2 and small.pool.stride == (4,) and not report.changed
+
+
+class Repeated(nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        return torch.cat([x] * self.times, 2)
+
+
+@pytest.mark.parametrize(
+    ("units", "last"),
+    (
+        (2, nn.MaxPool2d(2)),
+        (4, nn.AvgPool2d(4)),
+        (2, nn.AdaptiveAvgPool2d((2, 2))),
+        (4, nn.LPPool2d(2, 4)),
+        (2, nn.Flatten(2)),
+        (2, nn.MaxPool2d(1, 2)),
+        (2, Repeated(2)),
+    ),
+    ids=lambda value: type(value).__name__,
+)
+def test_an_integer_that_stars_of_a_coupling_do_not_reach_is_no_candidate(units, last):
+    # The coupling has a member `**.bias`, so integers of the last child get paths with `**`, which match no module.
+    layers = [nn.Conv2d(3, units, 3, padding=1), nn.BatchNorm2d(units), nn.SiLU(), nn.Conv2d(units, 5, 1, bias=False)]
+    body, x = nn.Sequential(*layers, last, nn.Flatten()), torch.randn(2, 3, 6, 6)
+    model = fill(nn.Sequential(*body, nn.Linear(body(x).shape[1], 4, bias=False)))
+    small, report = shrink(model, x, 0.5)
+    assert report.couplings[0].of == units and report.couplings[0].kept < units and report.difference <= 1e-5
+    assert all(vars(small[4])[name] == value for name, value in vars(last).items() if type(value) in (int, tuple))
 
 
 def positions(m, x):
