@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Discovery
-from ..errors import folded
+from ..errors import SparsityError, folded
 from ..models.names import by_pattern
 from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
@@ -131,7 +131,12 @@ class Compaction(Table[KeptUnits]):
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
-        """Write the manifest as JSON, for `cut_to` in another process."""
+        """Write the manifest as JSON, for `cut_to` in another process; a dry run has none, which is an error."""
+        if not self.manifest:
+            raise SparsityError(
+                "Compaction.save: this report is that of a dry run, which removed nothing, so there is no manifest to "
+                "write; call shrink without dry_run=True, and save the report of that call"
+            )
         Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
 
     bars = ("of", "kept")

@@ -109,8 +109,8 @@ def shrink(
         evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
             the dense and the final model, in eval mode. The report has the numbers, and NaN if it fails for the latter.
         dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
-            be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Whether couplings
-            can be removed is tried in a short model, not in the whole one. Nothing is evaluated. False by default.
+            be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Nothing is
+            compensated, trained or evaluated, and there is nothing to save. False by default.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -161,7 +161,7 @@ def shrink(
     plans = scored(request.model, plans, score, request.data, token_mask)
     if dry_run:
         next(phase, None)
-        plans, report = planned_together(request, plans)
+        plans, report = planned_together(request, plans, keeps_config)
         return model, with_reasons(report, model, discovery, plans, request.cost_of is not None)
     plans, small, report = removed_together(request, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):

@@ -77,6 +77,14 @@ class Trials:
             raise SparsityError(f"the smaller model {why}")
         return small, report
 
+    def tried(self, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
+        """Return the masked model and a report without sizes, if removal succeeds: what a dry run says instead."""
+        if why := self.problem(plans):
+            raise SparsityError(why)
+        none = Size(parameters=0, bytes=0, flops=0)
+        couplings = kept_units(removals_of(plans))
+        return self._masked, Compaction(couplings=couplings, before=none, after=none, difference=math.nan, manifest={})
+
     def misfit(self, plans: Sequence[Plan], kept: int = 1) -> str:
         """Return how the model without the zero units of these plans differs from what its config describes, or "".
 
@@ -224,14 +232,18 @@ def found_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan],
 def removed_together(
     request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
 ) -> tuple[list[Plan], nn.Module, Compaction]:
-    """Remove the units of the lowest scores, and leave plans out until the others can be carried out together."""
+    """Remove the units of the lowest scores, and leave plans out until the others can be carried out together.
+
+    A dry run leaves out the same, but copies no values, and its report has no sizes yet.
+    """
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
         rated = without_lowest(rated, request.cost_of, request.highest)
         trials = Trials(request.model, rated, request.reference_of)
+        trials.in_training, removed = request.dry_run, trials.tried if request.dry_run else trials.removed
         try:
-            small, report = trials.removed(rated)
+            small, report = removed(rated)
         except SparsityError:
             trials.in_training = True
             tried = trials.divide(rated)
@@ -239,28 +251,30 @@ def removed_together(
             left_out += failing
             if failing:
                 continue
-            small, report = trials.removed(rated)  # `divide` has added the attributes that were missing
-        if not (keeps_config and rated and report.not_in_config):
+            small, report = removed(rated)  # `divide` has added the attributes that were missing
+        misfit = (trials.misfit(rated) if request.dry_run else report.not_in_config) if keeps_config and rated else ""
+        if not misfit:
             return [*rated, *left_out], small, report
         # Leave out a plan without which the config can hold the others; if there is none, leave out the first one.
         worst = next((plan for plan in rated if not trials.misfit([p for p in rated if p is not plan])), rated[0])
-        why = f"the config cannot hold it together with others ({report.not_in_config}); keep_config=False removes it"
+        why = f"the config cannot hold it together with others ({misfit}); keep_config=False removes it"
         left_out.append(replace(worst, left_out=why))
         rated = [plan for plan in rated if plan is not worst]
 
 
-def planned_together(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], Compaction]:
+def planned_together(
+    request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
+) -> tuple[list[Plan], Compaction]:
     """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
-    lowest = without_lowest(active(plans), request.cost_of, request.highest)
+    plans, _, report = removed_together(request, plans, keeps_config)
+    lowest = active(plans)
 
     def size(model: nn.Module) -> Size:
         return size_of(model, count_flops(model, request.example_inputs))
 
     kept = [[plan.units for plan in lowest], [plan.removals[0].kept for plan in lowest]]
     before, after = (cost_with(size, request.model, lowest, counts) for counts in kept)
-    couplings = kept_units(removals_of(lowest))
-    report = Compaction(couplings=couplings, before=before, after=after, difference=math.nan, manifest={})
-    return [*lowest, *(plan for plan in plans if plan.left_out)], report
+    return plans, replace(report, before=before, after=after)
 
 
 def _family(plan: Plan, together: int = 1) -> str:

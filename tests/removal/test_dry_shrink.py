@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from networks import NETWORKS
+from networks import NETWORKS, Net
+from torch import nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekit_ao import shrink
+from sparsekit_ao import SparsityError, shrink
 
 
 def llama():
@@ -48,3 +50,96 @@ def test_a_dry_run_reads_the_first_batch_alone():
 
     shrink(llama(), batches=IDS, forward=forward, recover=True, dry_run=True)
     assert seen and all(torch.equal(batch, IDS[0]) for batch in seen)
+
+
+class Sizes:
+    """A config that all layers share."""
+
+    def __init__(self, **sizes):
+        vars(self).update(sizes)
+
+    def to_dict(self):
+        return dict(vars(self))
+
+
+def attend(m, x):
+    q, k, v = (f(x).unflatten(-1, (m.config.heads, 4)).transpose(1, 2) for f in (m.q, m.k, m.v))
+    return x + m.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def widened(m, x):
+    return x + m.down(m.up(x).relu().view(*x.shape[:-1], m.config.inner))
+
+
+def gated(m, x):
+    gate, up = m.up(x).view(*x.shape[:-1], m.config.inner, 2).unbind(-1)
+    return x + m.down(gate.sigmoid() * up)
+
+
+def stack(run, config, **widths):
+    def make():
+        blocks = [
+            Net(run, config=config(), **{name: nn.Linear(*sizes) for name, sizes in widths.items()}) for _ in range(3)
+        ]
+        for block in blocks[1:]:
+            block.config = blocks[0].config
+        ends = {"inp": nn.Linear(8, 16), "out": nn.Linear(16, 4)}
+        return Net(lambda m, x: m.out(nn.Sequential(*m.layers)(m.inp(x))), layers=nn.ModuleList(blocks), **ends)
+
+    return make
+
+
+def alike(check):
+    """Two branches that must have equally many units, as `check` finds out in the forward."""
+
+    def run(m, x):
+        check(m)
+        return m.c(m.a(x).relu()) + m.d(m.b(x).relu())
+
+    return lambda: Net(run, a=nn.Linear(8, 12), b=nn.Linear(8, 12), c=nn.Linear(12, 4), d=nn.Linear(12, 4))
+
+
+def refuse(condition):
+    if condition:
+        raise RuntimeError("these layers differ")
+
+
+QKVO = dict.fromkeys("qkvo", (16, 16))
+CONTRADICTIONS = {  # {model: (how it is made, its ratios)}, of which the call leaves some out in its last step
+    "one number of heads": (stack(attend, lambda: Sizes(heads=4), **QKVO), {"*": 0.5, "layers.0.q": 0.25}),
+    "one inner size": (
+        stack(widened, lambda: Sizes(inner=24), up=(16, 24), down=(24, 16)),
+        {"*": 0.5, "layers.1": 0.25},
+    ),
+    "gates": (stack(gated, lambda: Sizes(inner=12), up=(16, 24), down=(12, 16)), {"layers.0.up": 0.25, "layers.2.up": 0.5}),
+    "branches": (alike(lambda m: refuse(len(m.a.weight) != len(m.b.weight))), {"a": 0.5, "b": 0.25}),
+    "in training": (
+        alike(lambda m: refuse(m.training and m.c.in_features != m.d.in_features)),
+        {"a": 0.25, "b": 0.5},
+    ),
+    "a sum of sizes": (alike(lambda m: refuse(m.a.out_features + m.b.out_features == 15)), {"a": 0.5, "b": 0.25}),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_dry_run_leaves_out_what_the_call_leaves_out_in_its_last_step(name):
+    torch.manual_seed(0)
+    make, ratio = CONTRADICTIONS[name]
+    model, x = make().eval(), torch.randn(2, 5, 8)
+    plan, report = (shrink(model, x, ratio, dry_run=dry_run)[1] for dry_run in (True, False))
+    assert report.left_out and plan.left_out == report.left_out
+    assert plan.couplings == report.couplings and (plan.before, plan.after) == (report.before, report.after)
+
+
+def test_a_dry_run_leaves_out_what_the_config_cannot_hold_together():
+    model, ratio = llama(), {"*": 0.5, "model.layers.2.mlp": 0.25}
+    plan, report = (shrink(model, IDS[0], ratio, keep_config=True, dry_run=dry_run)[1] for dry_run in (True, False))
+    assert plan.couplings == report.couplings and plan.left_out == report.left_out
+    assert any("the config cannot hold it together with others" in text for text in report.left_out)
+
+
+def test_a_dry_run_has_nothing_to_save(tmp_path):
+    report = shrink(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8), dry_run=True)[1]
+    with pytest.raises(SparsityError, match="dry run, which removed nothing.*without dry_run=True"):
+        report.save(tmp_path / "removal.json")
+    assert not [*tmp_path.iterdir()]
