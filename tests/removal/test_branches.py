@@ -330,7 +330,7 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize(
     ("units", "last"),
-    (
+    [
         (2, nn.MaxPool2d(2)),
         (4, nn.AvgPool2d(4)),
         (2, nn.AdaptiveAvgPool2d((2, 2))),
@@ -338,7 +338,7 @@ class Repeated(nn.Module):
         (2, nn.Flatten(2)),
         (2, nn.MaxPool2d(1, 2)),
         (2, Repeated(2)),
-    ),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_an_integer_that_stars_of_a_coupling_do_not_reach_is_no_candidate(units, last):

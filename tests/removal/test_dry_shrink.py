@@ -111,7 +111,10 @@ CONTRADICTIONS = {  # {model: (how it is made, its ratios)}, of which the call l
         stack(widened, lambda: Sizes(inner=24), up=(16, 24), down=(24, 16)),
         {"*": 0.5, "layers.1": 0.25},
     ),
-    "gates": (stack(gated, lambda: Sizes(inner=12), up=(16, 24), down=(12, 16)), {"layers.0.up": 0.25, "layers.2.up": 0.5}),
+    "gates": (
+        stack(gated, lambda: Sizes(inner=12), up=(16, 24), down=(12, 16)),
+        {"layers.0.up": 0.25, "layers.2.up": 0.5},
+    ),
     "branches": (alike(lambda m: refuse(len(m.a.weight) != len(m.b.weight))), {"a": 0.5, "b": 0.25}),
     "in training": (
         alike(lambda m: refuse(m.training and m.c.in_features != m.d.in_features)),
