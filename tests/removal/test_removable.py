@@ -14,6 +14,7 @@ from networks import NETWORKS, Heads, Net
 from stock import EVERYTHING, refuses
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, prune
@@ -355,3 +356,64 @@ def test_a_coupling_that_names_a_missing_tensor_is_an_error(prefix):
     members = {f"{prefix}0.weight": "u i", f"{prefix}0.scale": "u", f"{prefix}2.weight": "o u"}
     with pytest.raises(SparsityError, match=r"0.scale.* matches no parameter or buffer of the model"):
         removable(model, torch.randn(3, 4), [Coupling(members)])
+
+
+def with_layout(value):
+    """Images, volumes and weights with their channels in the last place of the memory."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return value.to(memory_format=formats[value.ndim]) if value.ndim in formats else value
+
+
+def squeezed(m, x):
+    x = m.a(x).relu()
+    return m.head((x * m.gate(F.adaptive_avg_pool2d(x, 1)).sigmoid()).mean((2, 3)))
+
+
+def pooled_twice(m, x):
+    x = m.a(x).relu()
+    x = m.b(x + F.adaptive_avg_pool2d(x, 1)).relu()
+    return m.head(F.adaptive_avg_pool2d(x, (1, 1)).flatten(1))
+
+
+POOLED = {
+    "a chain": lambda: nn.Sequential(
+        *(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    ),
+    "squeezed": lambda: Net(squeezed, a=nn.Conv2d(3, 8, 3), gate=nn.Conv2d(8, 8, 1), head=nn.Linear(8, 4)),
+    "pooled twice": lambda: Net(pooled_twice, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 6, 1), head=nn.Linear(6, 4)),
+    "one channel": lambda: Net(pooled_twice, a=nn.Conv2d(3, 1, 3), b=nn.Conv2d(1, 6, 1), head=nn.Linear(6, 4)),
+    "depthwise": lambda: nn.Sequential(
+        *(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU6(), nn.AdaptiveAvgPool2d(1)),
+        *(nn.Conv2d(8, 16, 1), nn.Hardswish(), nn.Flatten(), nn.Linear(16, 4)),
+    ),
+    "volumes": lambda: nn.Sequential(
+        *(nn.Conv3d(3, 8, 3), nn.ReLU(), nn.Conv3d(8, 6, 3), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(6, 4))
+    ),
+}
+CONVOLUTIONAL = {
+    name: rows
+    for name, rows in NETWORKS.items()
+    if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in rows[0]().modules())
+}
+CONVOLUTIONAL |= {
+    name: (make, lambda three=name == "volumes": torch.randn(2, 3, *[8] * (2 + three))) for name, make in POOLED.items()
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_the_same_is_removed_in_both_layouts(name):
+    make, inputs = CONVOLUTIONAL[name]
+    model, x = fill(make()), inputs()
+    plain = shrink(model, x, 0.5)[1]
+    for parameter in model.parameters():
+        parameter.data = with_layout(parameter.data)
+    last = shrink(model, tree_map_only(torch.Tensor, with_layout, x), 0.5)[1]
+    assert "as_strided" not in str(last)
+    assert last.couplings == plain.couplings and last.after == plain.after and last.left_out == plain.left_out
+    assert last.couplings or name not in POOLED
+
+
+@pytest.mark.parametrize(("size", "stride"), [((6, 6), (1, 6)), ((3, 6), (12, 1)), ((36,), (1,))])
+def test_a_strided_view_of_other_elements_is_not_understood(size, stride):
+    model = Net(lambda m, x: m.b(x) + m.a(x).as_strided(size, stride).sum(), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    assert "as_strided in the model: not understood" in str(discover(model, torch.randn(6, 6)))

@@ -109,7 +109,7 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a query of a tensor, such as its device
             return func(*args, **kwargs)
-        rule, out = rule_of(func), NotImplemented
+        rule, out = rule_of(func, args), NotImplemented
         reads_tensors = any(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves((args, kwargs)))
         if rule is None and reads_tensors:
             with self:
