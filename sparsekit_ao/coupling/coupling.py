@@ -91,6 +91,8 @@ class Coupling:
     lists: Sequence[str] = field(default=(), kw_only=True)
     #: the name of the coupling that this one is a layer of, or ""
     layer_of: str = field(default="", repr=False, compare=False, kw_only=True)
+    #: False if repeated modules that share the units are branches, none of which reads what another one has written
+    passes_on: bool = field(default=True, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Mapping) or not self.members:
@@ -143,8 +145,9 @@ class Coupling:
         """Return what the units are, judged by names and axes.
 
         It is "heads", "key heads", "query heads", "head size", "mlp", "experts" (whole ones), "expert units" (inside
-        each expert) or "width", which means the hidden size that many layers read or write. Other units are named by
-        their module, such as "conv2 channels" or "gate units".
+        each expert) or "width", which means the hidden size that passes from one repeated module to the next. Modules
+        of a list that are branches of one input are no such modules, if `discover` has found the coupling. Other units
+        are named by their module, such as "conv2 channels" or "gate units".
 
         >>> Coupling({"blocks.*.attn.qkv.weight": "(g u d) i", "blocks.*.attn.proj.weight": "o (u d)"}).kind
         'heads'
@@ -169,7 +172,7 @@ class Coupling:
             for member, shape in zip(self.members, shapes, strict=True)
             if len(shape) > 1 and not all(axis.isdigit() for axis in shape[1])
         ]
-        if any("**" in name or matrices.count((name, places)) > 1 for name, places in matrices):
+        if self.passes_on and any("**" in name or matrices.count((name, at)) > 1 for name, at in matrices):
             return "width"
         if "experts" in path:
             is_packed = first.split(".")[-2:-1] == ["experts"] and len(shapes[0]) > 2
@@ -478,7 +481,7 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
         {text.replace("**", "*").replace("*", "**"): axes for text, axes in texts.items()}
         for texts in (coupling.members, coupling.attrs)
     )
-    return replace(coupling, members=members, attrs=attrs)
+    return replace(coupling, members=members, attrs=attrs, passes_on=True)
 
 
 def _joined(first: Coupling, second: Coupling, ratio: int) -> Coupling:

@@ -1,7 +1,9 @@
 """Attention that computes the size of a head from the width of its input loses heads: it reads another width."""
 
 import copy
+import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -197,3 +199,143 @@ def test_heads_leave_models_of_transformers(name, heads, kept, tmp_path):
     if name == "PvtV2Model":  # the first stage reads the width for an image, too
         assert small.encoder.layers[0].blocks[0].attention.num_attention_heads == 2
         assert any("encoder.layers.0.blocks.0.attention.query.weight" in text for text in report.left_out)
+
+
+def unit(i, o, size=3):
+    return nn.Sequential(nn.Conv2d(i, o, size, padding=size // 2, bias=False), nn.BatchNorm2d(o))
+
+
+def summed(outputs):
+    return sum(outputs).relu()
+
+
+def in_place(outputs):
+    total = torch.zeros_like(outputs[0])
+    for output in outputs:
+        total += output
+    return total.relu()
+
+
+def weighed(outputs):
+    return (torch.stack(outputs, -1) * torch.tensor([0.5, 0.3, 0.2][: len(outputs)])).sum(-1)
+
+
+class Parallel(nn.Module):
+    """Branches of one input, in a list or under names of their own; both compute the same."""
+
+    def __init__(self, join, branches, listed):
+        super().__init__()
+        self.join, self.names = join, [f"b{chr(97 + k)}" for k in range(len(branches))]
+        if listed:
+            self.branches = nn.ModuleList(branches)
+        for name, branch in zip(self.names, branches, strict=True) if not listed else ():
+            self.add_module(name, branch)
+
+    def forward(self, x):
+        branches = self.branches if hasattr(self, "branches") else [getattr(self, name) for name in self.names]
+        return self.join([branch(x) for branch in branches])
+
+
+def images_through(kind, listed, join=summed):
+    sizes = [(3, 8), (8, 12), (12, 16)]
+    blocks = [Parallel(join, kind(i, o), listed) for i, o in sizes]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)), torch.randn(2, 3, 8, 8)
+
+
+def vectors_through(listed, first, second, join=summed):
+    return nn.Sequential(Parallel(join, first(), listed), nn.ReLU(), Parallel(join, second(), listed)), torch.randn(
+        5, 6
+    )
+
+
+def several(count, make):
+    return lambda: [make() for _ in range(count)]
+
+
+BRANCHES = {
+    "MobileOne": lambda listed: images_through(lambda i, o: [unit(i, o), unit(i, o), unit(i, o, 1)], listed),
+    "several kernels": lambda listed: images_through(lambda i, o: [unit(i, o, k) for k in (1, 3, 5)], listed),
+    "added in place": lambda listed: images_through(lambda i, o: [unit(i, o), unit(i, o)], listed, in_place),
+    "plain convolutions": lambda listed: images_through(lambda i, o: [nn.Conv2d(i, o, 1) for _ in range(3)], listed),
+    "concatenated": lambda listed: (
+        nn.Sequential(Parallel(partial(torch.cat, dim=1), [unit(3, 6), unit(3, 6)], listed), unit(12, 4)),
+        torch.randn(2, 3, 8, 8),
+    ),
+    "heads of an ensemble": lambda listed: (
+        nn.Sequential(nn.Linear(6, 16), nn.ReLU(), Parallel(weighed, [nn.Linear(16, 4) for _ in range(3)], listed)),
+        torch.randn(5, 6),
+    ),
+    "deep heads": lambda listed: vectors_through(
+        listed,
+        several(1, lambda: nn.Linear(6, 16)),
+        several(3, lambda: nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4))),
+    ),
+    "a mixture": lambda listed: vectors_through(
+        listed, several(3, lambda: nn.Linear(6, 16)), several(2, lambda: nn.Linear(16, 4)), weighed
+    ),
+    "a product": lambda listed: vectors_through(
+        listed,
+        several(2, lambda: nn.Linear(6, 16, bias=False)),
+        several(2, lambda: nn.Linear(16, 4)),
+        lambda outputs: math.prod(outputs),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_in_a_list_lose_as_much_as_branches_with_names(name):
+    torch.manual_seed(0)
+    (model, x), reports = BRANCHES[name](False), []
+    listed, _ = BRANCHES[name](True)
+    for there, here in zip(listed.parameters(), model.parameters(), strict=True):
+        there.data = here.data
+    for each in (model, listed):
+        report = shrink(each.eval(), x, 0.5)[1]
+        assert report.difference <= 1e-5 and report.after.parameters < 0.7 * report.before.parameters
+        reports.append(report)
+    assert len(reports[0].couplings) == len(reports[1].couplings) and reports[0].after == reports[1].after
+    assert not any(row.kind == "width" for row in reports[1].couplings)
+
+
+class Chained(nn.Module):
+    """Modules of a list that read what the others have written, in one of several ways."""
+
+    def __init__(self, way, block, count=3):
+        super().__init__()
+        self.way, self.blocks = way, nn.ModuleList(block() for _ in range(count))
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.way(self.blocks, self.first(x)))
+
+
+def residual(blocks, x):
+    for block in blocks:
+        x = x + block(x)
+    return x
+
+
+def written(blocks, x):
+    for block in blocks:
+        x += block(x)
+    return x
+
+
+def collected(blocks, x):
+    everything = x[None].repeat(1 + len(blocks), 1, 1)
+    for at, block in enumerate(blocks):
+        everything[at + 1] = block(everything.sum(0))
+    return everything.sum(0)
+
+
+def twice(blocks, x):
+    return sum(block(sum(block(x) for block in blocks)) for block in blocks)
+
+
+@pytest.mark.parametrize("way", [residual, written, collected, twice])
+def test_what_passes_from_block_to_block_stays(way):
+    torch.manual_seed(0)
+    model = Chained(way, lambda: nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)))
+    report = shrink(model, torch.randn(5, 6), 0.5)[1]
+    assert report.couplings and all(row.of == 24 for row in report.couplings)
+    assert any("passes from block to block" in text for text in report.left_out)

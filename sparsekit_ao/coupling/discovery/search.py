@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import SparsityError
-from ..bound import match_names
+from ...structure import dimensions_of
+from ..bound import match_names, occurrences
 from ..coupling import Coupling
 from .factors import Axis, Factor, leaves
 from .operation import Label
@@ -202,8 +203,20 @@ def shared_axes(recorded: Trace, parameters: Iterable[str]) -> tuple[list[tuple[
         for name, d, row in rows:
             whole = [_Row(tuple(part.factor for part in leaves(axis))) for axis in recorded.named[name]]
             labels.setdefault(name, whole)[d] = row
-        free.append((_coupling(unit, labels, companions[unit]), unit.size))
+        coupling = _coupling(unit, labels, companions[unit])
+        free.append((replace(coupling, passes_on=_passes_on(coupling.members, recorded.branches)), unit.size))
     return free, frozen
+
+
+def _passes_on(members: Mapping[str, str], branches: Collection[str]) -> bool:
+    """Return False if names of members differ only in numbers of modules that are branches of one input."""
+    alike: dict[tuple[str, tuple[bool, ...]], list[list[str]]] = {}
+    for name, axes in members.items():
+        places = tuple("u" in dimension for dimension in dimensions_of(occurrences(axes, "u")[0])[:2])
+        alike.setdefault((_unnumbered(name), places), []).append(name.split("."))
+    rows = [(first, other, at) for first, *more in alike.values() for other in more for at in range(len(first))]
+    lists = {".".join(one[:at]) for first, other, at in rows for one in (first, other) if first[at] != other[at]}
+    return not lists or not lists <= {*branches}
 
 
 def _rows(axis: Axis) -> list[tuple[_Row, list[Factor]]]:

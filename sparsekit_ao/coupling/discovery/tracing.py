@@ -54,6 +54,7 @@ class Trace(TorchDispatchMode):
         self.further: set[tuple[str, int]] = set()  # (name, dimension) of axes that an earlier one has, with the mask
         self.seen: list[Label] = []  # the axes of every result of an operation
         self.used: set[str] = set()  # names of the parameters and buffers that were read
+        self.branches: set[str] = set()  # paths of lists of modules, none of which reads what another has written
         self.opaque: list[str] = []  # descriptions of objects in the output that are not inspected
         self.values: dict[str, list[str]] = {}  # {line of code in a module: values that it read from the inputs}
         self._labels = WeakIdKeyDictionary()
@@ -159,10 +160,30 @@ class Trace(TorchDispatchMode):
                 break
             self.further |= repeated  # their values are not zero along these in the next round
         self._keep_readable()
+        self.branches = self._find_branches()
         self._steps, self._passed = [], []
         for name, label in self.named.items():
             for axis in label if name not in self.used else ():
                 freeze(axis, UNUSED)
+
+    def _find_branches(self) -> set[str]:
+        """Return the paths of lists of modules that ran, but none of them on what another one of the list wrote."""
+        ran, chained = set[str](), set[str]()
+        # The modules (path of a list, number) that have contributed to a tensor, or to memory that is written in place.
+        of_tensor, of_memory = (defaultdict[int, set[tuple[str, str]]](set) for _ in range(2))
+        for _, op in self._steps:
+            parts = op.module.split(".")
+            inside = {".".join(parts[:at]): part for at, part in enumerate(parts) if part.isdecimal()}
+            sources = {*inside.items()}
+            for tensor in op.tensors:
+                sources |= of_tensor[id(tensor)] | of_memory[tensor.untyped_storage()._cdata]
+            ran |= inside.keys()
+            chained |= {path for path, number in sources if inside.get(path, number) != number}
+            for tensor in op.outs:
+                of_tensor[id(tensor)] |= sources
+                if op.func._schema.is_mutable:
+                    of_memory[tensor.untyped_storage()._cdata] |= sources
+        return ran - chained
 
     def _keep_readable(self) -> None:
         """Freeze axes that layers which did not run could read: of tensors around them, with the sizes of a weight."""
