@@ -21,7 +21,7 @@ from ..oneshot.matching import refuse_unfit
 from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names
-from .plan import LIMIT, Plan, active, with_own_names, without_layers
+from .plan import EVEN, LIMIT, Plan, active, with_own_names, without_layers
 from .remove import plain_tensor
 from .trials import Trials, with_random_units
 from .twin import make_twin
@@ -29,6 +29,8 @@ from .twin import make_twin
 # A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
 # the last entry says how many indices lie before and after this part; otherwise it is None.
 _Place = tuple[str, int, tuple[int, int] | None]
+
+_LARGE, _MOVED = 256, 0.02  # MLPs of at least so many units keep a multiple of `EVEN` if it moves the ratio so little
 
 
 def multiple_for(model: nn.Module, plan: Plan) -> int:
@@ -46,6 +48,17 @@ def multiple_for(model: nn.Module, plan: Plan) -> int:
             length = max(16 // tensor.element_size(), 1)
             multiple = max(multiple, length // math.gcd(length, inner))
     return multiple
+
+
+def _default_multiple(model: nn.Module, plan: Plan, has_one_budget: bool) -> int:
+    """Return `multiple_for`, or for large MLPs a multiple of `EVEN` if this moves the ratio of each layer little."""
+    multiple = multiple_for(model, plan)
+    even = math.lcm(multiple, EVEN)
+    for layer in plan.layers() if plan.kind == "mlp" else ():
+        moved = replace(layer, multiple=even).kept - replace(layer, multiple=multiple).kept
+        if layer.units < _LARGE or (even - multiple if has_one_budget else moved) > round(_MOVED * layer.units):
+            return multiple
+    return even if plan.kind == "mlp" else multiple
 
 
 def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
@@ -96,8 +109,10 @@ def with_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
         numbers = [*zip(*rows, strict=True)]  # of each layer
         layers = plan.layers() if len({*numbers}) > 1 else [plan]
         for layer, (level, limit, multiple) in zip(layers, numbers, strict=False):
-            multiple = multiple_for(request.model, layer) if multiple is None else multiple
-            parts.append(replace(layer, level=level, limit=limit, multiple=multiple))
+            layer = replace(layer, level=level, limit=limit)
+            if multiple is None:
+                multiple = _default_multiple(request.model, layer, request.cost_of is not None)
+            parts.append(replace(layer, multiple=multiple))
     return with_own_names(parts)
 
 

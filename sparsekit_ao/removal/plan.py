@@ -11,6 +11,7 @@ from ..structure import sparsity_to_nnz
 from .remove import Removal, rounded
 
 LIMIT = 0.9  # the largest fraction of its units that a coupling loses, unless another one is given
+EVEN = 32  # kernels like such numbers of units in an MLP, and llama.cpp quantizes no rows of other lengths
 ENOUGH = 3  # after this many failures of plans that differ only in numbers of names, no other one like them is tried
 NOT_TRIED = f"not tried, since {ENOUGH} like it cannot be removed: "
 

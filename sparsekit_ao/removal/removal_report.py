@@ -16,7 +16,7 @@ from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_error
 from .modules import WIDTH
-from .plan import NOT_TRIED, Plan, active
+from .plan import EVEN, NOT_TRIED, Plan, active
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
 
@@ -86,6 +86,7 @@ class Compaction(Table[KeptUnits]):
         not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
             `from_pretrained` does not load it. Empty if it does, None if this was not determined. Set by `shrink`.
         fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; set by `shrink`.
+        multiples: Couplings that keep a multiple of 32 units, as large MLPs do by default; set by `shrink`.
         left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
         frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
         values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
@@ -119,6 +120,7 @@ class Compaction(Table[KeptUnits]):
     changed: tuple[str, ...] = ()
     not_in_config: str | None = None
     fits: tuple[str, ...] = ()
+    multiples: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
@@ -187,6 +189,7 @@ class Compaction(Table[KeptUnits]):
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
         lines += [f"fits: {text}" for text in self.fits]
+        lines += [f"rounded: {text}" for text in by_pattern(self.multiples)]
         lines += [f"left out: {text}" for text in by_pattern(self.left_out)]
         lines += [f"frozen: {text}" for text in by_pattern(self.frozen)]
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
@@ -218,12 +221,15 @@ def with_reasons(
     """Return the report with what was left out, what is frozen, and the reasons."""
     left_out = [(plan.name, plan.left_out) for plan in plans if plan.left_out]
     left_out += [(plan.name, why) for plan in active(plans) if (why := _why_kept(plan, has_one_budget))]
+    how = "of its units; multiple_of=1 keeps any number"
+    even = [(p.name, f"keeps a multiple of {p.multiple} {how}") for p in active(plans) if p.multiple % EVEN == 0]
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
     # Inputs and outputs keep their sizes in every model, so their axes are not listed.
     inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
     return replace(
         report,
         before=size_of(whole, report.before.flops),
+        multiples=_as_lines(even),
         left_out=(*_as_lines(left_out), *uncalled),
         frozen=tuple(f"{axis.size} in {name}[{d}]: {axis.why}" for axis, name, d in inside),
         values=discovery.values,

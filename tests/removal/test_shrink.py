@@ -920,3 +920,36 @@ def test_scores_read_all_batches_and_the_first_is_the_example():
     }.items():
         with pytest.raises(SparsityError, match=text):
             shrink(model, **keys)
+
+
+EVEN = {  # {case: (units, arguments of shrink, kept units)}
+    "SmolLM2": (1536, {"ratio": 0.338}, 1024),
+    "a third": (1000, {"ratio": 1 / 3}, 672),
+    "as asked": (768, {"ratio": 0.25}, 576),
+    "16 bits": (1536, {"ratio": 0.338, "dtype": torch.bfloat16}, 1024),
+    "parameters": (1536, {"ratio": 0.338, "budget": "parameters"}, 992),
+    "by another name": (1536, {"ratio": 0.338, "multiple_of": {"width": 2}}, 1024),
+    "too far": (320, {"ratio": 0.34}, 212),
+    "too few": (224, {"ratio": 0.01}, 222),
+    "taken back": (1536, {"ratio": 0.338, "multiple_of": 1}, 1017),
+    "taken back by name": (1536, {"ratio": 0.338, "multiple_of": {"mlp": 1}}, 1017),
+    "another number": (1536, {"ratio": 0.338, "multiple_of": 10}, 1020),
+}
+
+
+@pytest.mark.parametrize("case", EVEN)
+def test_large_mlps_keep_a_multiple_of_32_units_if_this_moves_the_ratio_little(case):
+    units, options, kept = EVEN[case]
+    options = dict(options)
+    dtype = options.pop("dtype", torch.float32)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, units), nn.ReLU(), nn.Linear(units, 8))).to(dtype)
+    report = shrink(model, torch.randn(6, 8, dtype=dtype), score="norm", **options)[1]
+    assert [(row.kind, row.kept) for row in report.couplings] == [("mlp", kept)]
+    line = "rounded: 0.0.weight: keeps a multiple of 32 of its units; multiple_of=1 keeps any number"
+    assert (line in str(report)) == (kept % 32 == 0) == bool(report.multiples)
+
+
+def test_layers_of_other_kinds_and_single_layers_keep_their_numbers():
+    model = nn.Sequential(nn.Conv1d(3, 512, 1), nn.ReLU(), nn.Conv1d(512, 4, 1))
+    report = shrink(model, torch.randn(2, 3, 5), 0.338, score="norm")[1]
+    assert [(row.kept, row.of) for row in report.couplings] == [(339, 512)] and not report.multiples
