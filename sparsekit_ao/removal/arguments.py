@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, names_in_place_of_modules
 from ..structure import checked_level
 from .compaction import check_comparable
+from .config_fields import ConfigFields
 from .plan import LIMIT
 from .score import NORM, Cost, cost_function
 from .sizes import has_config
@@ -65,6 +66,11 @@ class ShrinkRequest:
         self.reference_of = partial(Reference, inputs=self.example_inputs, normed=undo_weight_norms(self.model))
         self.max_sparsity = LIMIT if self.max_sparsity is None else self.max_sparsity
         self.exclude = names_in_place_of_modules(self.whole, self.exclude)
+
+    @cached_property
+    def fields(self) -> ConfigFields | None:
+        """The fields of the model's config, or None if it has no config."""
+        return ConfigFields(self.model) if has_config(self.model) else None
 
     @property
     def names(self) -> set[str] | None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..oneshot.matching import refuse_unfit
 from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names
-from .plan import EVEN, LIMIT, Plan, active, with_own_names, without_layers
+from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, with_own_names, without_layers
 from .remove import plain_tensor
 from .trials import Trials, with_random_units
 from .twin import make_twin
@@ -185,41 +186,34 @@ def that_config_holds(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[li
 
 
 def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, by trials of each; those whose removal the config cannot hold are left out.
+    """Return the plans, with the fields of the config that count their units; those without such fields are left out.
 
     With one budget, plans may later keep any multiple of their `multiple`. It is then raised until the config can
     express its largest multiple below the number of units, or else to the number of units.
     """
     # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
-    ratio = request.level if request.cost_of is None else 0.5
+    ratio, fields, held = request.level if request.cost_of is None else 0.5, request.fields, dict[Plan, Plan]()
     trials, twin = None, make_twin(request.model, plans)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
-            short = Trials(twin.model, with_random_units(twin.plans, ratio), request.reference_of)
-            trials = None if short.misfit([]) else short
-    trials = trials or Trials(request.model, with_random_units(plans, ratio), request.reference_of)
-    reasons = {plan: trials.misfit([plan]) for plan in trials.plans}
-    together = {plan: [plan] for plan in trials.plans}  # {plan: those that one field holds with it}
-    # One field may hold the number of several couplings, so failing ones with as many units are tried together.
-    for number in dict.fromkeys(plan.units for plan, why in reasons.items() if why):
-        equal = [plan for plan, why in reasons.items() if why and plan.units == number]
-        while len(equal) > 1 and (why := trials.misfit(equal)):
-            misfit = why.partition(" is ")[0]  # a tensor whose number no field holds
-            fewer = [plan for plan in equal if misfit not in plan.tensors]
-            equal = fewer if fewer != equal else []
-        if len(equal) > 1:
-            reasons |= dict.fromkeys(equal, "")
-            together |= dict.fromkeys(equal, equal)
-    held = list[Plan]()
-    for plan, tried in zip(plans, trials.plans, strict=True):
-        if request.cost_of is not None and not reasons[tried]:
-            units, multiple = tried.units, tried.multiple
-            steps = [m for m in range(multiple, units, multiple) if units % m == 0] or [multiple]
-            fitting = (m for m in steps if not trials.misfit(together[tried], (units - 1) // m * m))
-            plan = replace(plan, multiple=next(fitting, units))
-        why = f"the config cannot hold it ({reasons[tried]}); keep_config=False removes it" if reasons[tried] else ""
-        held.append(replace(plan, left_out=why))
-    return held
+            short = Trials(twin.model, with_random_units(twin.plans, ratio), request.reference_of, fields=fields)
+            trials = None if short.problem([]) else short
+    trials = trials or Trials(request.model, with_random_units(plans, ratio), request.reference_of, fields=fields)
+    reasons = dict.fromkeys(plans, NOT_HELD.format("no field of it counts these units alone"))
+    for group, covers in fields.together([plan.bound for plan in plans]) if fields is not None else ():
+        for counting in covers:
+            if not (why := trials.problem([replace(trials.plans[at], fields=counting) for at in group])):
+                held |= {plans[at]: replace(plans[at], fields=counting) for at in group}
+                break
+            reasons |= {plans[at]: why for at in group}
+    if request.cost_of is not None:
+        for plan in held:
+            steps = [m for m in range(plan.multiple, plan.units, plan.multiple) if plan.units % m == 0]
+            kept = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
+            fractions = {multiple: Fraction(n, plan.units) for multiple, n in kept.items() if n}
+            fitting = (m for m, fraction in fractions.items() if fields.allows(held[plan].fields, fraction))
+            held[plan] = replace(held[plan], multiple=next(fitting, plan.units))
+    return [held.get(plan, replace(plan, left_out=why)) for plan, why in reasons.items()]
 
 
 def without_rivals(model: nn.Module, plans: Sequence[Plan]) -> list[Plan]:

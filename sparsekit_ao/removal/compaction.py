@@ -18,12 +18,13 @@ from ..distributed import is_managed, is_sharded
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy, redo_weight_norms
 from ..models.running import eval_mode
+from .config_fields import ConfigFields
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .removal_report import Compaction, KeptUnits, size_of
 from .remove import Removal, find_removal, plain_tensor, remove_units
-from .sizes import Change, apply_changes, find_changes, fit_config, fitting_engines, has_config, unlisted_sizes
+from .sizes import Change, apply_changes, find_changes, fitting_engines, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
 
@@ -116,9 +117,13 @@ def check_comparable(where: str, model: nn.Module, tolerance: object = 1e-5) -> 
 
 
 def verified(
-    reference: Reference, removals: Sequence[Removal], *, with_config: bool = False
+    reference: Reference, removals: Sequence[Removal], fields: ConfigFields | None = None, *, by_caller: bool = False
 ) -> tuple[nn.Module, Compaction]:
-    """Return the model of a reference without some units, if it gives the same outputs; see `compact`, `fit_config`."""
+    """Return the model of a reference without some units, if it gives the same outputs; see `compact`.
+
+    With `fields`, its config follows, if a model constructed from it is the smaller one. With `by_caller`, the caller
+    finds out what causes a problem.
+    """
     model = reference.model
     small, changes, notes, unrounded = without_units(model, removals)
     reference.unrounded = unrounded | redo_weight_norms(small, reference.normed)
@@ -129,7 +134,7 @@ def verified(
         problem += " with other values of inputs that are equal along a dimension (pass typical inputs)"
     if problem:
         reference.check_repeats()
-        if with_config:  # `shrink` tries the couplings by themselves
+        if by_caller:  # `shrink` tries the couplings by themselves
             raise SparsityError(f"the smaller model {problem}")
         lines = _causes(reference, removals)
         lines += [f"not exact: {note}" for note in notes]
@@ -143,10 +148,10 @@ def verified(
     if reference.normed and reference.dtype is not None:
         notes.append("lengths of weights of weight_norm are rounded to 16 bits after the comparison")
     not_in_config = None
-    if with_config and has_config(model):
+    if fields is not None:
         # If outputs may change, they still must not change by the config.
         exact = reference if reference.tolerance < 1 else Reference(small, reference.example_inputs)
-        config_changes, not_in_config = fit_config(model, small, removals, exact)
+        config_changes, not_in_config = fields.fit(small, removals, exact)
         changes = [*changes, *config_changes]
     report = Compaction(
         couplings=kept_units(removals),

@@ -26,6 +26,7 @@ from ..oneshot.walk import Walk
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
 from .compaction import verified
+from .config_fields import ConfigFields
 from .modules import config_of
 from .removal_report import Compaction
 from .remove import Removal, check_multiple, rounded
@@ -216,7 +217,8 @@ def _without(
         (forward or call)(model, batches[0])
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
-    small, report = verified(dense, removals, with_config=True)
+    fields = ConfigFields(model) if has_config(model) else None
+    small, report = verified(dense, removals, fields, by_caller=True)
     kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
     notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
     return small, replace(report, notes=(*report.notes, *notes), left_out=tuple(kept))

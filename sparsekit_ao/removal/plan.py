@@ -13,6 +13,7 @@ from .remove import Removal, rounded
 LIMIT = 0.9  # the largest fraction of its units that a coupling loses, unless another one is given
 EVEN = 32  # kernels like such numbers of units in an MLP, and llama.cpp quantizes no rows of other lengths
 ENOUGH = 3  # after this many failures of plans that differ only in numbers of names, no other one like them is tried
+NOT_HELD = "the config cannot hold it ({}); keep_config=False removes it"
 NOT_TRIED = f"not tried, since {ENOUGH} like it cannot be removed: "
 
 
@@ -36,6 +37,7 @@ class Plan:
     multiple: int = 1
     scores: tuple[Tensor, ...] = ()  # for each layer, those of its units [scopes, units], which add up
     removals: tuple[Removal, ...] = ()  # for each layer, which units are kept
+    fields: tuple[str, ...] = ()  # fields of the config that count the units, perhaps with those of other plans
     left_out: str = ""  # why the coupling keeps its units
 
     @classmethod
@@ -140,4 +142,4 @@ def active(plans: Iterable[Plan]) -> list[Plan]:
 
 def removals_of(plans: Iterable[Plan]) -> list[Removal]:
     """Return what the plans remove from all layers."""
-    return [replace(removal, source=at) for at, plan in enumerate(plans) for removal in plan.removals]
+    return [replace(r, source=at, fields=plan.fields) for at, plan in enumerate(plans) for r in plan.removals]

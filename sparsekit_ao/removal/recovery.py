@@ -27,7 +27,7 @@ def compensated(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Modul
     removals = removals_of(plans)
     better, rows = _best_weights(request.model, removals, request.data)
     reference = request.reference_of(masked_copy(better, removals), dense=better)
-    small, report = verified(reference, removals, with_config=True)
+    small, report = verified(reference, removals, request.fields, by_caller=True)
     return small, replace(report, compensation=tuple(rows))
 
 

@@ -36,6 +36,7 @@ class Removal:
     keep: Tensor
     source: int = 0  # index of the `Coupling` that it was bound from
     partly: int = 0  # the number of kept units, over all scopes, that are zero in some of the weights
+    fields: tuple[str, ...] = ()  # fields of a config that count the units, perhaps with those of others
 
     @property
     def scope_units(self) -> int:

@@ -10,22 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..coupling import BoundCoupling
 from ..coupling.bound import count_stars, fill_stars, match_names
 from ..errors import SparsityError
-from ..models.running import seeded
 from .modules import WIDTH, set_width, width_of
 from .plan import Plan
 from .remove import Removal, plain_tensor, sizes_of
-from .verify import Reference
 
 OF_ANY_MODULE = vars(nn.Module()).keys()  # attributes that every module has
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
 _OF_NORMS = ("normalized_shape", "num_features", "num_channels")
 _ENTRIES = 16  # a tuple or list with more entries is no list of sizes
-_ORDERS = 4  # at most this many orders of changes to a config are tried
 FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
 
 
@@ -50,7 +46,7 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
     for removal, (pattern, axes) in ((r, item) for r in removals for item in r.bound.attrs.items()):
         name, where = removal.bound.name, f"coupling {removal.bound.name!r}: attrs "
         for full, holder, attribute in _holders(model, fill_stars(pattern, removal.bound.captured), where):
-            was, key = _value(holder, attribute), (id(holder), attribute)
+            was, key = value_of(holder, attribute), (id(holder), attribute)
             _check_value(full, was, holder, axes, removal, where)
             first = _counted_by(model, counted.setdefault(key, []), removal, axes)
             if first.kept * removal.scope_units != removal.kept * first.scope_units:
@@ -91,9 +87,9 @@ def check_old_values(model: nn.Module, changes: Sequence[Change]) -> None:
             is_config = change.path.rpartition(".")[0].endswith("config")
             if not (isinstance(holder, nn.Module) or is_config) or _is_fixed(holder, name):
                 raise SparsityError(f"cut_to: {full!r} is not an integer of a module or its config that can be set")
-            if type(_value(holder, name)) is not type(change.was) or _value(holder, name) != change.was:
+            if type(value_of(holder, name)) is not type(change.was) or value_of(holder, name) != change.was:
                 raise SparsityError(
-                    f"cut_to: {full!r} is {_value(holder, name)!r}, but was {change.was!r} in the dense model; "
+                    f"cut_to: {full!r} is {value_of(holder, name)!r}, but was {change.was!r} in the dense model; "
                     "construct the model as the dense one was constructed"
                 )
 
@@ -156,7 +152,7 @@ def _holders(model: nn.Module, path: str, where: str | None = None) -> list[tupl
     holders = [
         (f"{full}.{name}".removeprefix("."), holder, name)
         for full, holder in _objects(model, prefix)
-        if _value(holder, name, ...) is not ... or (name in FILLED and hasattr(holder, "to_dict"))
+        if value_of(holder, name, ...) is not ... or (name in FILLED and hasattr(holder, "to_dict"))
     ]
     if not holders and where is not None:
         raise SparsityError(f"{where}the model has no attribute {path!r}")
@@ -179,7 +175,7 @@ def _attribute(holder: object, name: str, default: Any = None) -> Any:
         return default
 
 
-def _value(holder: object, name: str, default: Any = None) -> Any:
+def value_of(holder: object, name: str, default: Any = None) -> Any:
     """Return an attribute, or an entry of one."""
     attribute, at = _parsed(name)
     if attribute == WIDTH and isinstance(holder, nn.Module):
@@ -188,6 +184,12 @@ def _value(holder: object, name: str, default: Any = None) -> Any:
     if at is None:
         return value
     return value[at] if isinstance(value, (tuple, list)) and at < len(value) else default
+
+
+def value_at(model: nn.Module, path: str) -> Any:
+    """Return the attribute at a path without stars, or None if there is none."""
+    prefix, _, name = path.rpartition(".")
+    return value_of(_reached(model, prefix), name)
 
 
 def _parsed(name: str) -> tuple[str, int | None]:
@@ -216,7 +218,7 @@ def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> di
     and equal no size that keeps its units.
     """
     bindings, attrs = plan.bound, dict[str, str]()
-    products = _products(bindings[0])
+    products = products_of(bindings[0])
     products = {size: axes for size, axes in products.items() if not inside or axes.count(" ") < 2}
     names, captured = [member.fqn for member in bindings[0].members], bindings[0].captured
     for member in bindings[0].members if inside else ():
@@ -239,7 +241,7 @@ def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> di
 def width_attrs(model: nn.Module, plan: Plan) -> dict[str, str]:
     """Return {path of `WIDTH`: axes} of modules that may read the units, times other sizes, as an input's width."""
     members, stars = plan.coupling.members, count_stars(next(iter(plan.coupling.members)))
-    products, attrs = _products(plan.bound[0]), dict[str, str]()
+    products, attrs = products_of(plan.bound[0]), dict[str, str]()
     for prefix in dict.fromkeys(".".join(member.split(".")[:-2]) for member in members):
         path = f"{prefix}.{WIDTH}".removeprefix(".")
         if count_stars(path) in (0, stars):
@@ -252,11 +254,11 @@ def width_attrs(model: nn.Module, plan: Plan) -> dict[str, str]:
 def _holds(model: nn.Module, bound: BoundCoupling, path: str, axes: str) -> bool:
     """Whether all that a path names for this binding is the product of these axes."""
     product = math.prod(bound.sizes[axis] for axis in axes.split())
-    values = [_value(holder, name) for _, holder, name in _holders(model, fill_stars(path, bound.captured))]
+    values = [value_of(holder, name) for _, holder, name in _holders(model, fill_stars(path, bound.captured))]
     return bool(values) and all(_is_size(value) and value == product for value in values)
 
 
-def _products(bound: BoundCoupling) -> dict[int, str]:
+def products_of(bound: BoundCoupling) -> dict[int, str]:
     """Return {product of the unit axis and some others: these axes}, for each product those of the fewest axes."""
     others = [axis for axis, size in bound.sizes.items() if axis != bound.unit and size > 1][:_AXES]
     products: dict[int, str] = {}
@@ -298,19 +300,19 @@ def _integers_around(
         if isinstance(module, nn.Module)
     ]
     for prefix, depth, module in modules:
-        yield from ((*item, depth) for item in _integers_of(prefix, module, layer_sizes.get(id(module), ())))
+        yield from ((*item, depth) for item in integers_of(prefix, module, layer_sizes.get(id(module), ())))
         for name, child in module.named_children() if depth < 3 else ():
             if not [*child.parameters(), *child.buffers()]:
-                yield from ((*item, 0) for item in _integers_of(f"{prefix}.{name}", child))
+                yield from ((*item, 0) for item in integers_of(f"{prefix}.{name}", child))
     configs: dict[int, tuple[str, Any]] = {}
     for prefix, _, module in sorted(modules, key=lambda item: len(item[0])):
         config = vars(module).get("config")
         configs.setdefault(id(config), (prefix, config))
     for prefix, config in configs.values():
-        yield from ((*item, 0) for item in _integers_of(f"{prefix}.config", config))
+        yield from ((*item, 0) for item in integers_of(f"{prefix}.config", config))
 
 
-def _integers_of(prefix: str, holder: Any, known: Collection[str] = ()) -> Iterator[tuple[str, int]]:
+def integers_of(prefix: str, holder: Any, known: Collection[str] = ()) -> Iterator[tuple[str, int]]:
     """(path, value) of the public integers above one of an object, and of its tuples and lists."""
     for name, value in getattr(holder, "__dict__", {}).items():
         path = f"{prefix}.{name}".removeprefix(".")
@@ -331,81 +333,6 @@ def has_config(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), "to_dict") and hasattr(model, "save_pretrained")
 
 
-def fit_config(
-    dense: nn.Module, small: nn.Module, removals: Sequence[Removal], reference: Reference, *, single_use: bool = False
-) -> tuple[list[Change], str]:
-    """Change the config of a smaller model, in place, so that a model constructed from it is the smaller one.
-
-    Return the changes, and how a model constructed from the config differs, "" if it does not. With `single_use`, the
-    smaller model itself is not compared again.
-    """
-    now = dict(config_sizes(small))
-    options: dict[tuple[str, int], int | None] = {  # {(path, new value): old value}
-        (path, value // removal.scope_units * removal.kept): value
-        for removal in removals
-        if not removal.is_empty
-        for path, value in config_sizes(dense)
-        if value in _products(removal.bound) and now.get(path) == value
-    }
-    unset = [f"{path}.n_inner" for path, config in _configs(small) if _attribute(config, "n_inner", ...) is None]
-    options |= {(path, removal.kept): None for path in unset for removal in removals if not removal.is_empty}
-    candidates = [Change(path=path, was=was, now=kept) for (path, kept), was in options.items()]
-    candidates.sort(key=lambda change: change.path.endswith("head_dim"))  # often equal to the number of heads
-    head_dims = _head_dims(small)
-    apply_changes(small, head_dims)
-    problem = ""
-    for start in range(min(max(1, len(candidates)), _ORDERS)):  # equal numbers are ambiguous, so the order matters
-        changes, wrong = apply_fitting(small, [*candidates[start:], *candidates[:start]])
-        misfit = wrong[0] if wrong else _other_outputs(small, reference, single_use)
-        if not misfit:
-            apply_changes(small, undone(head_dims))
-            needed = head_dims if misfits(small) else []
-            apply_changes(small, needed)
-            return needed + changes, ""
-        problem = problem or misfit
-        apply_changes(small, undone(changes))
-    apply_changes(small, undone(head_dims))
-    return [], problem
-
-
-def apply_fitting(small: nn.Module, candidates: Iterable[Change]) -> tuple[list[Change], list[str]]:
-    """Apply each change after which fewer tensors fail to fit the config; return these changes and what still fails."""
-    wrong, changes = misfits(small), dict[str, Change]()
-    for change in candidates:
-        if not wrong or change.path in changes:
-            continue
-        apply_changes(small, [change])
-        if len(fewer := misfits(small)) < len(wrong):
-            wrong, changes[change.path] = fewer, change
-        else:
-            apply_changes(small, undone([change]))
-    return [*changes.values()], wrong
-
-
-def _head_dims(model: nn.Module) -> list[Change]:
-    """Return the changes that set `head_dim` in configs that would compute it from a number that removal changes."""
-    sizes = {vars(m)["head_dim"] for m in model.modules() if _is_size(vars(m).get("head_dim"))}
-    paths = [path for path, config in _configs(model) if _attribute(config, "head_dim") is None]
-    return [Change(path=f"{path}.head_dim", was=None, now=size) for path in paths for size in sizes if len(sizes) == 1]
-
-
-def _configs(model: nn.Module) -> list[tuple[str, Any]]:
-    """(path, config) of a model and of its modules, and of configs in those."""
-    configs = [(f"{name}.config".removeprefix("."), vars(m).get("config")) for name, m in model.named_modules()]
-    seen: dict[int, tuple[str, Any]] = {}
-    for path, config in configs:  # the loop appends to it
-        if hasattr(config, "to_dict") and id(config) not in seen:
-            seen[id(config)] = (path, config)
-            configs += [(f"{path}.{name}", value) for name, value in vars(config).items()]
-    return list(seen.values())
-
-
-def config_sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """(path, value) of the integers above one in the configs of a model."""
-    for path, config in _configs(model):
-        yield from _integers_of(path, config)
-
-
 def read_again(config: Any) -> Any:
     """Return a config as it is read from its file, where its class may compute fields anew."""
     if not hasattr(type(config), "from_dict"):
@@ -417,45 +344,6 @@ def read_again(config: Any) -> Any:
         inner = [(value, vars(read).get(key)) for key, value in vars(written).items() if hasattr(value, "to_dict")]
         pairs += [(value, other) for value, other in inner if type(other) is type(value)]
     return again
-
-
-def misfits(model: nn.Module) -> list[str]:
-    """The tensors of a model that have another shape in one constructed from its config, as text."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-    try:
-        getattr(model.config, "validate", tuple)()  # as `save_pretrained` does
-        config: Any = read_again(model.config)
-        with seeded([]), torch.device("meta"):
-            fresh = type(model)(config).state_dict()
-    except Exception as e:  # the config refuses the numbers, or the model cannot be constructed without values
-        return [f"{type(model).__name__}(config) raises {e}"] * (len(shapes) + 1)
-    constructed = {name: tuple(tensor.shape) for name, tensor in fresh.items()}
-    wrong = sorted(n for n in shapes.keys() | constructed.keys() if shapes.get(n) != constructed.get(n))
-    return [f"{n} is {shapes.get(n)}, but the config makes it {constructed.get(n)}" for n in wrong]
-
-
-def _other_outputs(small: nn.Module, reference: Reference, single_use: bool) -> str:
-    """Say what is wrong with outputs of the model, or of one constructed from its config with its weights; or ""."""
-    try:
-        with seeded([]), _Unfilled():
-            fresh = type(small)(read_again(small.config))
-        fresh.load_state_dict(small.state_dict(), assign=True)
-        for name, module in small.named_modules():
-            if hasattr(module, "_hf_hook"):  # accelerate reads its weights from disk
-                from accelerate.hooks import add_hook_to_module
-
-                add_hook_to_module(fresh.get_submodule(name), module._hf_hook)
-        buffers = dict(small.named_buffers())
-        for name, values in fresh.named_buffers():  # those that are not saved may have been rounded with the model
-            values.data = values.to(next(small.parameters()).device if name not in buffers else buffers[name].device)
-            if name in buffers and torch.equal(values.to(buffers[name].dtype), buffers[name]):
-                values.data = buffers[name]
-        for model in (fresh,) if single_use else (small, fresh):
-            if not reference.compare(model, single_use=single_use).decisive <= reference.tolerance:
-                return "a model constructed from the config gives other outputs"
-    except Exception as e:
-        return f"a model constructed from the config does not run: {e}"
-    return ""
 
 
 # Model types that vLLM, SGLang and llama.cpp know by name.
@@ -483,12 +371,3 @@ def fitting_engines(model: nn.Module) -> tuple[str, ...]:
     odd = [name for name, p in model.named_parameters() if p.ndim > 1 and p.shape[-1] % 32]
     blocks = f", not quantized: the rows of {odd[0]} are not a multiple of 32" if odd else ""
     return ("transformers", f"vLLM, SGLang (by their rules; {split})", f"llama.cpp (by its rules{blocks})")
-
-
-class _Unfilled(TorchDispatchMode):
-    """Leaves the memory of new Parameters as it is, where random values would be written: all are replaced."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Other tensors are filled: `trunc_normal_` draws into them until no value is out of bounds.
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
-        return args[0] if is_random and isinstance(args[0], nn.Parameter) else func(*args, **(kwargs or {}))

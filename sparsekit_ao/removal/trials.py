@@ -19,11 +19,12 @@ from ..masking.normalized import redo_weight_norms
 from ..structure import sparsity_to_nnz
 from .arguments import ShrinkRequest
 from .compaction import compared, kept_units, verified, without_units
-from .plan import ENOUGH, NOT_TRIED, Plan, active, removals_of
+from .config_fields import ConfigFields
+from .plan import ENOUGH, NOT_HELD, NOT_TRIED, Plan, active, removals_of
 from .removal_report import Compaction, Size, size_of
 from .remove import Removal, masked_copy, rounded
 from .score import cost_with, without_lowest
-from .sizes import candidate_attrs, fit_config, width_attrs
+from .sizes import candidate_attrs, width_attrs
 from .verify import Reference, count_flops
 
 _NEAREST = 7  # at most this many candidates for attributes of a coupling are tried one by one, or in pairs
@@ -45,7 +46,9 @@ class Trials:
         reference_of: Callable[..., Reference],
         done: Callable[[], object] = lambda: None,
         failures: Failures | None = None,
+        fields: ConfigFields | None = None,
     ) -> None:
+        self._fields = fields  # if given, a config must hold what is removed
         self.plans, self._failures = list(plans), Failures(list) if failures is None else failures
         self._problems: dict[tuple[object, ...], str] = {}  # {couplings: what `problem` returned for them}
         self._masked = masked_copy(model, removals_of(plans))
@@ -54,7 +57,7 @@ class Trials:
 
     def problem(self, plans: Sequence[Plan]) -> str:
         """Return what is wrong with the model without the zero units of these plans, or "" if nothing is."""
-        key = tuple(plan.coupling for plan in plans)
+        key = tuple((plan.coupling, plan.fields) for plan in plans)
         if key not in self._problems:
             self._problems[key] = self._problem(plans)
             self._done()
@@ -68,33 +71,29 @@ class Trials:
         problem = compared(self.reference, small, single_use=True).problem
         if problem and not self._problems:  # the first trial
             self.reference.check_repeats()
-        return problem or (self.reference.not_trainable(small) if self.in_training else "")
+        problem = problem or (self.reference.not_trainable(small) if self.in_training else "")
+        if self._fields is None or problem:
+            return problem
+        redo_weight_norms(small, self.reference.normed)
+        why = self._fields.fit(small, removals_of(plans), self.reference, single_use=True)[1]
+        return NOT_HELD.format(why) if why else ""
 
-    def removed(self, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
+    def removed(self, plans: Sequence[Plan], fields: ConfigFields | None) -> tuple[nn.Module, Compaction]:
         """Return the smaller model, whose config follows if it can hold the result, and its report."""
-        small, report = verified(self.reference, removals_of(plans), with_config=True)
+        small, report = verified(self.reference, removals_of(plans), fields, by_caller=True)
         if why := self.reference.not_trainable(small):
             raise SparsityError(f"the smaller model {why}")
+        if self._fields is not None and report.not_in_config:
+            raise SparsityError(NOT_HELD.format(report.not_in_config))
         return small, report
 
-    def tried(self, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
+    def tried(self, plans: Sequence[Plan], _: ConfigFields | None) -> tuple[nn.Module, Compaction]:
         """Return the masked model and a report without sizes, if removal succeeds: what a dry run says instead."""
         if why := self.problem(plans):
             raise SparsityError(why)
         none = Size(parameters=0, bytes=0, flops=0)
         couplings = kept_units(removals_of(plans))
         return self._masked, Compaction(couplings=couplings, before=none, after=none, difference=math.nan, manifest={})
-
-    def misfit(self, plans: Sequence[Plan], kept: int = 1) -> str:
-        """Return how the model without the zero units of these plans differs from what its config describes, or "".
-
-        At least `kept` units are kept in each scope; where fewer would be, the first zero units stay.
-        """
-        removals = [replace(r, keep=r.keep | ((~r.keep).cumsum(-1) <= kept - r.kept)) for r in removals_of(plans)]
-        small, _, notes, _ = without_units(self._masked, removals, single_use=True)
-        redo_weight_norms(small, self.reference.normed)
-        why = fit_config(self._masked, small, removals, self.reference, single_use=True)[1]
-        return "; ".join([why, *(note.partition(",")[0] for note in notes)]) if why else ""
 
     def divide(self, plans: Sequence[Plan]) -> list[Plan]:
         """Return the plans, some with more attributes; those that cannot be removed with the others are left out."""
@@ -240,26 +239,17 @@ def removed_together(
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
         rated = without_lowest(rated, request.cost_of, request.highest)
-        trials = Trials(request.model, rated, request.reference_of)
+        trials = Trials(request.model, rated, request.reference_of, fields=request.fields if keeps_config else None)
         trials.in_training, removed = request.dry_run, trials.tried if request.dry_run else trials.removed
         try:
-            small, report = removed(rated)
+            return [*rated, *left_out], *removed(rated, request.fields)
         except SparsityError:
             trials.in_training = True
             tried = trials.divide(rated)
             rated, failing = active(tried), [plan for plan in tried if plan.left_out]
             left_out += failing
-            if failing:
-                continue
-            small, report = removed(rated)  # `divide` has added the attributes that were missing
-        misfit = (trials.misfit(rated) if request.dry_run else report.not_in_config) if keeps_config and rated else ""
-        if not misfit:
-            return [*rated, *left_out], small, report
-        # Leave out a plan without which the config can hold the others; if there is none, leave out the first one.
-        worst = next((plan for plan in rated if not trials.misfit([p for p in rated if p is not plan])), rated[0])
-        why = f"the config cannot hold it together with others ({misfit}); keep_config=False removes it"
-        left_out.append(replace(worst, left_out=why))
-        rated = [plan for plan in rated if plan is not worst]
+            if not failing:  # `divide` has added the attributes that were missing
+                return [*rated, *left_out], *removed(rated, request.fields)
 
 
 def planned_together(

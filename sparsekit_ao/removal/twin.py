@@ -20,10 +20,11 @@ from ..coupling.bound import is_list
 from ..coupling.discovery.tracing import UNUSED
 from ..errors import SparsityError
 from ..masking.normalized import computed_tensors
+from .config_fields import ConfigFields
 from .modules import drop_modules
 from .plan import Plan
 from .remove import Removal
-from .sizes import OF_ANY_MODULE, Change, apply_fitting, config_sizes, has_config
+from .sizes import OF_ANY_MODULE, apply_changes, has_config
 
 _ALIKE = 2  # how many blocks of each kind are kept; with two, one block reads what another one of its kind has written
 _NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")  # the parts of a dotted name that are a number or stars
@@ -193,17 +194,16 @@ def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
     """Return a copy of a model that has these blocks alone and shares the parameters of the model."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # `deepcopy` takes what is in it as copied
     memo |= {id(tensor): tensor.detach() for tensor in computed_tensors(model)}
-    removals, lengths = list[Removal](), set[tuple[int, int]]()
+    removals = list[Removal]()
     for path, some in kept.items():
         blocks = [*model.get_submodule(path[:-1]).children()]
         memo |= {id(block): nn.Identity() for at, block in enumerate(blocks) if at not in some}
         keep = torch.tensor([at in some for at in range(len(blocks))], device="cpu")
         bound = BoundCoupling(name="blocks", unit="u", sizes={"u": len(blocks)}, lists=(path[:-1],))
-        removals.append(Removal(bound=bound, keep=keep))
-        lengths.add((len(blocks), len(some)))
+        removals.append(Removal(bound=bound, keep=keep, source=len(removals)))
     short = copy.deepcopy(model, memo)
     drop_modules(short, removals)
-    if has_config(short):  # each of its integers that equals a number of blocks may follow
-        pairs = [(item, length) for item in config_sizes(short) for length in lengths]
-        apply_fitting(short, [Change(path=path, was=was, now=now) for (path, was), (n, now) in pairs if n == was])
+    if has_config(short):
+        fields = ConfigFields(model)
+        apply_changes(short, fields.changes(fields.counted(removals))[0])
     return short
