@@ -87,7 +87,6 @@ def save_decilm(model: Any, path: str | Path) -> None:
             for keys, width in ((layer.get("num_key_value_heads"), layer.get("intermediate_size")) for layer in sizes)
         ],
     }
-    data.pop("per_layer_config", None)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
     (folder / "configuration_decilm.py").write_text(CONFIG)
 

@@ -326,7 +326,6 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
             if report.not_in_config is None:  # `compact` does not fit the config to the smaller model
                 note = "the config was not fitted to the smaller model, so it is that of the dense model"
             note += f": {name}.from_pretrained cannot load it, export.load_pretrained({str(folder)!r}, {name}) does"
-            note += _write_per_layer_config(model, unchecked / "config.json")
         try:
             loaded = load_pretrained(unchecked, type(model)).state_dict()
         except SparsityError as e:
@@ -344,7 +343,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                     "it was"
                 )
         after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
-        lines = [*report.above(), *report.below()[:3], *(f"fits: {text}" for text in report.fits)]
+        lines = [*report.above(), *report.below()[:3]]
         notes = (note, *_write_card(unchecked, folder, model, report, lines))
     return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=notes)
 
@@ -366,45 +365,6 @@ def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: 
     finally:
         apply_changes(model, config_changes)
     report.save(folder / MANIFEST)
-
-
-def _write_per_layer_config(model: Any, path: Path) -> str:
-    """Write the sizes of layers that differ from the config into config.json, and return a note on this, or ""."""
-    data, sizes = json.loads(path.read_text()), _layer_sizes(model)
-    if any("head_dim" in layer for layer in sizes) and not data.get("head_dim"):
-        # Written out, since a config derives it from the number of heads, but heads keep their size if some leave.
-        data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
-    differing = [{key: n for key, n in layer.items() if data.get(key, n) != n} for layer in sizes]
-    if any({"hidden_size", "head_dim"} & layer.keys() for layer in differing):
-        # All layers share hidden_size, and RoPE rotates a cut head unlike a head that was constructed with this size.
-        differing = []
-    # `per_layer_config` is a key of transformers 5, whose configs accept it, as tests with `AutoConfig` show.
-    by_layer = {str(at): layer for at, layer in enumerate(differing)}
-    try:
-        type(model.config).from_dict(data | {"per_layer_config": by_layer})
-    except Exception:  # some configs refuse sizes by layer: Llama's divides by its one number of heads
-        differing = []
-    digits = len(str(len(sizes) - 1))
-    entries = {f"{at:0{digits}}": layer for at, layer in enumerate(differing) if layer}
-    if not entries:
-        return ""
-    path.write_text(json.dumps(data | {"per_layer_config": entries}, indent=2, sort_keys=True) + "\n")
-    return "; per_layer_config describes it, for code that reads this key (no model of transformers 5.23 does)"
-
-
-def _layer_sizes(model: nn.Module) -> list[dict[str, int]]:
-    """Return the sizes of each layer of a decoder with the modules of Llama, as Llama's config names them, else []."""
-    sizes = []
-    for layer in getattr(getattr(model, "model", None), "layers", ()):
-        try:
-            attention, mlp = layer.self_attn, layer.mlp
-            rows = {"attention": attention.q_proj.out_features, "key_value": attention.k_proj.out_features}
-            layer_sizes = {f"num_{kind}_heads": n // attention.head_dim for kind, n in rows.items()}
-            layer_sizes |= {"hidden_size": attention.q_proj.in_features, "head_dim": attention.head_dim}
-            sizes.append(layer_sizes | {"intermediate_size": mlp.down_proj.in_features})
-        except AttributeError:
-            return []
-    return sizes
 
 
 def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Module:

@@ -70,7 +70,7 @@ class ShrinkRequest:
     @cached_property
     def fields(self) -> ConfigFields | None:
         """The fields of the model's config, or None if it has no config."""
-        return ConfigFields(self.model) if has_config(self.model) else None
+        return ConfigFields.of(self.model)
 
     @property
     def names(self) -> set[str] | None:

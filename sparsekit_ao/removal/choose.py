@@ -23,6 +23,7 @@ from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names
 from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, with_own_names, without_layers
+from .config_fields import ConfigFields
 from .remove import plain_tensor
 from .trials import Trials, with_random_units
 from .twin import make_twin
@@ -178,29 +179,30 @@ def inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterabl
 
 def that_config_holds(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
     """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done."""
-    if not (request.is_open if request.keep_config is None else request.keep_config):
+    fields = request.fields
+    if fields is None or not (request.is_open if request.keep_config is None else request.keep_config):
         return [*plans], False
-    held = [*(plan for plan in plans if plan.left_out), *_held_by_config(request, active(plans))]
+    held = [*(plan for plan in plans if plan.left_out), *_held_by_config(request, active(plans), fields)]
     is_kept = bool(request.keep_config or active(held))
     return held if is_kept else [*plans], is_kept
 
 
-def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
+def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan], fields: ConfigFields) -> list[Plan]:
     """Return the plans, with the fields of the config that count their units; those without such fields are left out.
 
     With one budget, plans may later keep any multiple of their `multiple`. It is then raised until the config can
     express its largest multiple below the number of units, or else to the number of units.
     """
     # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
-    ratio, fields, held = request.level if request.cost_of is None else 0.5, request.fields, dict[Plan, Plan]()
-    trials, twin = None, make_twin(request.model, plans)
+    ratio, held = request.level if request.cost_of is None else 0.5, dict[Plan, Plan]()
+    trials, twin = None, make_twin(request.model, plans, fields)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
             short = Trials(twin.model, with_random_units(twin.plans, ratio), request.reference_of, fields=fields)
             trials = None if short.problem([]) else short
     trials = trials or Trials(request.model, with_random_units(plans, ratio), request.reference_of, fields=fields)
     reasons = dict.fromkeys(plans, NOT_HELD.format("no field of it counts these units alone"))
-    for group, covers in fields.together([plan.bound for plan in plans]) if fields is not None else ():
+    for group, covers in fields.together([plan.bound for plan in plans]):
         for counting in covers:
             if not (why := trials.problem([replace(trials.plans[at], fields=counting) for at in group])):
                 held |= {plans[at]: replace(plans[at], fields=counting) for at in group}

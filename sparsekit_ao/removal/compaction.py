@@ -24,7 +24,7 @@ from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
 from .removal_report import Compaction, KeptUnits, size_of
 from .remove import Removal, find_removal, plain_tensor, remove_units
-from .sizes import Change, apply_changes, find_changes, fitting_engines, unlisted_sizes
+from .sizes import Change, apply_changes, find_changes, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
 
 
@@ -165,7 +165,6 @@ def verified(
         unlisted=tuple(unlisted_sizes(small, removals, changes)),
         changed=_as_texts(changes),
         not_in_config=not_in_config,
-        fits=fitting_engines(small) if not_in_config == "" else (),
         manifest=make_manifest(model, removals, changes),
     )
     return small, report

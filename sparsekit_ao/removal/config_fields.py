@@ -1,13 +1,11 @@
 """What the integer fields of a config count: the model's class is constructed with one of them doubled, and tells."""
 
-import copy
 import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from ..models.names import connected
 from ..models.running import seeded
 from .modules import layer_fields
 from .remove import Removal
-from .sizes import Change, apply_changes, integers_of, products_of, undone, value_at
+from .sizes import Change, apply_changes, has_config, integers_of, products_of, read_again, undone, value_at
 from .verify import Reference
 
 _NEW = -1  # in place of a dimension: modules of this list are new, or this tensor is
@@ -45,10 +43,15 @@ class ConfigFields:
         self._names = {name: first[id(tensor)] for name, tensor in tensors.items()}  # tied tensors have several names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._parts = _parts_of(model.config)
-        self._lists = {name: len(m) for name, m in model.named_modules() if is_list(m)}  # type: ignore[arg-type]
+        self._lists = {name: len(m) for name, m in model.named_modules() if is_list(m)}
         sizes = {vars(m)["head_dim"] for m in model.modules() if type(vars(m).get("head_dim")) is int}
         unset = [f"{path}.head_dim" for path, part in self._parts if getattr(part, "head_dim", None) is None]
         self.filled = [Change(path=path, was=None, now=n) for path in unset for n in sizes if len(sizes) == 1]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ConfigFields | None":
+        """Return the fields of a model's config, or None if it has none."""
+        return cls(model) if has_config(model) else None
 
     def together(self, plans: Sequence[Sequence[BoundCoupling]]) -> list[tuple[list[int], list[tuple[str, ...]]]]:
         """Return (indices of plans, sets of fields) where each set counts exactly what these plans have together.
@@ -118,10 +121,10 @@ class ConfigFields:
             was = self._value(path)
             rows = [r for r in removals if path in r.fields and was in products_of(r.bound)]
             fractions = {Fraction(r.kept, r.scope_units): r for r in rows}
-            if len(fractions) != 1 or (was * [*fractions][0]).denominator > 1:
+            if len(fractions) != 1 or (was * next(iter(fractions))).denominator > 1:
                 kept = ", ".join(f"{r.kept} of {r.scope_units} {r.bound.name!r}" for r in fractions.values())
                 return [], f"{path} is one number for {kept}"
-            changes.append(Change(path=path, was=None if path in filled else was, now=int(was * [*fractions][0])))
+            changes.append(Change(path=path, was=None if path in filled else was, now=int(was * next(iter(fractions)))))
         return [change for change in changes if change.was != change.now], ""
 
     def _value(self, path: str) -> int:
@@ -142,7 +145,8 @@ class ConfigFields:
         values = {path: value for place, part in self._parts for path, value in integers_of(place, part)}
         values |= {change.path: change.now for change in self.filled}
         counting = dict[str, Entries]()
-        for path, value in ((path, value) for path, value in values.items() if value in sizes):
+        # Numbers of tokens, such as `eos_token_id`, count nothing.
+        for path, value in ((p, n) for p, n in values.items() if n in sizes and not p.endswith("_token_id")):
             gained = self._gained_by(path)
             touched = [products for products, entries in rows if entries & gained.keys()]
             if touched and all(value in products for products in touched):
@@ -207,7 +211,8 @@ class ConfigFields:
     def _constructed(self, values: Mapping[str, Any]) -> Shapes | None:
         """Return the shapes of a model whose config has these values, or None where its class refuses them."""
         try:
-            holder = SimpleNamespace(config=_read_back(self._model.config))
+            holder = nn.Module()
+            holder.config = read_again(self._model.config)
             filled = [change for change in self.filled if change.path not in values]
             apply_changes(holder, [*filled, *(Change(path=p, was=None, now=value) for p, value in values.items())])
             getattr(holder.config, "validate", tuple)()  # as `save_pretrained` does
@@ -235,24 +240,11 @@ def _parts_of(config: Any, path: str = "config") -> list[tuple[str, Any]]:
     return [(path, config), *(part for place, value in inner for part in _parts_of(value, place))]
 
 
-def _read_back(config: Any) -> Any:
-    """Return a config as it is read from its file, since a class may compute a field anew then."""
-    if not hasattr(config, "from_dict"):
-        return copy.deepcopy(config)
-    fresh = type(config).from_dict(config.to_dict())
-    read = dict(_parts_of(fresh))
-    for path, part in _parts_of(config):
-        chosen = {key: value for key, value in vars(part).items() if key.endswith("_implementation_internal")}
-        if path in read:
-            vars(read[path]).update(chosen)  # the code of attention and experts, which no file has
-    return fresh
-
-
 def _difference(small: nn.Module, reference: Reference, single_use: bool) -> str:
     """Return how a model that is constructed from the config of a smaller one differs from it, or ""."""
     shapes = {name: tuple(tensor.shape) for name, tensor in small.state_dict(keep_vars=True).items()}
     try:
-        config: Any = _read_back(small.config)
+        config: Any = read_again(small.config)
         getattr(config, "validate", tuple)()  # as `save_pretrained` does
         with seeded([]), _Unfilled():
             fresh = type(small)(config)

@@ -22,6 +22,7 @@ from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_mo
 from ..structure import sparsity_to_nnz
 from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
+from .config_fields import ConfigFields
 from .plan import Plan, active, with_own_names, without_layers
 from .remove import check_multiple, rounded
 from .trials import Failures, Trials, found_together, with_random_units
@@ -84,7 +85,9 @@ def removable(
     """
     check_comparable("", model, tolerance)
     exclude = names_in_place_of_modules(model, exclude)
-    plans, discovery = find_plans(plain_copy(model), example_inputs, couplings, exclude=exclude, tolerance=tolerance)
+    model = plain_copy(model)
+    given: dict[str, Any] = {"exclude": exclude, "tolerance": tolerance, "fields": ConfigFields.of(model)}
+    plans, discovery = find_plans(model, example_inputs, couplings, **given)
     return replace(
         discovery,
         couplings=tuple(plan.coupling for plan in active(plans)),
@@ -103,6 +106,7 @@ def find_plans(
     multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
     named: Collection[str] | None = None,
+    fields: ConfigFields | None = None,
     caller_verifies: bool = False,
 ) -> tuple[list[Plan], Discovery]:
     """Return plans as `removable` finds them, on a short twin if there is one that serves, and what was discovered.
@@ -115,13 +119,14 @@ def find_plans(
         check_multiple(number, "")  # otherwise trials would fail, and every coupling be left out for this reason
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
     given: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "named": named}
+    given["fields"] = fields
     tried: Callable[..., list[Plan] | None] = partial(_tried, model, reference_of=reference_of, **given)
     if couplings is not None:
         search_by_trials = partial(removable, model, example_inputs, tolerance=tolerance)
         fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), search_by_trials])
         found = Discovery(couplings=tuple(fitting), counts=(), frozen=())
         return [*stale, *(tried(found, verify_whole=not caller_verifies) or ())], found
-    if caller_verifies and (found_in_twin := discover_in_twin(model, example_inputs)) is not None:
+    if caller_verifies and (found_in_twin := discover_in_twin(model, example_inputs, fields)) is not None:
         # What was discovered in a short model is always verified.
         plans = tried(found_in_twin, verify_whole=True, may_try_whole=False)
         if plans is not None:
@@ -139,6 +144,7 @@ def _tried(
     exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
     named: Collection[str] | None,
+    fields: ConfigFields | None,
     verify_whole: bool,
     may_try_whole: bool = True,
 ) -> list[Plan] | None:
@@ -173,7 +179,7 @@ def _tried(
                 return None
             return None if trials is not None and trials.problem(trials.plans) else found
 
-        twin = make_twin(model, to_try)
+        twin = make_twin(model, to_try, fields)
         found = None if twin is None else tried_in(twin)
         if found is None and not may_try_whole:
             return None

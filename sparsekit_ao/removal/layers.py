@@ -217,8 +217,7 @@ def _without(
         (forward or call)(model, batches[0])
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
-    fields = ConfigFields(model) if has_config(model) else None
-    small, report = verified(dense, removals, fields, by_caller=True)
+    small, report = verified(dense, removals, ConfigFields.of(model), by_caller=True)
     kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
     notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
     return small, replace(report, notes=(*report.notes, *notes), left_out=tuple(kept))

@@ -85,7 +85,6 @@ class Compaction(Table[KeptUnits]):
         changed: Attributes of modules and configs with their old and new values.
         not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
             `from_pretrained` does not load it. Empty if it does, None if this was not determined. Set by `shrink`.
-        fits: Engines that load the model as `save_pretrained` writes it, if its config describes it; set by `shrink`.
         multiples: Couplings that keep a multiple of 32 units, as large MLPs do by default; set by `shrink`.
         left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
         frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
@@ -119,7 +118,6 @@ class Compaction(Table[KeptUnits]):
     unlisted: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     not_in_config: str | None = None
-    fits: tuple[str, ...] = ()
     multiples: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -188,7 +186,6 @@ class Compaction(Table[KeptUnits]):
         if self.not_in_config:
             how = "save and load it with export.save_pretrained and export.load_pretrained"
             lines.append(f"from_pretrained cannot load it, {how}: {self.not_in_config}")
-        lines += [f"fits: {text}" for text in self.fits]
         lines += [f"rounded: {text}" for text in by_pattern(self.multiples)]
         lines += [f"left out: {text}" for text in by_pattern(self.left_out)]
         lines += [f"frozen: {text}" for text in by_pattern(self.frozen)]

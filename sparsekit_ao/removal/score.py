@@ -188,7 +188,7 @@ def kept_within(plans: Sequence[Plan], cost_of: CostOf, ratio: float) -> list[in
     def saved(alike: list[int], kept: int) -> float:
         return dense - cost_of(plans, [kept if at in alike else units for at, units in enumerate(full)])
 
-    for alike in connected({at: plan.attrs.items() for at, plan in enumerate(plans)}):  # they share an integer
+    for alike in connected({at: [*p.attrs.items(), *p.fields] for at, p in enumerate(plans)}):  # by integers
         steps += [(key, alike, kept) for key, kept in _steps([plans[at] for at in alike], partial(saved, alike))]
     steps.sort(key=lambda step: step[0])  # stable, so that a coupling drops its units one after the other
     fixed: dict[int, int] = {}

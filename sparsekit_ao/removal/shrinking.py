@@ -68,7 +68,7 @@ def shrink(
 
     By default (see `keep_config`), a transformers model loses only units that its config counts, and all layers keep
     the same number of them. `from_pretrained` and inference engines (such as vLLM) can then load the result without
-    this library (see `report.fits`). Other couplings, such as parts of heads, are left out. `keep_config=False` prunes
+    this library. Other couplings, such as parts of heads, are left out. `keep_config=False` prunes
     them too, and the result then needs `export.load_pretrained`.
 
     Args:
@@ -150,6 +150,7 @@ def shrink(
         exclude=request.exclude,
         multiple_of=multiple_of,
         named=request.names,
+        fields=request.fields,
         caller_verifies=True,
     )
     plans = with_numbers(request, plans)

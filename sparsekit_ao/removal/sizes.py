@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..coupling import BoundCoupling
@@ -344,30 +343,3 @@ def read_again(config: Any) -> Any:
         inner = [(value, vars(read).get(key)) for key, value in vars(written).items() if hasattr(value, "to_dict")]
         pairs += [(value, other) for value, other in inner if type(other) is type(value)]
     return again
-
-
-# Model types that vLLM, SGLang and llama.cpp know by name.
-# fmt: off
-_OF_ENGINES = frozenset((
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
-    "phi3", "gpt2", "gpt_oss", "olmo", "olmo2", "olmoe", "deepseek_v2", "deepseek_v3", "granite", "granitemoe",
-    "cohere", "cohere2", "exaone4", "glm4", "stablelm", "starcoder2",
-))
-# fmt: on
-
-
-def fitting_engines(model: nn.Module) -> tuple[str, ...]:
-    """Judge which engines load a model that its config describes: transformers was run, the others were not."""
-    config, name = model.config.get_text_config(), type(model).__name__  # type: ignore[operator, union-attr]
-    heads = _attribute(config, "num_attention_heads")
-    if heads is None or config.model_type not in _OF_ENGINES or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        return ("transformers", f"other engines were not judged: {name} is not a decoder that all of them know")
-    key_heads = _attribute(config, "num_key_value_heads") or heads
-    # The rules that `report.fits` quotes: heads and MLPs are divided evenly over ranks, and llama.cpp quantizes rows in
-    # blocks of 32.
-    parts = [heads, *(_attribute(config, f"{kind}intermediate_size") or heads for kind in ("", "moe_"))]
-    fitting = [n for n in (8, 4, 2) if math.gcd(n, *parts) == n and 0 in (key_heads % n, n % key_heads)]
-    split = f"on up to {fitting[0]} ranks" if fitting else "on one rank"
-    odd = [name for name, p in model.named_parameters() if p.ndim > 1 and p.shape[-1] % 32]
-    blocks = f", not quantized: the rows of {odd[0]} are not a multiple of 32" if odd else ""
-    return ("transformers", f"vLLM, SGLang (by their rules; {split})", f"llama.cpp (by its rules{blocks})")

@@ -24,7 +24,7 @@ from .config_fields import ConfigFields
 from .modules import drop_modules
 from .plan import Plan
 from .remove import Removal
-from .sizes import OF_ANY_MODULE, apply_changes, has_config
+from .sizes import OF_ANY_MODULE, apply_changes
 
 _ALIKE = 2  # how many blocks of each kind are kept; with two, one block reads what another one of its kind has written
 _NUMBERS = re.compile(r"(?<![^.])(\d+|\*+)(?![^.])")  # the parts of a dotted name that are a number or stars
@@ -52,13 +52,16 @@ class Twin:
         return Plan.of(plan.coupling, model, plan.multiple)
 
 
-def make_twin(model: nn.Module, plans: Sequence[Plan]) -> Twin | None:
-    """Return a short model, which may turn out not to run, and plans in it, or None if none can stand for the whole."""
+def make_twin(model: nn.Module, plans: Sequence[Plan], fields: ConfigFields | None = None) -> Twin | None:
+    """Return a short model, which may turn out not to run, and plans in it, or None if none can stand for the whole.
+
+    `fields` are those of the model's config, if it has one.
+    """
     try:
         if not (kept := _kept_blocks(model, plans)):
             return None
         numbers = {path: {str(at): str(k) for k, at in enumerate(some)} for path, some in kept.items()}
-        short, in_short = _short_model(model, kept), list[Plan]()
+        short, in_short = _short_model(model, kept, fields), list[Plan]()
         for whole in plans:
             texts = (whole.coupling.members, whole.attrs)
             members, attrs = ({_renamed(name, numbers): axes for name, axes in text.items()} for text in texts)
@@ -79,7 +82,7 @@ def make_twin(model: nn.Module, plans: Sequence[Plan]) -> Twin | None:
     return Twin(model=short, plans=tuple(in_short), wholes=wholes, kept=kept)
 
 
-def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
+def discover_in_twin(model: nn.Module, example_inputs: Any, fields: ConfigFields | None) -> Discovery | None:
     """Find couplings as `discover` does, but in a short model; None if there is none that can stand for the whole one.
 
     Names have the numbers of the whole model, but places in missing blocks are missing, and counts and values are those
@@ -98,7 +101,7 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
     if not kept or "" in kept:  # "": the model itself is a sequence of blocks, whose names begin with no path
         return None
     try:
-        found = discover(_short_model(model, kept), example_inputs)
+        found = discover(_short_model(model, kept, fields), example_inputs)
     except Exception:  # the model cannot be copied, or does not run, without the other blocks
         return None
     if any(name.startswith((*kept,)) for name in found.uncalled):
@@ -119,7 +122,7 @@ def discover_in_twin(model: nn.Module, example_inputs: Any) -> Discovery | None:
     # With name="", a coupling is named after its first member again.
     couplings = [replace(c, members=m, name="") for c, m in zip(found.couplings, members, strict=True)]
     try:
-        twin = make_twin(model, [Plan.of(coupling, model) for coupling in couplings])
+        twin = make_twin(model, [Plan.of(coupling, model) for coupling in couplings], fields)
     except SparsityError:  # names of the short model are not those of the whole one
         return None
     if twin is None or twin.kept != kept:  # they treat blocks of one kind differently
@@ -190,7 +193,7 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (int, bool, str, type(None)) else getattr(value, "__qualname__", type(value))
 
 
-def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
+def _short_model(model: nn.Module, kept: _KeptBlocks, fields: ConfigFields | None) -> nn.Module:
     """Return a copy of a model that has these blocks alone and shares the parameters of the model."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # `deepcopy` takes what is in it as copied
     memo |= {id(tensor): tensor.detach() for tensor in computed_tensors(model)}
@@ -203,7 +206,6 @@ def _short_model(model: nn.Module, kept: _KeptBlocks) -> nn.Module:
         removals.append(Removal(bound=bound, keep=keep, source=len(removals)))
     short = copy.deepcopy(model, memo)
     drop_modules(short, removals)
-    if has_config(short):
-        fields = ConfigFields(model)
+    if fields is not None:
         apply_changes(short, fields.changes(fields.counted(removals))[0])
     return short

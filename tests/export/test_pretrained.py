@@ -22,7 +22,7 @@ import yaml
 from export_models import TWO_FOUR, batches, looks, masked, mlp, pruned, same
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 import sparsekit_ao
@@ -386,47 +386,13 @@ def decoder():
     return small, report, inputs, small(**inputs).logits
 
 
-def test_layers_of_different_sizes_are_written_into_the_config_of_a_decoder(tmp_path):
+def test_layers_of_different_sizes_are_loaded_by_the_manifest(tmp_path):
     with torch.no_grad():
         small, report, inputs, want = decoder()
-        widths = [layer.mlp.down_proj.in_features for layer in small.model.layers]
-        assert len(set(widths)) > 1
-        found = export.save_pretrained(small, report, tmp_path)
-        assert "per_layer_config describes it, for code that reads this key" in found.notes[0]
-        written = json.loads((tmp_path / "config.json").read_text())
-        assert written["intermediate_size"] == 48
-        entries = {f"{at:02}": {"intermediate_size": width} for at, width in enumerate(widths) if width != 48}
-        assert written["per_layer_config"] == entries
-        resolved = AutoConfig.from_pretrained(tmp_path).per_layer_config
-        assert [resolved[at].intermediate_size for at in range(11)] == widths
-        with pytest.raises(RuntimeError, match="is a per-layer attribute"):  # so its models do not read it
-            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert len({layer.mlp.down_proj.in_features for layer in small.model.layers}) > 1
+        export.save_pretrained(small, report, tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["intermediate_size"] == 48
         assert torch.equal(export.load_pretrained(tmp_path, AutoModelForCausalLM)(**inputs).logits, want)
-
-
-@pytest.mark.parametrize("units", ["u g d", "s u d"])
-@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
-def test_heads_of_single_layers_are_written_into_a_config_that_takes_them(name, units, tmp_path):
-    model, inputs = hf_models.make(name)
-    keys = ("k_proj", "v_proj") if units == "u g d" else ()
-    members = {f"q_proj.{t}": f"({units}){i}" for t, i in (("weight", " i"), ("bias", ""))}
-    members |= {f"{key}.{t}": f"(u d){i}" for key in keys for t, i in (("weight", " i"), ("bias", ""))}
-    members = {
-        f"model.layers.1.self_attn.{key}": axes for key, axes in (members | {"o_proj.weight": f"o ({units})"}).items()
-    }
-    sizes = {"scope": "s", "sizes": {"s": 2, "d": 8}} if units == "s u d" else {"sizes": {"g": 2, "d": 8}}
-    small, report = shrink(model, inputs, 0.5, couplings=[Coupling(members, **sizes)], keep_config=False)
-    assert report.not_in_config and small.model.layers[1].self_attn.q_proj.out_features == 16
-    export.save_pretrained(small, report, tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    if name == "Qwen2":  # the config of Llama divides by its number of heads
-        layer = config.per_layer_config[1]
-        assert (layer.num_attention_heads, layer.num_key_value_heads) == (2, 1 if keys else 2)
-        assert layer.head_dim == 8 and config.per_layer_config[0].num_attention_heads == 4
-    else:
-        assert "per_layer_config" not in json.loads((tmp_path / "config.json").read_text())
-    with torch.no_grad():
-        assert torch.equal(export.load_pretrained(tmp_path, type(model))(**inputs).logits, small(**inputs).logits)
 
 
 class Nothing(nn.Module):

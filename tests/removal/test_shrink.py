@@ -353,8 +353,6 @@ def test_what_the_config_cannot_hold_is_left_out_by_default_so_from_pretrained_l
     assert save_pretrained(small, report, tmp_path).notes == (f"{type(model).__name__}.from_pretrained loads it",)
     for again in (type(model).from_pretrained(tmp_path), load_pretrained(tmp_path, type(model))):
         torch.testing.assert_close(next(iter(again(**inputs).values())), next(iter(small(**inputs).values())))
-    texts = str(report).splitlines()
-    assert "fits: transformers" in texts and any("fits: vLLM" in text for text in texts)
 
 
 def test_the_first_line_says_where_the_config_allows_little_and_what_helps():
@@ -406,11 +404,7 @@ def test_with_a_cost_only_widths_that_the_config_can_hold_are_chosen(heads, key_
     assert small.config.hidden_size < 48 and getattr(report.after, cost) <= 0.6 * getattr(report.before, cost)
 
 
-def test_the_report_says_over_how_many_ranks_numbers_divide():
-    model, inputs = hf_models.make("Llama")
-    for multiple, kept, text in ((4, 36, "on up to 4 ranks"), (2, 34, "on up to 2 ranks"), (5, 35, "on one rank")):
-        small, report = shrink(model, inputs, 0.3, couplings=[Coupling(MLP)], keep_config=True, multiple_of=multiple)
-        assert small.config.intermediate_size == kept and f"vLLM, SGLang (by their rules; {text})" in report.fits
+def test_the_config_of_a_model_of_transformers_alone_can_be_kept():
     with pytest.raises(SparsityError, match="keep_config=True needs a model of transformers, got Sequential"):
         shrink(mlp(4, 8, 2), torch.randn(3, 4), keep_config=True)
 
@@ -419,13 +413,9 @@ def test_a_config_that_can_hold_nothing_is_no_reason_to_remove_nothing_unless_it
     model, inputs = hf_models.make("SegFormer")
     exclude = ["*.attention.*", "*patch_embeddings*"]
     small, report = shrink(model, inputs, EVERYTHING, exclude=exclude)
-    assert report.not_in_config and parameters(small) < parameters(model) and not report.fits
+    assert report.not_in_config and parameters(small) < parameters(model)
     small, report = shrink(model, inputs, EVERYTHING, exclude=exclude, keep_config=True)
     assert parameters(small) == parameters(model) and "the config cannot hold it" in report.left_out[-1]
-    assert report.fits == (
-        "transformers",
-        "other engines were not judged: SegformerModel is not a decoder that all of them know",
-    )
 
 
 def _only_64(data):
