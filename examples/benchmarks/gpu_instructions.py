@@ -37,7 +37,7 @@ PATTERNS = {  # name: block, scope
     "32x32 over the tensor": ((32, 32), (WHOLE, WHOLE)),
 }
 # kernels over all elements of a weight: how often they read it and write its mask
-PASSES = {"fused": (1, 1), "score": (1, 0), "fill": (0, 1), "narrow": (1, 0), "mark": (1, 1)}
+PASSES = {"fused": (1, 1), "score": (1, 0), "fill": (0, 1), "histogram": (1, 0), "tie": (1, 0), "mark": (1, 1)}
 
 
 def update(block: tuple[int, int], scope: tuple[int, int], dtype: torch.dtype) -> Request:

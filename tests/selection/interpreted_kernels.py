@@ -1,7 +1,7 @@
 """The Triton kernels on CPU tensors, bit for bit against the reference; run by test_triton_interpreter.py.
 
 Needs TRITON_INTERPRET=1 before triton is imported. Shapes are tiny, and the sizes at which another kernel is chosen
-small, so that every path (one kernel, stored rows, long rows narrowed or not) is taken.
+small, so that every path (one kernel, stored rows, long rows) is taken.
 """
 
 import math
@@ -43,9 +43,8 @@ PATHS = {  # sizes at which another kernel is chosen
     "fused": {},
     "rows": {"FUSED": 64, "TILE": 64},  # stored scores, rows still taken whole
     "long": LONG,
-    "narrowed": LONG | {"NARROW": 16, "SAMPLES": 64},
 }
-BIG = [f"{path}, 64-bit" for path in ("fused", "narrowed")]
+BIG = [f"{path}, 64-bit" for path in ("fused", "long")]
 TURNS = [(kind, FLOATS[at % 3]) for at, kind in enumerate(KINDS)]  # each kind of scores in one dtype
 
 
@@ -98,13 +97,13 @@ def test_short_rows_of_16_bits_are_sorted_with_every_budget_and_bit_pattern(dtyp
 def test_long_rows_equal_the_reference(kind, dtype):
     scores, keep = scores_like(kind, 2, 100, dtype), torch.tensor([75, 13])  # of candidates there are fewer than 75
     candidates = torch.rand(scores.shape, generator=generator(1)) < 0.6
-    for path, allowed in (("long", None), ("narrowed", candidates), ("narrowed", None)):
-        with on(path):
+    for allowed in (None, candidates):
+        with on("long"):
             found = keep_mask(scores, keep, candidates=allowed, impl="triton")
         assert torch.equal(found, keep_mask(scores, keep, candidates=allowed, impl="reference"))
 
 
-@pytest.mark.parametrize("path", ["fused", "long", "narrowed"])
+@pytest.mark.parametrize("path", ["fused", "long"])
 def test_rows_may_be_transposed_sliced_or_expanded_and_keep_none_or_all(path):
     base = integers((40, 6), torch.bfloat16)
     for scores in (base.t(), base.t()[1:, 3:], base.t()[:1].expand(3, 40)):
@@ -128,48 +127,15 @@ def test_saliencies_of_single_elements_compete_by_their_signed_values(path):
     agree(both, 90, path, None, within_mask=True)
 
 
-def sampled(width, count):
-    """Which slots of a row the sample takes."""
-    at = torch.arange(count)
-    return at * width // count + (at * 2654435761 % 2**32) % max(width // count, 1)
-
-
-def test_the_sample_may_bracket_miss_or_overflow(monkeypatch):
-    """All sources of a narrowed selection are read by these rows, and each gives the reference's bits."""
-    seen = []
-    real = launches._bracket
-    monkeypatch.setattr(launches, "_bracket", lambda *a: seen.append(a[2]) or real(*a))
-    width, samples = 4096, 1024
-    random = torch.randn(width, generator=generator()).abs()
-    hidden = (random + 9).scatter(0, sampled(width, samples), random[:samples])
-    crowded = torch.where(torch.arange(width) < 500, 1 + torch.arange(width) * 1e-4, random + 2)
-    sources, apart = set(), set()
-    for row, keep in [(random, 200), (random * 0, 77), (hidden, 900), (crowded, 3800)]:
-        for dtype in (torch.float32, torch.bfloat16):
-            scores = row.to(dtype)[None]
-            with on("fused", FUSED=6, TILE=512, PROGRAMS=4, NARROW=16, SAMPLES=samples):
-                found = keep_mask(scores, keep, impl="triton")
-            assert torch.equal(found, keep_mask(scores, keep, impl="reference"))
-            _, _, above, at_high, inside, at_low, overflow, counted_apart = seen[-1][0].tolist()
-            apart.add(counted_apart)
-            second, third = above + at_high, above + at_high + inside
-            if second < keep <= third:
-                sources.add("overflow" if overflow else "gathered")
-            else:
-                sources.add("nothing" if above < keep <= third + at_low else "missed")
-    assert sources == {"nothing", "gathered", "overflow", "missed"}
-    assert apart == {0, 1}  # keys equal to the ends of the bracket are gathered, or counted
-
-
 @pytest.mark.parametrize(  # each dtype of masks with each dtype of values and on each path
-    ("dtype", "mask_dtype", "path"), grid(FLOATS, [torch.bool, torch.uint8, *FLOATS], ["fused", "rows", "narrowed"])
+    ("dtype", "mask_dtype", "path"), grid(FLOATS, [torch.bool, torch.uint8, *FLOATS], ["fused", "rows", "long"])
 )
 def test_values_and_masks_of_every_dtype(dtype, mask_dtype, path):
-    block, keep = ((1, 1), 5) if path == "narrowed" else ((1, 4), 13)
+    block, keep = ((1, 1), 5) if path == "long" else ((1, 4), 13)
     agree([scopes(integers((4, 32), dtype), block, (4, 8), mask_dtype=mask_dtype)], keep, path)
 
 
-@pytest.mark.parametrize(("path", "dtype"), list(zip(["fused", "rows", "narrowed"], FLOATS, strict=True)))
+@pytest.mark.parametrize(("path", "dtype"), list(zip(["fused", "rows", "long"], FLOATS, strict=True)))
 def test_nan_infinities_zeros_and_equal_weights(dtype, path):
     for kind in ("special", "all equal", "bit patterns"):
         values = scores_like(kind, 8, 24, dtype)
@@ -184,7 +150,7 @@ def test_nan_infinities_zeros_and_equal_weights(dtype, path):
 def test_elements_outside_the_window_stay_as_they_were():
     whole, mask = integers((8, 32)), torch.full((8, 32), 7, dtype=torch.uint8)
     member = Window(shape=(1, 1), values=whole[2:6, 8:24], mask=mask[2:6, 8:24])
-    for path in ("fused", "rows", "long", "narrowed"):
+    for path in ("fused", "rows", "long"):
         with on(path):
             scope_mask(
                 [ScopeWindows(windows=(member,), shape=(1, 4) if path == "fused" else (4, 16))], 2, impl="triton"
@@ -227,8 +193,8 @@ def with_paths(names, always, by_turns):
     return [(name, path) for name, slow in pairs for path in (*always, *filter(None, slow))]
 
 
-SHORT = with_paths(PATTERNS, ["fused", "rows", "fused, 64-bit"], ["long", "narrowed, 64-bit"])
-SHORT += with_paths(VIEWS, ["fused", "rows"], ["narrowed, 64-bit", ""])
+SHORT = with_paths(PATTERNS, ["fused", "rows", "fused, 64-bit"], ["long", "long, 64-bit"])
+SHORT += with_paths(VIEWS, ["fused", "rows"], ["long, 64-bit", ""])
 
 
 @pytest.mark.parametrize(("name", "path"), [*SHORT, *product([*UPDATES][-4:], PATHS)])
@@ -287,13 +253,13 @@ def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
 
 
 ROW, WHOLE = (1, 8192), (8192, 8192)
-LAUNCHES = [((1, 1), (1, 4), 1), ((1, 1), ROW, 1), ((1, 1), WHOLE, 9), ((32, 32), (256, 256), 8), (ROW, (8192, 1), 3)]
+LAUNCHES = [((1, 1), (1, 4), 1), ((1, 1), ROW, 1), ((1, 1), WHOLE, 6), ((32, 32), (256, 256), 8), (ROW, (8192, 1), 3)]
 
 
 @pytest.mark.parametrize(("block", "scope", "count"), LAUNCHES)
 def test_launches_are_as_many_as_the_readme_lists(block, scope, count, monkeypatch):
     seen = []
-    for kernel in ("fused", "score", "fill", "sample", "bracket", "narrow", "histogram", "tie", "mark"):
+    for kernel in ("fused", "score", "fill", "histogram", "tie", "mark"):
         name = f"{kernel}_kernel"
         fake = type("Fake", (), {"__getitem__": lambda self, grid, name=name: lambda *a, **k: seen.append(name)})()
         monkeypatch.setattr(launches, name, fake)
@@ -328,7 +294,7 @@ def test_autograd_notices_what_kernels_write():
 
 def test_a_default_device_is_not_where_workspaces_are_made():
     values, mask = torch.randn(4, 12), torch.ones(4, 12, dtype=torch.bool)
-    with torch.device("meta"), on("narrowed"):
+    with torch.device("meta"), on("long"):
         scope_mask([scopes(values, (1, 1), (4, 12), mask=mask)], 24, impl="triton")
     assert int(mask.sum()) == 24
 

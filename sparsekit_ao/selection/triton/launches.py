@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import JITFunction, cdiv, next_power_of_2
 
 from . import long_rows
-from .long_rows import bracket_kernel, histogram_kernel, mark_kernel, narrow_kernel, sample_kernel, tie_kernel
+from .long_rows import histogram_kernel, mark_kernel, tie_kernel
 from .lowering import Nest, Operand, Selection
 from .short_rows import fill_kernel, fused_kernel, score_kernel
 
@@ -25,8 +25,6 @@ FUSED = 1 << 14  # elements of the largest scope that one program takes, padded 
 WHOLE = 1 << 10  # elements of the largest block of such a scope
 TILE = 1 << 12  # elements that a program holds at a time; a power of two
 CHUNK = 1 << 9  # elements of a block that are read at a time; a power of two
-NARROW = 1 << 18  # fewest slots of long rows, together, from which on they are sampled and narrowed
-SAMPLES = 1 << 13  # keys sampled from such a row at most, and a quarter of it at most; a power of two below 2^15
 PROGRAMS = 1 << 11  # programs of a launch over long rows
 APART = 16  # most blocks of a scope whose slots are read as one vector each
 UNROLLED = 8  # rows of a block that are read in one trip of a loop
@@ -54,10 +52,7 @@ class Form:
     inner: int = 1  # trips of that one
     contiguous: bool = False  # whether a tile is contiguous in values and mask alike
     apart: bool = False  # whether scopes are neighbours in memory, so that each of their slots is read as one vector
-    vector: int = 1  # neighbouring slots of a long row that a thread reads at once
-    runs: int = 1  # the number of runs in which the slots of two tiles go, one a thread
     row_warps: int = 8  # warps of a program that reads all of a long row; more where offsets take many registers too
-    narrow: bool = False  # whether long rows are sampled and narrowed first
 
     @property
     def digits(self) -> int:
@@ -192,61 +187,35 @@ def _block_options(form: Form) -> dict[str, Any]:
 def _select_long(parts: Sequence[Operand], selection: Selection) -> None:
     """Select in rows that no program takes whole, each of them over all parts."""
     rows, widths, keep = parts[0].scope.trips, [part.block.trips for part in parts], selection.keep
-    narrow, kind = rows * sum(widths) >= NARROW, _kind(keep)
     length = min(cdiv(rows * sum(widths), TILE * PROGRAMS), cdiv(max(widths), TILE))  # tiles of a span
     ends = list(accumulate(cdiv(n, TILE * length) for n in widths))
-    forms = [_row_form(part, selection, narrow) for part in parts]
+    forms = [_row_form(part, selection) for part in parts]
     launches = [
         (part, Spans(per_row=end - begin, length=length, first=begin, row_spans=ends[-1], width=n), form)
         for part, begin, end, n, form in zip(parts, [0, *ends], ends, widths, forms, strict=False)
     ]
     device = parts[0].values.device
-    state = torch.zeros(rows, long_rows.STATE_FIELDS.value, dtype=torch.int64, device=device)
     counts = torch.zeros(rows, forms[0].digits, long_rows.BINS.value, dtype=torch.int64, device=device)
-    records = torch.empty(rows * ends[-1], long_rows.RECORD_FIELDS.value, dtype=torch.int32, device=device)
-    gathered = torch.empty(rows * ends[-1] * length * (TILE // 8) if narrow else 1, dtype=torch.uint32, device=device)
-    budget, options = {"KEEP": kind}, {"num_warps": 8, "maxnreg": REGISTERS}
-    if narrow:
-        _bracket(parts, forms, state, keep)
-        for part, spans, form in launches:
-            grid, row_options = (rows * spans.per_row,), options | {"num_warps": form.row_warps}
-            narrow_kernel[grid](part, spans, state, records, gathered, FORM=form, **row_options)
+    ties = torch.empty(rows * ends[-1], dtype=torch.int32, device=device)
+    budget, options = {"KEEP": _kind(keep)}, {"num_warps": 8, "maxnreg": REGISTERS}
     for at in range(forms[0].digits):
         for part, spans, form in launches:
-            arguments = (part, spans, state, records, gathered, counts, keep)
-            histogram_kernel[(rows * spans.per_row,)](*arguments, **budget, PASS=at, FORM=form, **options)
+            grid = (rows * spans.per_row,)
+            histogram_kernel[grid](part, spans, counts, keep, **budget, PASS=at, FORM=form, **options)
     for part, spans, form in launches:
-        arguments = (part, spans, state, records, gathered, counts, keep)
-        tie_kernel[(rows * spans.per_row,)](*arguments, **budget, FORM=form, **options)
+        tie_kernel[(rows * spans.per_row,)](part, spans, ties, counts, keep, **budget, FORM=form, **options)
     for part, spans, form in launches:
         grid, row_options = (rows * spans.per_row,), options | {"num_warps": form.row_warps}
-        mark_kernel[grid](part, spans, state, records, counts, keep, **budget, FORM=form, **row_options)
+        mark_kernel[grid](part, spans, ties, counts, keep, **budget, FORM=form, **row_options)
 
 
-def _bracket(parts: Sequence[Operand], forms: Sequence[Form], state: Tensor, keep: int | Tensor) -> None:
-    """Bracket each row's k-th key by samples, of which each part gives its share."""
-    rows, widths = len(state), [part.block.trips for part in parts]
-    most = min(SAMPLES, next_power_of_2(sum(widths) // 4))
-    ends = list(accumulate(max(1, most * n // sum(widths)) for n in widths))
-    capacity = next_power_of_2(ends[-1])
-    samples = torch.empty(rows, capacity, dtype=torch.uint32, device=state.device)
-    for part, form, begin, end in zip(parts, forms, [0, *ends], ends, strict=False):
-        grid = (rows * cdiv(end - begin, long_rows.SAMPLE_TILE.value),)
-        options = {"CAPACITY": capacity, "FORM": form, "num_warps": 4, "maxnreg": REGISTERS}
-        sample_kernel[grid](part, part.block.trips, samples, end - begin, begin, **options)
-    options = {"KEEP": _kind(keep), "CAPACITY": capacity, "BITS": forms[0].bits, "num_warps": 8, "maxnreg": REGISTERS}
-    bracket_kernel[(rows,)](samples, ends[-1], sum(widths), state, keep, **options)
-
-
-def _row_form(part: Operand, selection: Selection, narrow: bool) -> Form:
+def _row_form(part: Operand, selection: Selection) -> Form:
     """What kernels over long rows are specialised on."""
     scoring, values = _scoring(part, selection, single=True), part.values
     is_run = len(part.block.sizes) == 1 and part.block.values[0] == part.block.mask[0] == 1
     is_aligned = all(step % 16 == 0 for step in (values.data_ptr(), part.mask.data_ptr(), *part.scope.values))
     is_plain = is_run and is_aligned and not scoring["big"] and not selection.masked
-    vector, warps = 16 // values.element_size() if is_run and is_aligned else 1, 8 if is_plain else 16
-    runs = min(32 * warps, 2 * TILE // vector)
-    return Form(**scoring, tile=TILE, vector=vector, runs=runs, row_warps=warps, narrow=narrow)
+    return Form(**scoring, tile=TILE, row_warps=8 if is_plain else 16)
 
 
 def _scoring(part: Operand, selection: Selection, *, single: bool) -> dict[str, Any]:

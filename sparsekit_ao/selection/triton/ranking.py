@@ -242,19 +242,3 @@ def kth_largest(slots, keep, COUNT: tl.constexpr):
             found += (tl.where(odd, slots[2 * i + 1], slots[2 * i]),)
         slots = found
     return tl.where(keep > 0, slots[0], 0xFFFFFFFF)
-
-
-@triton.jit
-def keys_of_ranks(keys, upper, lower, BITS: tl.constexpr):
-    """The largest keys [1] that at least `upper`, and at least `lower`, of less than 2^15 keys reach, bit by bit."""
-    high = tl.zeros([1], tl.uint32)
-    low = high
-    bit = tl.full([1], 1 << (BITS - 1), tl.uint32)
-    for _ in range(BITS):
-        reached = (keys >= tl.broadcast_to(high | bit, keys.shape)).to(tl.int32)
-        reached += (keys >= tl.broadcast_to(low | bit, keys.shape)).to(tl.int32) << 16  # one sum of both counts
-        counts = tl.sum(reached)
-        high = tl.where((counts & 0xFFFF) >= upper, high | bit, high)
-        low = tl.where((counts >> 16) >= lower, low | bit, low)
-        bit = bit >> 1
-    return high, low
