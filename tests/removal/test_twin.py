@@ -180,7 +180,7 @@ def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
 @pytest.mark.parametrize("make", [llama, vit])
 def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch):
     model, inputs = make()
-    found = find.discover_in_twin(model.eval(), inputs)
+    found = find.discover_in_twin(model.eval(), inputs, None)
     wanted = discover(model, inputs)
     assert found.couplings == wanted.couplings
     assert (found.values, found.uncalled) == (wanted.values, wanted.uncalled)
@@ -232,7 +232,7 @@ def test_blocks_that_differ_by_their_position_lose_what_the_whole_model_shows(ho
 def test_a_model_that_is_a_sequence_itself():
     blocks = [Mlp() for _ in range(5)]
     model = nn.Sequential(*blocks, nn.Linear(16, 3)).eval()
-    assert find.discover_in_twin(model, torch.randn(4, 16)) is None
+    assert find.discover_in_twin(model, torch.randn(4, 16), None) is None
     assert shrink(model, torch.randn(4, 16), 0.5)[0][0].up.out_features == 16
 
 
