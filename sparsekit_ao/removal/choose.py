@@ -22,8 +22,8 @@ from ..oneshot.matching import refuse_unfit
 from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names
-from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, with_own_names, without_layers
 from .config_fields import ConfigFields
+from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, with_own_names, without_layers
 from .remove import plain_tensor
 from .trials import Trials, with_random_units
 from .twin import make_twin

@@ -109,7 +109,7 @@ def test_layers_that_differ_in_their_number_of_experts_lose_a_fraction_of_their_
         vars(module).update({key: 3 for key, value in vars(module).items() if key.endswith("experts") and value == 4})
     small, report = shrink_experts(model, [ids], ratio)
     assert tuple(len(layer.mlp.experts.down_proj) for layer in small.model.layers) == kept
-    assert bool(report.not_in_config) == (kept[0] != kept[1]) and small(ids).logits.isfinite().all()
+    assert report.not_in_config and small(ids).logits.isfinite().all()  # no config described the model before either
 
 
 def test_nothing_is_said_of_what_is_removed_where_groups_are_too_small_to_lose_an_expert():
