@@ -24,6 +24,13 @@ def both(dense: Mapping[str, float], now: Mapping[str, float]) -> dict[str, tupl
     return {name: (number, now.get(name, math.nan)) for name, number in dense.items()}
 
 
+def lines_of_dry_run(what: str, seconds: float, memory: int) -> list[str]:
+    """Return the first lines of a dry run's report: what was not done, and what the call would take."""
+    time = f"{seconds:.1f} seconds" if seconds < 60 else f"{seconds / 60:.1f} minutes"
+    takes = f"{time}, and {memory / 2**20:,.1f} MiB of memory beside what is in use"
+    return [f"dry run: nothing was {what}", f"the call would take about {takes}"]
+
+
 def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> list[str]:
     """Return what a report says of evaluations, and of the error to the outputs of the dense model unless it is NaN."""
     lines = [f"{name}: {dense:.4g} for the dense model, {now:.4g} now" for name, (dense, now) in evaluation.items()]

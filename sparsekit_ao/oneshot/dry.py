@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -41,29 +41,19 @@ def planned_run(
     walk = walk_of(layers, data, options)
     model, steps, chains = data.model, steps_of(walk, passes > 0), walk.names_of_chains
     rows = [layers.planned(name) for step in steps for name in step.tensors]
-    numel = {row.tensor: math.prod(layers.recorder.target(row.tensor, ()).shape) for row in rows}
     total = sum(p.numel() for p in model.parameters())
-    dropped = sum(round(numel[row.tensor] * (1 - row.density)) for row in rows)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in walk.blocks]
-    sizes += [sum(numel[name] for name in step.tensors) for step in steps if step.block is None]
-    largest = total if passes and not walk.blocks else max(sizes, default=0)
-    of_walk = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
+    dropped = sum(round(_numel(layers, row.tensor) * (1 - row.density)) for row in rows)
     memory = outputs = 0
     if copies or is_elsewhere(model):  # a copy of all; or what is outside of blocks is read, too
         inside = {id(p) for block in walk.blocks for p in block.parameters()}
         memory = sum(p.nbytes for p in model.parameters() if copies or id(p) not in inside)
     seconds, flops, runs = time.perf_counter() - start, (0, 0), 0
+    more, of_walk = estimated_walk(layers, walk, all_data, passes)
     if all_data.batches:
         seconds *= all_data.one_batch()[1] if layers.gradients() else 1
         runs = 1 + len(chains) + sum(step.is_recorded for step in steps if step.block is None)
         runs += (passes and 1 + passes) * (not chains)
-        with eval_mode(model), without_autocast_cache():
-            try:
-                flops, outputs = _flops(data, layers, rows)
-                more, held = _measured(layers, walk, steps, all_data, passes, numel)
-            finally:
-                abandon_forward(model)
-        seconds, of_walk = seconds + more, of_walk + held
+        flops, outputs = _flops(data, layers, rows)
     memory += outputs + max(of_walk, outputs)  # the dense outputs are kept, and compared with those after the walk
     return DryRun(
         rows=tuple(rows),
@@ -72,15 +62,39 @@ def planned_run(
         flops=flops,
         runs=(runs, 2 + (passes and 1 + passes) if chains else 0),
         memory=memory,
-        seconds=seconds,
+        seconds=seconds + more,
         weights=weights_by_name(model),
     )
+
+
+def estimated_walk(layers: Layers, walk: Walk, all_data: CalibrationData, passes: int) -> tuple[float, int]:
+    """Return the seconds and bytes of a walk over all data; one block or layer is pruned on one batch, and put back."""
+    steps, model = steps_of(walk, passes > 0), walk.data.model
+    sizes = [sum(p.numel() for p in block.parameters()) for block in walk.blocks]
+    sizes += [sum(_numel(layers, name) for name in step.tensors) for step in steps if step.block is None]
+    total = sum(p.numel() for p in model.parameters())
+    largest = total if passes and not walk.blocks else max(sizes, default=0)
+    memory = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
+    if not all_data.batches:
+        return 0.0, memory
+    with eval_mode(model), without_autocast_cache():
+        try:
+            seconds, held = _measured(layers, walk, steps, all_data, passes)
+        finally:
+            abandon_forward(model)
+    return seconds, memory + held
+
+
+def _numel(layers: Layers, name: str) -> int:
+    return math.prod(layers.recorder.target(name, ()).shape)
 
 
 def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[tuple[int, int], int]:
     """Return the FLOPs of a forward pass, those without zeros in Linear and convolutions, and the bytes of outputs."""
     saved, started = 0.0, 0
-    with flop_counter() as counter, unfused_attention(), ExitStack() as hooks:
+    with flop_counter() as counter, unfused_attention(), eval_mode(data.model), ExitStack() as hooks:
+        hooks.callback(abandon_forward, data.model)
+        hooks.enter_context(without_autocast_cache())
 
         def begin(*_: Any) -> None:
             nonlocal started
@@ -107,9 +121,9 @@ def _measured(
     steps: Sequence[Step],
     all_data: CalibrationData,
     passes: int,
-    numel: Mapping[str, int],
 ) -> tuple[float, int]:
     """Prune one block or layer on one batch, and put it back; return seconds and bytes for all batches and blocks."""
+    numel = {name: _numel(layers, name) for step in steps for name in step.tensors}
     _, total, largest = all_data.one_batch()
     steps = [step for step in steps if step.tensors and step.is_recorded]
     steps = [step for step in steps if step.block is not None] or steps
@@ -152,12 +166,12 @@ def _measured(
         if teacher is not None and block is not None:
             teacher.advance(at)
         statistics = record()  # everything but solving is done twice, as the first time is slower
-        recording, solving = _seconds(record), _seconds(lambda: layers.solve(step.tensors, statistics))
+        recording, solving = seconds_of(record), seconds_of(lambda: layers.solve(step.tensors, statistics))
         run()
-        forward = _seconds(run)
+        forward = seconds_of(run)
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             match()
-        matching = _seconds(match)
+        matching = seconds_of(match)
         for p in itertools.chain(*(module.parameters() for module in modules)):
             held.pop(p.untyped_storage().data_ptr(), None)  # what remains are the activations that training keeps
     counts = [sum(p.numel() for p in b.parameters()) for b in walk.blocks] or [1]
@@ -174,7 +188,8 @@ def _measured(
     return seconds, round(streams + sum(held.values()) * largest)
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def seconds_of(function: Callable[[], Any]) -> float:
+    """Return how long a call takes, in seconds."""
     start = time.perf_counter()
     function()
     if torch.cuda.is_initialized():

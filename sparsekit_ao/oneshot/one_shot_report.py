@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import SparsityError, by_reason, folded
 from ..models.names import by_pattern
-from ..tables import Table, lines_of_error
+from ..tables import Table, lines_of_dry_run, lines_of_error
 from .matching import RecoveryReport
 from .solving import LayerRow
 
@@ -143,9 +143,7 @@ class DryRun(OneShotReport):
 
     def above(self) -> list[str]:
         """Return what the call would take."""
-        time = f"{self.seconds:.1f} seconds" if self.seconds < 60 else f"{self.seconds / 60:.1f} minutes"
-        takes = f"{time}, and {self.memory / 2**20:,.1f} MiB of memory beside what is in use"
-        return ["dry run: nothing was changed", f"the call would take about {takes}"]
+        return lines_of_dry_run("changed", self.seconds, self.memory)
 
     def _about_run(self, time: str) -> list[str]:
         sizes = zip(("parameters that are not dropped", "FLOPs"), (self.parameters, self.flops), strict=True)

@@ -1,11 +1,12 @@
 """`ShrinkRequest`: the arguments of `shrink`, checked, and the models and data that follow from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree
 
 from ..calibration import GRADIENTS
 from ..coupling import Coupling
@@ -24,6 +25,8 @@ from .score import NORM, Cost, cost_function
 from .sizes import has_config
 from .verify import Reference
 
+_ROWS, _TOKENS = 2, 64  # of the inputs of the trials of a dry run, at most
+
 
 @dataclass(kw_only=True, eq=False)
 class ShrinkRequest:
@@ -32,7 +35,9 @@ class ShrinkRequest:
     Attributes:
         whole: The model of the user.
         model: The same with plain weights in place of normalized or computed ones.
-        data: The batches, or the example inputs.
+        all_data: The batches, or the example inputs.
+        data: The same, but in a dry run one batch alone.
+        trial_inputs: The example inputs, but in a dry run a few of their rows and tokens.
         cost_of: A function of plans and the units that they keep, or None if each layer has a budget of its own.
         reference_of: A function of a model that returns it as a reference with the example inputs.
     """
@@ -57,13 +62,16 @@ class ShrinkRequest:
     def __post_init__(self) -> None:
         check_comparable("shrink: ", checked_model(self.model, "shrink"))
         refuse_uncopyable(self.model, "shrink")
-        self.data = self._checked_data()
+        self.all_data = self._checked_data()
+        self.data = self.all_data.one_batch()[0] if self.dry_run else self.all_data
         needs = needs_of(None if self.score == NORM else parse_score(self.score, "shrink: "))
         self._check_compensation(bool({*needs} & {*GRADIENTS}))
         self.whole, self.model = self.model, plain_copy(self.model)
         self.cost_of = cost_function(self.budget, self.model, self.example_inputs)
         self._check_ratio()
-        self.reference_of = partial(Reference, inputs=self.example_inputs, normed=undo_weight_norms(self.model))
+        normed, inputs = undo_weight_norms(self.model), self.example_inputs
+        self.trial_inputs = _shortened(self.model, inputs) if self.dry_run else inputs
+        self.reference_of = partial(Reference, inputs=self.trial_inputs, normed=normed)
         self.max_sparsity = LIMIT if self.max_sparsity is None else self.max_sparsity
         self.exclude = names_in_place_of_modules(self.whole, self.exclude)
 
@@ -102,7 +110,6 @@ class ShrinkRequest:
             data = CalibrationData(model=self.model, batches=batches, forward=self.forward, token_masks=[mask])
         else:
             data = CalibrationData.checked(self.model, self.batches, self.forward, self.token_mask, "shrink")
-            data = replace(data, batches=data.batches[:1], token_masks=data.token_masks[:1]) if self.dry_run else data
         self.example_inputs = data.batches[0] if self.example_inputs is None else self.example_inputs
         if self.example_inputs is None:
             raise SparsityError("shrink: give example_inputs (one batch of inputs), or batches, whose first is taken")
@@ -145,3 +152,23 @@ class ShrinkRequest:
             raise SparsityError(f"shrink: keep_config=True needs a model of transformers, got {kind}")
         for level in ratio.values() if isinstance(ratio, Mapping) else [ratio]:
             checked_level(level, "shrink: ratio: ")
+
+
+def _shortened(model: nn.Module, inputs: Any) -> Any:
+    """Return inputs with fewer rows and tokens, or the same ones if a model cannot be compared on fewer."""
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    tokens = {tensor.shape[1] for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()}
+
+    def shorten(tensor: Tensor) -> Tensor:
+        tensor = tensor[:_ROWS] if tensor.ndim and len(tensor) == len(tensors[0]) else tensor
+        return tensor[:, :_TOKENS] if tensor.ndim > 1 and tensor.shape[1] in tokens else tensor
+
+    short = _pytree.tree_map_only(Tensor, shorten, inputs)
+    if [t.shape for t in _pytree.tree_leaves(short) if isinstance(t, Tensor) and t.ndim] == [t.shape for t in tensors]:
+        return inputs
+    try:
+        Reference(model, short)
+    except SparsityError:  # such as: the model takes this number of rows alone, or all of these tokens are padding
+        return inputs
+    return short

@@ -12,14 +12,18 @@ from .. import masking
 from ..calibration import Recorder
 from ..models.names import owner_of
 from ..oneshot.chain import CalibrationData
+from ..oneshot.dry import estimated_walk, seconds_of
 from ..oneshot.matching import Teacher
 from ..oneshot.solving import LayerRow, Layers, may_change
 from ..oneshot.walk import Walk, checkpoint_of
 from .arguments import ShrinkRequest
 from .compaction import verified
-from .plan import Plan, removals_of
+from .plan import Plan, active, removals_of
 from .removal_report import Compaction, text_of_zeros
 from .remove import Removal, kept_elements, masked_copy, plain_tensor
+from .verify import count_flops
+
+_VERIFIED = 8  # forward passes on the example inputs by which results are compared, about
 
 
 def compensated(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Module, Compaction]:
@@ -32,10 +36,37 @@ def compensated(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Modul
 
 
 @torch.no_grad()
+def estimated(
+    request: ShrinkRequest, plans: Sequence[Plan], report: Compaction, trials: float, scoring: float
+) -> tuple[float, int]:
+    """Return the seconds and bytes that the call takes, from what trials and scoring took in a dry run of it."""
+    full, short = (
+        min(seconds_of(lambda inputs=inputs: count_flops(request.model, inputs)) for _ in range(2))  # type: ignore[misc]
+        for inputs in (request.example_inputs, request.trial_inputs)
+    )
+    # Trials take as long as forward passes on their inputs, and verification takes some eight on all example inputs.
+    seconds = trials * full / short + scoring * request.all_data.one_batch()[1] + _VERIFIED * full
+    memory = 2 * report.after.bytes  # masked and smaller copies, whose large weights are computed or shared
+    if request.batches is not None and active(plans) and (request.compensate or request.recover):
+        _, layers, walk = _walk_of_readers(request.model, removals_of(active(plans)), request.data)
+        fitting, of_walk = estimated_walk(layers, walk, request.all_data, request.passes)
+        seconds, memory = seconds + fitting, memory + of_walk
+    return seconds, memory
+
+
+@torch.no_grad()
 def _best_weights(
     model: nn.Module, removals: Sequence[Removal], data: CalibrationData
 ) -> tuple[nn.Module, list[LayerRow]]:
-    """Return a copy whose weights that read removed units are the best ones without them, and their output errors.
+    """Return a copy whose weights that read removed units are the best ones without them, and their output errors."""
+    copied, layers, walk = _walk_of_readers(model, removals, data)
+    return copied, walk.run("shrink", layers)[0] if walk.reached else []
+
+
+def _walk_of_readers(
+    model: nn.Module, removals: Sequence[Removal], data: CalibrationData
+) -> tuple[nn.Module, Layers, Walk]:
+    """Return a copy of a model, its layers that read removed units with their masks, and the walk over these.
 
     For the inputs X that a layer has with all units of the layers before it, ||X V^T - X W^T||^2 is minimized over the
     weights V that are zero where W is, and where they multiply a removed unit. All other parameters are shared with the
@@ -65,8 +96,7 @@ def _best_weights(
     layers = Layers(groups, (), recorder, "least_squares", None, "shrink")
     layers.given_masks = masks
     # It visits blocks in the order of the forward pass, and records all layers of one before any of them changes.
-    walk = Walk(replace(data, model=copied), [layers.target(name) for name in masks])
-    return copied, walk.run("shrink", layers)[0] if walk.reached else []
+    return copied, layers, Walk(replace(data, model=copied), [layers.target(name) for name in masks])
 
 
 def recovered(request: ShrinkRequest, small: nn.Module, report: Compaction, layers: Iterable[str]) -> Compaction:

@@ -14,7 +14,7 @@ from ..errors import SparsityError, folded
 from ..models.names import by_pattern
 from ..oneshot.matching import RecoveryReport
 from ..oneshot.solving import LayerRow
-from ..tables import Table, lines_of_error
+from ..tables import Table, lines_of_dry_run, lines_of_error
 from .modules import WIDTH
 from .plan import EVEN, NOT_TRIED, Plan, active
 
@@ -95,6 +95,8 @@ class Compaction(Table[KeptUnits]):
             batch or the example inputs; set by `shrink`. See `RecoveryReport`.
         zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by `shrink`.
         call: The call of `shrink` as text, for a model card.
+        seconds, memory: Of a dry run, the seconds that the call would take and, at the peak, the bytes that it would
+            need beside what is in memory, estimated.
         evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         manifest: Plain data for `cut_to`.
 
@@ -127,6 +129,8 @@ class Compaction(Table[KeptUnits]):
     error_to_dense: float = math.nan
     zeros: str = ""
     call: str = ""
+    seconds: float = math.nan
+    memory: int = 0
     evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(repr=False)
 
@@ -162,7 +166,7 @@ class Compaction(Table[KeptUnits]):
         is_little = removed < 0.25 and any("keep_config=False removes it" in text for text in self.left_out)
         more = "keep_config=False also removes what the config cannot hold"
         little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
-        dry = ["dry run: nothing was removed"] if math.isnan(self.difference) else []
+        dry = [] if math.isnan(self.seconds) else lines_of_dry_run("removed", self.seconds, self.memory)
         return dry + little + [self.zeros] * bool(self.zeros) + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:

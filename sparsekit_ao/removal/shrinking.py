@@ -1,5 +1,6 @@
 """`shrink`: find what can be removed, choose and score units, remove the lowest ones from a copy, and verify it."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .find import find_plans
 from .plan import active
-from .recovery import compensated, recovered
+from .recovery import compensated, estimated, recovered
 from .removal_report import Compaction, with_reasons
 from .score import Cost, scored
 from .trials import planned_together, removed_together
@@ -111,7 +112,8 @@ def shrink(
         evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
             the dense and the final model, in eval mode. The report has the numbers, and NaN if it fails for the latter.
         dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
-            be left, sizes, and what would be left out. Scores are recorded on the first batch alone. Nothing is
+            be left, sizes, what would be left out, and the time and memory that the call would take, estimated from one
+            block. Scores are recorded on one batch alone, and trials run on a few rows and tokens. Nothing is
             compensated, trained or evaluated, and there is nothing to save. False by default.
 
     Returns:
@@ -137,14 +139,14 @@ def shrink(
     >>> same is model, plan.before.parameters, plan.after.parameters
     (True, 450, 162)
     """
-    arguments = locals()
+    arguments, start = locals(), time.perf_counter()
     request = ShrinkRequest(**{name: arguments[name] for name in arguments.keys() - {"evaluate", "progress"}})
     dense = {} if dry_run else evaluated(evaluate, model, "shrink, the dense model")
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
         request.model,
-        request.example_inputs,
+        request.trial_inputs,
         couplings,
         ratio=request.level,
         exclude=request.exclude,
@@ -161,11 +163,15 @@ def shrink(
     plans, keeps_config = that_config_holds(request, plans)
     plans = divided_by_size(request, without_rivals(request.model, plans), keeps_config)
     next(phase)
+    scoring = time.perf_counter()
     plans = scored(request.model, plans, score, request.data, token_mask)
     if dry_run:
         next(phase, None)
+        scoring = time.perf_counter() - scoring
         plans, report = planned_together(request, plans, keeps_config)
-        return model, with_reasons(report, model, discovery, plans, request.cost_of is not None)
+        seconds, memory = estimated(request, plans, report, time.perf_counter() - start - scoring, scoring)
+        report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
+        return model, replace(report, seconds=seconds, memory=memory)
     plans, small, report = removed_together(request, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):
         small, report = compensated(request, active(plans))

@@ -41,7 +41,7 @@ def test_a_dry_run_has_the_sizes_of_the_real_one_and_changes_nothing(case):
     assert str(plan).startswith("dry run: nothing was removed") and "largest relative difference" not in str(plan)
 
 
-def test_a_dry_run_reads_the_first_batch_alone():
+def test_a_dry_run_reads_one_batch_alone():
     seen = []
 
     def forward(model, batch):
@@ -49,7 +49,51 @@ def test_a_dry_run_reads_the_first_batch_alone():
         return model(batch)
 
     shrink(llama(), batches=IDS, forward=forward, recover=True, dry_run=True)
-    assert seen and all(torch.equal(batch, IDS[0]) for batch in seen)
+    assert seen and all(torch.equal(batch, seen[0]) for batch in seen)
+
+
+@pytest.mark.parametrize("how", ["tensor", "dict", "padded", "images", "tuple"])
+def test_the_trials_of_a_dry_run_read_few_rows_and_tokens(how, monkeypatch):
+    ids, most = torch.randint(50, (6, 80), generator=torch.Generator().manual_seed(0)), 12
+    if how == "images":
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), *head).eval()
+        inputs = torch.randn(6, 3, 12, 12)
+    elif how == "tuple":
+        model, inputs = Pair().eval(), (torch.randn(6, 5, 8), torch.randn(6, 5, 8))
+    else:
+        mask = torch.ones_like(ids)
+        mask[:, :70] = int(how != "padded")  # the first 64 tokens of each row are padding alone
+        model, inputs = llama(), ids if how == "tensor" else {"input_ids": ids, "attention_mask": mask}
+    rows, call = [], type(model).__call__
+
+    def counted(self, *args, **kwargs):
+        rows.append(len(next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))))
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    plan = shrink(model, inputs, 0.5, dry_run=True)[1]
+    assert sum(count > 2 for count in rows) <= most < len(rows)
+    assert plan.couplings == shrink(model, inputs, 0.5)[1].couplings
+
+
+class Pair(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x, y):
+        return self.out(F.relu(self.a(x)) * F.relu(self.b(y)))
+
+
+def test_a_dry_run_says_what_the_call_would_take():
+    for keys in ({}, {"recover": True}, {"compensate": None}):
+        plan = shrink(llama(), batches=IDS, dry_run=True, **keys)[1]
+        assert plan.seconds > 0 and plan.memory >= plan.after.bytes
+        assert str(plan).splitlines()[1].startswith("the call would take about ")
+    assert shrink(llama(), IDS[0])[1].seconds != plan.seconds
 
 
 class Sizes:
