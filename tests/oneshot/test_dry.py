@@ -123,7 +123,7 @@ def test_an_error_inside_the_block_that_is_measured_changes_nothing(monkeypatch)
                 raise RuntimeError("interrupted")
             return 1.0
 
-        monkeypatch.setattr(dry, "_seconds", seconds)
+        monkeypatch.setattr(dry, "seconds_of", seconds)
         how = {"batches": batches, "recover": True, "inplace": True, "dry_run": True}
         if last < 4:
             with pytest.raises(RuntimeError, match="interrupted"):
@@ -136,7 +136,7 @@ def test_an_error_inside_the_block_that_is_measured_changes_nothing(monkeypatch)
 def test_time_and_memory_follow_from_one_block_and_one_batch(monkeypatch):
     """One second each for recording, solving and a forward, and five for a pass of training with its three forwards."""
     seconds = itertools.cycle((1.0, 1.0, 1.0, 5.0))
-    monkeypatch.setattr(dry, "_seconds", lambda function: (function(), next(seconds))[1])
+    monkeypatch.setattr(dry, "seconds_of", lambda function: (function(), next(seconds))[1])
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)])
     batches = [torch.randn(rows, 16) for rows in (64, 32, 16, 32, 16)]  # as much as five of the one of median size
     plan = prune(blocks, "2:4", batches=batches, dry_run=True)[1]
