@@ -16,6 +16,7 @@ from torch import nn
 from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..masking.normalized import redo_weight_norms
+from ..models.names import connected
 from ..structure import sparsity_to_nnz
 from .arguments import ShrinkRequest
 from .compaction import compared, kept_units, verified, without_units
@@ -101,20 +102,23 @@ class Trials:
         plans = [plan for plan in plans if not self.is_futile(plan)]
         if not plans or not (why := self.problem(plans)):
             return [*plans, *stopped]
-        if len(plans) == 1:
-            return [self.fitted(plans[0]) or replace(plans[0], left_out=why), *stopped]
-        half = len(plans) // 2
-        first = self.divide(plans[:half])
-        second = self.divide(plans[half:])  # after the first half, when it is known what failed there
+        groups = connected({plan: plan.fields for plan in plans})  # one field of a config may count several plans
+        if len(groups) == 1:
+            fit = self.fitted(plans[0]) if len(plans) == 1 else None
+            return [*([fit] if fit else [replace(plan, left_out=why) for plan in plans]), *stopped]
+        half = len(groups) // 2
+        first = self.divide([*itertools.chain(*groups[:half])])
+        second = self.divide([*itertools.chain(*groups[half:])])  # when it is known what failed in the first half
         return [*self._joined(first, second), *stopped]
 
     def _joined(self, first: list[Plan], second: Sequence[Plan]) -> list[Plan]:
         """Add plans to others, at once or one by one; those that contradict the others are left out."""
         if not active(first) or not self.problem([*active(first), *active(second)]):
             return [*first, *second]
-        for plan in second:
-            why = "" if plan.left_out else self.problem([*active(first), plan])
-            first = [*first, replace(plan, left_out=f"together with others: {why}") if why else plan]
+        for group in connected({plan: plan.fields for plan in second}):
+            why = self.problem([*active(first), *active(group)]) if active(group) else ""
+            text = f"together with others: {why}"
+            first = [*first, *(replace(p, left_out=text) if why and not p.left_out else p for p in group)]
         return first
 
     def is_futile(self, plan: Plan, together: int = 1) -> bool:
