@@ -18,9 +18,10 @@ from ..models.loading import is_elsewhere, loaded
 from ..models.names import weights_by_name
 from ..models.running import eval_mode, import_dynamo, tensors_in, unfused_attention
 from .chain import CalibrationData
-from .matching import EVERY, MEASURED, Teacher
 from .one_shot_report import DryRun
 from .solving import LayerRow, Layers
+from .teacher import Teacher
+from .training import EVERY, MEASURED
 from .walk import Step, Walk, steps_of, walk_of, without_autocast_cache
 
 # Copies of a block in float32 in memory if weights are only dropped, or computed (examples/benchmarks/walk_memory.py).

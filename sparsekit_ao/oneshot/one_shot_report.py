@@ -1,4 +1,4 @@
-"""The reports of `one_shot` and `prune`, and of a dry run."""
+"""The reports of `one_shot` and `prune`, of `recover`, and of a dry run."""
 
 import math
 from collections.abc import Mapping
@@ -7,10 +7,77 @@ from dataclasses import dataclass, field
 from ..errors import SparsityError, by_reason, folded
 from ..models.names import by_pattern
 from ..tables import Table, lines_of_dry_run, lines_of_error
-from .matching import RecoveryReport
 from .solving import LayerRow
 
 SHOWN = 6  # names of dense weights in a report
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRow:
+    """A row of a `RecoveryReport`: what training did to one block.
+
+    Attributes:
+        block: The name of the block; "" is the whole model.
+        before: The relative error of the block's output, ||B(x~) - B_dense(x)|| / ||B_dense(x)||, on the rows on which
+            passes are compared (see `recover`). Rows of B_dense(x) with more than twice the typical norm, the geometric
+            mean, are first scaled down to it, and those of B(x~) with them. With `outputs="kl"`, the row of the whole
+            model has the divergence of the logits, in nats per row of logits.
+        after: The same number for the recovered weights.
+        passes: The number of passes over the batches until the weights were reached that the model now has; 0 if no
+            pass reduced the error.
+        seconds: The time spent on this block, in seconds.
+
+    >>> BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5).after
+    0.1
+    """
+
+    block: str
+    before: float
+    after: float
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport(Table[BlockRow]):
+    """What `recover` did to each block; prints as a table.
+
+    Attributes:
+        rows: A `BlockRow` for each block, in order.
+        tokens: How many tokens counted, as text; "" if all did.
+        untrained: The pruned layers outside of all chains of blocks, which are not trained.
+        error_to_dense: The relative error of the model's outputs Y (the first tensor that the model or `forward`
+            returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over all rows||. Outputs that are
+            the same for every input have an error of about 1. NaN if it is not known.
+
+    >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
+    block     before   after  passes  seconds
+    layers.0  0.3000  0.1000       4     2.50
+    """
+
+    rows: tuple[BlockRow, ...]
+    tokens: str = ""
+    untrained: tuple[str, ...] = ()
+    error_to_dense: float = math.nan
+    bars = ("before", "after")
+
+    def above(self) -> list[str]:
+        """Return how far the outputs are from those of the dense model."""
+        return lines_of_error(self.error_to_dense)
+
+    def below(self) -> list[str]:
+        """Return what counted, which blocks keep their weights, and the layers that were not trained."""
+        names = ", ".join(by_pattern(self.untrained))
+        lines = [self.tokens] * bool(self.tokens) + [f"in no chain of blocks, hence not trained: {names}"] * bool(names)
+        if kept := sum(row.passes == 0 for row in self.rows):
+            lines.append(
+                f"no pass reduced the error of {kept} of {len(self.rows)}, which keep their weights; give more data"
+            )
+        return lines
+
+    def metrics(self) -> dict[str, float]:
+        """Return {"recovered_error/<block>": ...} for any logger."""
+        return {f"recovered_error/{r.block or 'model'}": r.after for r in self.rows}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,9 @@ from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import both, call_text
 from .chain import CalibrationData
 from .dry import planned_run
-from .matching import Teacher, check_ranks, passes_of
 from .one_shot_report import OneShotReport
 from .solving import Layers, Scoring
+from .teacher import Teacher, check_ranks, passes_of
 from .walk import Walk, check_options, checkpoint_of, walk_of
 
 

@@ -14,7 +14,7 @@ from ..errors import SparsityError, checked_model
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
 from ..models.running import Forward, TokenMask, check_example, token_masks_of
 from ..oneshot.chain import CalibrationData
-from ..oneshot.matching import passes_of
+from ..oneshot.teacher import passes_of
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, names_in_place_of_modules
 from ..structure import checked_level

@@ -18,7 +18,7 @@ from ..coupling import BoundCoupling
 from ..errors import SparsityError
 from ..models.names import connected, named_tensors, owner_of
 from ..models.running import eval_mode
-from ..oneshot.matching import refuse_unfit
+from ..oneshot.training import refuse_unfit
 from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names

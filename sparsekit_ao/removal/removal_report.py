@@ -12,7 +12,7 @@ from torch import nn
 from ..coupling import Discovery
 from ..errors import SparsityError, folded
 from ..models.names import by_pattern
-from ..oneshot.matching import RecoveryReport
+from ..oneshot.one_shot_report import RecoveryReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_dry_run, lines_of_error
 from .modules import WIDTH

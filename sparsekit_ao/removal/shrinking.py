@@ -16,9 +16,9 @@ from ..sparsifiers.config import Exclusion
 from ..tables import both, call_text
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
+from .compensation import compensated, estimated, recovered
 from .find import find_plans
 from .plan import active
-from .recovery import compensated, estimated, recovered
 from .removal_report import Compaction, with_reasons
 from .score import Cost, scored
 from .trials import planned_together, removed_together

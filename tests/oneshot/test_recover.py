@@ -18,7 +18,7 @@ from stock import same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
-from sparsekit_ao.oneshot.matching import Teacher
+from sparsekit_ao.oneshot.teacher import Teacher
 from sparsekit_ao.removal import shrink_layers
 
 

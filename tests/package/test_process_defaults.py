@@ -196,7 +196,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_pruned_and_smaller_models_are_the_same_under_every_default_device(name, monkeypatch):
     monkeypatch.setattr("sparsekit_ao.oneshot.walk.SAMPLED", 2000)
-    monkeypatch.setattr("sparsekit_ao.oneshot.matching.ENOUGH", 4)
+    monkeypatch.setattr("sparsekit_ao.oneshot.training.ENOUGH", 4)
     torch.manual_seed(0)
     make_model, run = CALLS[name]
     model, batches = make_model()

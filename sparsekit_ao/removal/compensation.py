@@ -13,8 +13,8 @@ from ..calibration import Recorder
 from ..models.names import owner_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.dry import estimated_walk, seconds_of
-from ..oneshot.matching import Teacher
 from ..oneshot.solving import LayerRow, Layers, may_change
+from ..oneshot.teacher import Teacher
 from ..oneshot.walk import Walk, checkpoint_of
 from .arguments import ShrinkRequest
 from .compaction import verified
