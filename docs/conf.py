@@ -59,6 +59,8 @@ LINKS = {  # from files that are read in the repository, too, to their pages
     "../distributed/README.md": "distributed.md",
     "dynamic/README.md": "dynamic.md",
     "removal/README.md": "removal.md",
+    "checkpoints/README.md": "checkpoints.md",
+    "../checkpoints/README.md": "checkpoints.md",
     "export/README.md": "export.md",
     "triton/README.md": "triton.md",
     "sparsekit_ao/README.md": "inside/index.md",

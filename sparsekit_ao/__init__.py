@@ -6,12 +6,13 @@ Drop-ins for the classes there are `WeightNormSparsifier` and `NearlyDiagonalSpa
 """
 
 from . import coupling, densities, dynamic, export, patterns, removal, schedules, scores
+from .checkpoints import shrink_vocabulary
 from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
 from .oneshot import one_shot, prune, recover, sensitivity
-from .removal import shrink, shrink_vocabulary
+from .removal import shrink
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
 from .structure import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checkpoints import save_pretrained
+from .checkpoints.card import CARD
+from .checkpoints.pretrained import MANIFEST, load_folder, load_tokenizer
 from .errors import SparsityError, check_writable, did_you_mean
-from .export import load_pretrained, report, save_pretrained
-from .export.pretrained import CARD, MANIFEST
+from .export import report
 from .oneshot import prune
 from .oneshot.walk import check_options
 from .removal import shrink
@@ -101,8 +103,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.out is not None:
         check_writable(args.out, f"--out: {args.out}")
     with tempfile.TemporaryDirectory() as offload_folder:
-        model, is_causal = _loaded(args.folder, offload_folder)
-        tokenizer = _tokenizer(args.folder, is_needed=args.data is not None)
+        model, is_causal = load_folder(args.folder, offload_folder)
+        tokenizer = load_tokenizer(args.folder, is_needed=args.data is not None)
         batches = None
         if args.data is not None:
             used, held_out = _windows(tokenizer, model, args)
@@ -142,53 +144,6 @@ def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
             known = f"it takes {', '.join(sorted(names))}.{did_you_mean(str(name), names)}"
             raise SparsityError(f"--recipe: {call.__name__} takes no {name!r} from a recipe; {known}")
     return {name: texts[name] if ":" in texts[name] else value for name, value in values.items()}
-
-
-def _loaded(path: Path, offload_folder: str) -> tuple[Any, bool]:
-    """Return the model of a folder or GGUF file, and whether it predicts the next token."""
-    try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-    except ImportError:
-        raise SparsityError("the command needs transformers: pip install transformers") from None
-    if not path.exists():
-        raise SparsityError(f"there is no file or folder {path}")
-    folder = path if path.is_dir() else path.parent
-    keys: dict[str, Any] = {} if path.is_dir() else {"gguf_file": path.name}
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, **keys)
-        name = (config.architectures or ["AutoModelForCausalLM" if keys else "AutoModel"])[0]
-        model_class = getattr(transformers, name)
-    except Exception as error:  # damaged and foreign files raise errors of many classes
-        raise SparsityError(f"{path} is not a checkpoint that transformers reads: {error}") from error
-    size, free = sum(file.stat().st_size for file in folder.glob("*.safetensors")), _free_memory()
-    if not keys and not (folder / MANIFEST).exists() and size > free:
-        keys = {"device_map": "auto", "max_memory": {"cpu": free // 2}, "offload_folder": offload_folder}
-    model = load_pretrained(folder, model_class, **keys).eval()
-    return model, type(model).__name__ in CAUSAL.values()
-
-
-def _tokenizer(path: Path, is_needed: bool) -> Any:
-    """Return the tokenizer of a folder or GGUF file; None if it has none and none is needed."""
-    from transformers import AutoTokenizer
-
-    try:
-        if path.is_dir():
-            return AutoTokenizer.from_pretrained(path)
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # damaged and foreign files raise errors of many classes
-        if is_needed:
-            raise SparsityError(f"--data needs a tokenizer, and {path} has none: {error}") from error
-        return None
-
-
-def _free_memory() -> int:
-    """The bytes of memory that are free, without psutil (which accelerate installs) as many as any model needs."""
-    try:
-        import psutil  # type: ignore[import-untyped]
-    except ImportError:
-        return sys.maxsize
-    return psutil.virtual_memory().available
 
 
 def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
@@ -268,7 +223,7 @@ def _evaluation(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any]
 def _report(args: argparse.Namespace) -> None:
     """Print what the weights of a folder look like, and how the card says it was made."""
     with tempfile.TemporaryDirectory() as offload_folder:
-        model, _ = _loaded(args.folder, offload_folder)
+        model, _ = load_folder(args.folder, offload_folder)
         print(report(model))
     card = args.folder / CARD
     text = card.read_text("utf-8", "replace") if card.exists() else ""

@@ -1,19 +1,16 @@
 """`merge_lora` merges peft's adapters into masked models and keeps the zeros."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
+from ..checkpoints.conversion import Conversion
+from ..checkpoints.masks import Masks, adapted, masked_tensors
 from ..errors import SparsityError
 from ..masking import find_mask, installed, remove_mask, select
-from ..models.names import owner_of, parameter_of, uncompiled_name
+from ..models.names import parameter_of
 from ..sparsifiers.base import MaskSparsifier
-from .weights import Conversion
-
-Masks = MaskSparsifier | Mapping[str, Tensor]
 
 
 def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
@@ -94,55 +91,3 @@ def _refuse_unmergeable(model: Any) -> None:
         for name, tensor in layer.named_parameters():
             if not name.startswith("base_layer.") and not bool(tensor.isfinite().all()):
                 raise SparsityError(f"merge_lora: {name} of a {kind} is not finite (nan or inf)")
-
-
-def adapted(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that have adapters of peft."""
-    return [m for m in model.modules() if getattr(m, "adapter_layer_names", ())]
-
-
-def masked_tensors(
-    models: Sequence[nn.Module], sparsifier: Masks, target: str
-) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """(name, module, name in it, mask) of every masked tensor, in the first of the models that has its name."""
-    if isinstance(sparsifier, MaskSparsifier):
-        masks = {name: s["mask"] for name, s in sparsifier.state.items() if s.get("mask") is not None}
-    elif isinstance(sparsifier, Mapping):
-        masks = dict(sparsifier)
-    else:
-        kind = f"{type(sparsifier).__module__}.{type(sparsifier).__name__}"
-        raise SparsityError(
-            f"{target}: expected a sparsifier of sparsekit_ao, or {{name: mask}}, got {kind}; for a model that prune "
-            "returned, give {row.tensor: model.get_parameter(row.tensor) != 0 for row in report}, made before peft "
-            "wraps the model"
-        )
-    if not masks:
-        raise SparsityError(f"{target}: there are no masks; call sparsifier.prepare and step first")
-    tensors = []
-    for name, mask in ((uncompiled_name(name), mask) for name, mask in masks.items()):
-        module, key = next(filter(None, (_owner(model, name) for model in models)), (None, ""))
-        if module is None:
-            raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
-        if hasattr(module, "modules_to_save"):
-            raise SparsityError(
-                f"{target}: {name} is in modules_to_save, so peft replaces it by a copy without its mask. Pass the "
-                "other masks as {name: mask}, and prune this weight again afterwards."
-            )
-        parameter = parameter_of(module, key)
-        if not isinstance(mask, Tensor) or parameter.shape != mask.shape:
-            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise SparsityError(f"{target}: {name} is {tuple(parameter.shape)}, but its mask is {got}")
-        mask = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
-        tensors.append((name, module, key, mask if parameter.is_meta else mask.to(parameter.device)))
-    return tensors
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The module that holds a tensor, and the tensor's name in it; adapters are looked through."""
-    try:
-        module, key = owner_of(model, name)
-    except AttributeError:
-        return None
-    module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
-    is_tensor = module._parameters.get(key) is not None or parametrize.is_parametrized(module, key)
-    return (module, key) if is_tensor or hasattr(module, "modules_to_save") else None

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ..checkpoints.conversion import Conversion
 from ..errors import SparsityError
 from ..models.names import owner_of
 from ..models.running import Forward, call, checked_list, eval_mode, kept_generators, seeded, tensors_in
 from ..removal.verify import Outputs, output_difference
-from .weights import Conversion, WeightToExport, checked_layers, layers_of, linear_refusals, two_four_refusals
+from .weights import WeightToExport, checked_layers, layers_of, linear_refusals, two_four_refusals
 
 
 def quantize(

@@ -6,8 +6,9 @@ from torch import Tensor, nn, sparse
 from torch.nn.utils import parametrize
 
 from .. import masking
+from ..checkpoints.conversion import Conversion
 from ..errors import SparsityError
-from .weights import Conversion, WeightToExport, checked_layers, layers_of, semi_structured_refusals
+from .weights import WeightToExport, checked_layers, layers_of, semi_structured_refusals
 
 DEVICE = "cuda"  # on which torch has 2:4 kernels
 

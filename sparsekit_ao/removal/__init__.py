@@ -6,7 +6,6 @@ from .layers import shrink_experts, shrink_layers
 from .manifest import cut_to
 from .removal_report import Compaction, KeptUnits, Size
 from .shrinking import shrink
-from .vocabulary import shrink_vocabulary
 
 __all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "removable", "shrink"]
-__all__ += ["shrink_experts", "shrink_layers", "shrink_vocabulary"]
+__all__ += ["shrink_experts", "shrink_layers"]

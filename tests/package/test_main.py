@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sparsekit_ao import __main__ as command
+from sparsekit_ao.checkpoints import pretrained
 
 WORDS = [f"w{k}" for k in range(40)]
 
@@ -78,7 +79,7 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
 def test_a_model_larger_than_memory_is_offloaded_and_pruned_the_same(llama, data, tmp_path, monkeypatch):
     argv = ["prune", llama, "--pattern", "2:4", *short(data), "--recover"]
     assert run(*argv, "--out", tmp_path / "a") == 0
-    monkeypatch.setattr(command, "_free_memory", lambda: 30_000)
+    monkeypatch.setattr(pretrained, "_free_memory", lambda: 30_000)
     assert run(*argv, "--dry-run") == 0
     assert run(*argv, "--out", tmp_path / "b") == 0
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
@@ -197,7 +198,7 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, llama, data, tmp_p
 )
 def test_mistakes_are_found_before_the_model_is_loaded(argv, message, llama, data, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty.txt").write_text("")
-    monkeypatch.setattr(command, "_loaded", None)
+    monkeypatch.setattr(command, "load_folder", None)
     name, *argv = argv.split()
     argv += [] if "--out" in argv else ["--out", "OUT"]
     argv = argv[:-1] if argv[-1] == "--out" else argv

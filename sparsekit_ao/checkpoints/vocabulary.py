@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError, checked_model
 from ..models.running import seeded
-from .compaction import check_comparable
-from .sizes import read_again
+from ..removal.compaction import check_comparable
+from ..removal.sizes import read_again
 
 WHERE = "shrink_vocabulary: "
 _IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs

@@ -1,21 +1,19 @@
-"""Save and load folders of Hugging Face models: `save_pretrained`, `load_pretrained` and `load_masks`."""
+"""Save and load folders of Hugging Face models: `save_pretrained`, `load_pretrained`, and the command's loading."""
 
 import functools
 import inspect
 import json
-import math
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -28,13 +26,11 @@ from ..oneshot.one_shot_report import OneShotReport
 from ..removal.manifest import cut_to
 from ..removal.removal_report import Compaction
 from ..removal.sizes import Change, apply_changes, undone
-from .lora import Masks, adapted, masked_tensors
-from .weights import Conversion, same_bits
+from .card import CARD, is_unchanged, model_card
+from .conversion import Conversion
+from .masks import MASKS, Masks, adapted, masked_tensors, save_masks
 
-MASKS = "masks.safetensors"
 MANIFEST = "manifest.json"
-CARD = "README.md"
-_DIGEST = "<!-- Written by sparsekit_ao, which replaces this card unless its text is changed. SHA-256: "
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
@@ -79,7 +75,7 @@ def save_pretrained(
     >>> sparsifier.step()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_pretrained(model, sparsifier, folder).converted
-    ...     int(load_masks(folder)["0.weight"].sum())
+    ...     int(sparsekit_ao.export.load_masks(folder)["0.weight"].sum())
     ('0.weight',)
     16
     """
@@ -119,8 +115,6 @@ def save_pretrained(
 
 def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **kwargs: Any) -> Conversion:
     """Save a masked or pruned model and its masks, and compare what was written with the masked values."""
-    from safetensors.torch import save_file
-
     masks: dict[str, Tensor] = {}  # `prune` registers none
     if isinstance(sparsifier, OneShotReport):
         names = dict.fromkeys(row.tensor for row in sparsifier).keys()
@@ -145,13 +139,11 @@ def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **
         kwargs = {"max_shard_size": "5GB"} | kwargs
     with _written_together(folder) as unchecked:
         model.save_pretrained(unchecked, state_dict=dict(values), **kwargs)
-        shapes = {"shapes": json.dumps({name: list(mask.shape) for name, mask in masks.items()})}
-        bits = {name: np.packbits(mask.cpu().flatten().numpy(), bitorder="little") for name, mask in masks.items()}
         if not isinstance(sparsifier, OneShotReport):
-            save_file({name: torch.from_numpy(b) for name, b in bits.items()}, unchecked / MASKS, metadata=shapes)
+            save_masks(masks, unchecked)
         compared = set()
         for name, tensor in _read_back(model, unchecked, names):
-            if not same_bits(tensor, read(name)):
+            if not _same_bits(tensor, read(name)):
                 raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {name}")
             compared.add(name)
         if missing := names - compared:
@@ -190,55 +182,28 @@ def _write_card(
     report: Masks | Compaction | OneShotReport,
     lines: Sequence[str],
 ) -> tuple[str, ...]:
-    """Write a model card in the form of Hugging Face; return a note instead if the folder has one of somebody else."""
+    """Write a model card; return a note instead if the folder has one of somebody else."""
     from .. import __version__
 
-    if (card := folder / CARD).exists():
-        text, _, digest = card.read_text("utf-8", "replace").rpartition(_DIGEST)
-        if digest.strip(" ->\n") != sha256(text.encode()).hexdigest():
-            return (f"{card} is not as save_pretrained wrote it, so it is kept; it may describe another model",)
-    name, base = type(model).__name__, str(getattr(getattr(model, "config", None), "_name_or_path", ""))
-    is_transformers = is_of_transformers(model, "PreTrainedModel")
-    head = ["library_name: transformers"] if is_transformers else []
-    head += ["tags:", "- sparsekit_ao", "- pruned"]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():  # the name of a repository
-        head.append(f"base_model: {base}")
-    packages = ("torch", "transformers") if is_transformers else ("torch",)
-    versions = ", ".join([*(f"{package} {version(package)}" for package in packages), f"sparsekit_ao {__version__}"])
-    load = f"{name}.from_pretrained(folder)"
-    module = "transformers" if type(model).__module__.startswith("transformers.") else type(model).__module__
-    imports, place = f"from {module} import {name}\n", f"\nfolder = {folder.name!r}  # the folder of this card"
-    if (unchecked / MANIFEST).exists():
-        why = f"# {name}.from_pretrained cannot load it, since no config describes its layers.\n"
-        load = f"export.load_pretrained(folder, {name})"
-        imports = f"{why}{imports}from sparsekit_ao import export\n"
-    if (folder / "tokenizer_config.json").exists():  # transformers' name
-        imports += "from transformers import AutoTokenizer\n"
-        load += "\ntokenizer = AutoTokenizer.from_pretrained(folder)"
-    fast = "It is a smaller dense model, which runs faster everywhere."
-    if not isinstance(report, Compaction):
-        fast = (
-            "Zeros alone make nothing smaller or faster: a file format or a kernel has to use them.\n"
-            "`print(sparsekit_ao.export.report(model))` lists the patterns of the weights.\n"
-            "`sparsekit_ao.export.to_2_4(model.half().cuda())` runs those in 2:4 on the sparse tensor cores of NVIDIA\n"
-            "GPUs (Ampere or newer). A compressor such as zstd makes the files smaller."
-        )
-    evaluation: Mapping[str, tuple[float, float]] = getattr(report, "evaluation", {})
-    rows = [f"| {what} | {before:.4g} | {after:.4g} |" for what, (before, after) in evaluation.items()]
-    sections = {
-        "How it was made": f"```python\n{call}\n```\n\n{versions}"
-        if (call := getattr(report, "call", ""))
-        else versions,
-        "Report": "\n".join(["```text", *lines, "```"]),
-        "Evaluation": "\n".join(["| | dense | this model |", "|---|---|---|", *rows]) if rows else "",
-        "How to load it": f"```python\n{imports}{place}\nmodel = {load}\n```",
-        "How to run it fast": fast,
-    }
-    texts = [f"## {title}\n\n{text}\n" for title, text in sections.items() if text]
-    what = f"A {name} with {sum(p.numel() for p in model.parameters()):,} parameters, pruned with sparsekit_ao."
-    start = ["---", *head, "---", "", f"# {folder.name}", "", what, ""]
-    text = "\n".join([*start, *texts, ""])
-    (unchecked / CARD).write_text(f"{text}{_DIGEST}{sha256(text.encode()).hexdigest()} -->\n", "utf-8")
+    if (card := folder / CARD).exists() and not is_unchanged(card.read_text("utf-8", "replace")):
+        return (f"{card} is not as save_pretrained wrote it, so it is kept; it may describe another model",)
+    base = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    packages = ("torch", "transformers") if is_of_transformers(model, "PreTrainedModel") else ("torch",)
+    text = model_card(
+        folder.name,
+        type(model).__name__,
+        module=type(model).__module__,
+        base=base if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else "",
+        parameters=sum(p.numel() for p in model.parameters()),
+        call=getattr(report, "call", ""),
+        versions={package: version(package) for package in packages} | {"sparsekit_ao": __version__},
+        lines=lines,
+        evaluation=getattr(report, "evaluation", {}),
+        is_smaller=isinstance(report, Compaction),
+        has_manifest=(unchecked / MANIFEST).exists(),
+        has_tokenizer=(folder / "tokenizer_config.json").exists(),  # transformers' name
+    )
+    (unchecked / CARD).write_text(text, "utf-8")
     return ()
 
 
@@ -272,6 +237,12 @@ class _LazyMasked(Tensor):
                     return attribute
             plain = _pytree.tree_map_only(cls, lambda t: select(t.as_subclass(Tensor), t.mask), (args, kwargs))
             return func(*plain[0], **plain[1])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape, and equal bytes."""
+    views = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*views)
 
 
 def _read_back(model: Any, folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -444,40 +415,48 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_masks(path: str | Path) -> dict[str, Tensor]:
-    """Return the masks that `save_pretrained` wrote to a folder: {name of the tensor: bool mask, True where kept}.
-
-    Raises:
-        SparsityError: The file was not written by `save_pretrained`, or it is damaged.
-
-    >>> masks = load_masks("pruned")  # doctest: +SKIP
-    >>> masks["layer.weight"].dtype  # doctest: +SKIP
-    torch.bool
-    """
-    from safetensors import SafetensorError, safe_open
-
-    masks = {}
+def load_folder(path: Path, offload_folder: str) -> tuple[Any, bool]:
+    """Return the model of a folder or GGUF file, and whether it predicts the next token."""
     try:
-        opened = safe_open(Path(path) / MASKS, framework="pt")
-    except SafetensorError as e:
-        raise SparsityError(f"{MASKS} cannot be read, because it is damaged or not a safetensors file: {e}") from e
-    with opened as file:
-        text = (file.metadata() or {}).get("shapes")
-        if text is None:
-            raise SparsityError(f"{MASKS} was not written by save_pretrained: its metadata has no 'shapes'")
-        try:
-            shapes = json.loads(text)
-        except (ValueError, RecursionError) as e:  # huge integers and deep nesting raise them too
-            raise SparsityError(f"{MASKS}: 'shapes' in its metadata is not JSON: {e}") from e
-        if not isinstance(shapes, dict) or shapes.keys() != set(file.keys()):
-            raise SparsityError(f"{MASKS}: its metadata must hold the shape of every mask and no other, got {text:.80}")
-        for name, shape in shapes.items():
-            packed = file.get_tensor(name)
-            is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-            numel = math.prod(shape) if is_shape else -1  # -1 makes the next check fail
-            is_packed = packed.dtype == torch.uint8 and tuple(packed.shape) == (-(-numel // 8),)
-            bits = np.unpackbits(packed.numpy(), bitorder="little") if is_packed else None
-            if bits is None or bits[numel:].any():  # bits that fill up the last byte are 0
-                raise SparsityError(f"{MASKS}: {len(packed)} bytes do not hold a mask of shape {shape} for {name}")
-            masks[name] = torch.from_numpy(bits[:numel]).bool().reshape(shape)
-    return masks
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    except ImportError:
+        raise SparsityError("the command needs transformers: pip install transformers") from None
+    if not path.exists():
+        raise SparsityError(f"there is no file or folder {path}")
+    folder = path if path.is_dir() else path.parent
+    keys: dict[str, Any] = {} if path.is_dir() else {"gguf_file": path.name}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **keys)
+        name = (config.architectures or ["AutoModelForCausalLM" if keys else "AutoModel"])[0]
+        model_class = getattr(transformers, name)
+    except Exception as error:  # damaged and foreign files raise errors of many classes
+        raise SparsityError(f"{path} is not a checkpoint that transformers reads: {error}") from error
+    size, free = sum(file.stat().st_size for file in folder.glob("*.safetensors")), _free_memory()
+    if not keys and not (folder / MANIFEST).exists() and size > free:
+        keys = {"device_map": "auto", "max_memory": {"cpu": free // 2}, "offload_folder": offload_folder}
+    model = load_pretrained(folder, model_class, **keys).eval()
+    return model, type(model).__name__ in CAUSAL.values()
+
+
+def load_tokenizer(path: Path, is_needed: bool) -> Any:
+    """Return the tokenizer of a folder or GGUF file; None if it has none and none is needed."""
+    from transformers import AutoTokenizer
+
+    try:
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # damaged and foreign files raise errors of many classes
+        if is_needed:
+            raise SparsityError(f"--data needs a tokenizer, and {path} has none: {error}") from error
+        return None
+
+
+def _free_memory() -> int:
+    """The bytes of memory that are free, without psutil (which accelerate installs) as many as any model needs."""
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return sys.maxsize
+    return psutil.virtual_memory().available
