@@ -126,7 +126,7 @@ def smollm2() -> Table:
 
 
 def look_first() -> Table:
-    """What sensitivity and the dry run say of two models, and what then happens."""
+    """What the dry run says of two models, what then happens, and the same without the worst layers."""
     rows = read("benchmarks/results/look_first")
     names = {"model": "model", "left dense": "left dense", "quality": "cosine or perplexity"}
     names |= {"seconds": "seconds", "estimated": "estimated", "MiB": "MiB", "MiB, estimated": "MiB, estimated"}

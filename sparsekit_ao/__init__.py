@@ -11,7 +11,7 @@ from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
-from .oneshot import one_shot, prune, recover, sensitivity
+from .oneshot import one_shot, prune, recover
 from .removal import shrink
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
@@ -55,7 +55,6 @@ __all__ = [
     "removal",
     "schedules",
     "scores",
-    "sensitivity",
     "shrink",
     "shrink_vocabulary",
 ]

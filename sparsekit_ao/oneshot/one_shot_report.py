@@ -82,7 +82,7 @@ class RecoveryReport(Table[BlockRow]):
 
 @dataclass(frozen=True, kw_only=True)
 class OneShotReport(Table[LayerRow]):
-    """What `one_shot` or `prune` did to each layer, or `sensitivity` found; prints as a table, and `plot` draws it.
+    """What `one_shot` or `prune` did to each layer; prints as a table, and `plot` draws it.
 
     Attributes:
         rows: A row for each layer, in the order of the forward pass.
@@ -98,7 +98,6 @@ class OneShotReport(Table[LayerRow]):
             see `RecoveryReport`.
         evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         call: The call of `prune` as text, for a model card.
-        title: The first line of the printed report; "" if there is none.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
     >>> print(OneShotReport(rows=rows, seconds=0.25))
@@ -117,7 +116,6 @@ class OneShotReport(Table[LayerRow]):
     error_to_dense: float = math.nan
     evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     call: str = ""
-    title: str = ""
     bars = ("before", "after")
 
     @property
@@ -134,7 +132,7 @@ class OneShotReport(Table[LayerRow]):
         return covered / sum(self.weights.values()) if self.weights else math.nan
 
     def worst(self, count: int) -> list[str]:
-        """Return the names of the layers with the largest errors, as `exclude` of `prune` takes them."""
+        """Return the names of the layers with the largest errors `after`, as `exclude` of `prune` takes them."""
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise SparsityError(f"worst: count must be a whole number of layers, 0 or more, got {count!r}")
         known = [row for row in self.rows if not math.isnan(row.after)]
@@ -151,9 +149,9 @@ class OneShotReport(Table[LayerRow]):
 
     def above(self) -> list[str]:
         """Return how many zeros returned, if any did, and how far the outputs are from those of the dense model."""
-        lines, returned = [self.title] * bool(self.title), sum(row.returned for row in self.rows)
+        returned = sum(row.returned for row in self.rows)
         zeros = f"{returned:,} weights that were zero before are not zero now; prune(keep_zeros=True) keeps such zeros"
-        return lines + [zeros] * bool(returned) + lines_of_error(self.error_to_dense, self.evaluation)
+        return [zeros] * bool(returned) + lines_of_error(self.error_to_dense, self.evaluation)
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""

@@ -29,7 +29,7 @@ from .dry import planned_run
 from .one_shot_report import OneShotReport
 from .solving import Layers, Scoring
 from .teacher import Teacher, check_ranks, passes_of
-from .walk import Walk, check_options, checkpoint_of, walk_of
+from .walk import check_options, checkpoint_of, walk_of
 
 
 @with_hints
@@ -219,7 +219,7 @@ def prune(
     if not inplace:
         refuse_uncopyable(model, "prune")
     sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
-    _check_gradients("prune", score, batches is not None, forward is not None, passes > 0)
+    _check_gradients(score, batches is not None, forward is not None, passes > 0)
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())
     if batches is not None:
         data = CalibrationData.checked(model, batches, forward, token_mask, "prune")
@@ -230,7 +230,7 @@ def prune(
     others = {"keep_zeros": keep_zeros, "exclude": exclude, "score": score, "compensate": compensate}
     given = {} if masks is None else _checked_masks(pruned, masks, others)
     method = None if batches is None else compensate
-    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, "prune", given)
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, given)
     layers.keeps_zeros = keep_zeros
     if given and (sparsity_level, pattern) != (None, None):
         check_masks(layers.pruning_groups, layers.groups, {name: (mask, False) for name, mask in given.items()})
@@ -249,71 +249,6 @@ def prune(
     return pruned, report
 
 
-@with_hints
-def sensitivity(
-    model: nn.Module,
-    batches: Iterable[Any],
-    sparsity_level: float | Pattern | str | None = None,
-    *,
-    pattern: Pattern | str | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    token_mask: TokenMask = None,
-    exclude: Sequence[Exclusion] = (),
-    score: Score | None = None,
-    compensate: str | None = "admm",
-    device: Device = None,
-    stream_memory: float | None = None,
-    progress: bool = True,
-) -> OneShotReport:
-    """Measure for each layer that `prune` would prune how much its outputs change if it alone is pruned.
-
-    The inputs of each layer are those of the dense model. They are recorded in one pass; a model without repeated
-    blocks must have memory for the matrix (inputs, inputs) of all of its layers. The model is not changed.
-
-    Args:
-        model, batches, sparsity_level, pattern, forward, token_mask, exclude, score: As for `prune`.
-        compensate: As for `prune`. With None the masks are those of the score, and this takes the least time.
-        device, stream_memory, progress: As for `one_shot`.
-
-    Returns:
-        A `OneShotReport` with a row for each layer, in the order of the forward pass. Its `worst(3)` are the three
-        layers with the largest errors, to be excluded from pruning.
-
-    Raises:
-        SparsityError: As for `prune`.
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
-    >>> report = sensitivity(model, [torch.randn(64, 16) for _ in range(4)], "2:4")
-    >>> [row.tensor for row in report], all(0 < row.after < row.before for row in report)
-    (['0.weight', '2.weight'], True)
-    """
-    start = time.perf_counter()
-    checked_model(model, "sensitivity")
-    check_options("sensitivity", device, stream_memory, compensate=compensate)
-    refuse_unloadable(model, "sensitivity")
-    sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
-    _check_gradients("sensitivity", score, True, forward is not None, False)
-    data = CalibrationData.checked(model, batches, forward, token_mask, "sensitivity")
-    data = replace(data, model=plain_copy(model))
-    undo_weight_norms(data.model)
-    layers, left_out = _layers_of(model, data, sparsifier, exclude, compensate, token_mask, progress, "sensitivity")
-    layers.writes = False
-    with torch.no_grad():
-        targets = [layers.target(name) for name in layers.groups]
-        walk = Walk(data, targets, device=device, stream_memory=stream_memory)
-        places = {target.name: at for at, (target, _) in enumerate(walk.reached)}
-        walk.reached = [(target, 0) for target, _ in walk.reached]  # nothing changes, so one step records all of them
-        rows = walk.run("sensitivity", layers, progress=progress)[0]
-    return OneShotReport(
-        rows=tuple(sorted(rows, key=lambda row: places[row.tensor])),
-        seconds=time.perf_counter() - start,
-        blocks=len(walk.blocks),
-        left_out={**left_out, **{target.name: "no inputs recorded" for target in walk.unreached}},
-        weights=weights_by_name(data.model),
-        title="sensitivity: each layer was pruned alone, and the model is unchanged",
-    )
-
-
 def _layers_of(
     model: nn.Module,  # as it was given; `data` has the one that is pruned
     data: CalibrationData,
@@ -322,7 +257,6 @@ def _layers_of(
     method: str | None,
     token_mask: TokenMask,
     progress: bool,
-    caller: str,
     given_masks: Mapping[str, Tensor] = MappingProxyType({}),  # if there are any, only these tensors are pruned
 ) -> tuple[Layers, Mapping[str, str]]:
     """Return the layers that are pruned, and why other tensors are not."""
@@ -330,10 +264,10 @@ def _layers_of(
     entries = {entry["tensor_fqn"]: entry for entry in more}
     config = [entries.get(name, {"tensor_fqn": name}) for name in given_masks] or None
     resolved = sparsifier.resolved(data.model, names_in_place_of_modules(model, exclude), more, config)
-    refuse_tied(data.model, {group["tensor_fqn"] for group in resolved.groups}, caller)
+    refuse_tied(data.model, {group["tensor_fqn"] for group in resolved.groups}, "prune")
     recorder = Recorder(data.model, {g["tensor_fqn"]: (g["module"], g["tensor_name"]) for g in resolved.groups})
     groups = sparsifier.pruning_groups(resolved.groups)
-    layers = Layers(resolved.groups, groups, recorder, method, None, caller)
+    layers = Layers(resolved.groups, groups, recorder, method, None, "prune")
     layers.given_masks = {**given_masks}
     if needs := layers.gradients():
         recorder.run(data.batches, needs, data.forward, token_mask, progress)
@@ -422,19 +356,18 @@ def _warn_of_dense(report: OneShotReport, is_given: bool) -> None:
         )
 
 
-def _check_gradients(caller: str, score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> None:
+def _check_gradients(score: Score | None, has_batches: bool, has_forward: bool, recover: bool) -> None:
     """Raise an error if the arguments do not provide what the score reads."""
-    needs = needs_of(parse_score(score, f"{caller}: "))
+    needs = needs_of(parse_score(score, "prune: "))
     if needs and not has_batches:
-        raise SparsityError(f"{caller}: score={score!r} needs batches to record {', '.join(needs)}; give batches=")
+        raise SparsityError(f"prune: score={score!r} needs batches to record {', '.join(needs)}; give batches=")
     has_gradients = any(need in GRADIENTS for need in needs)
     if has_gradients and recover:
         raise SparsityError(
-            f"{caller}: score={score!r} needs a forward that returns the loss, but recover needs one that returns "
+            f"prune: score={score!r} needs a forward that returns the loss, but recover needs one that returns "
             "outputs; call prune first, and then recover(pruned, model, batches)"
         )
     if has_gradients and not has_forward:
         raise SparsityError(
-            f"{caller}: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns "
-            "it"
+            f"prune: score={score!r} needs gradients of a loss; give forward=lambda model, batch: ... that returns it"
         )

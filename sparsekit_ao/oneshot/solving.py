@@ -93,7 +93,6 @@ class Layers:
     ) -> None:
         self.groups, self.pruning_groups, self.recorder = groups_by_name(groups), pruning_groups, recorder
         self.method, self._live_mask, self.caller = method, live_mask, caller
-        self.writes = True  # if False, errors are measured for all methods, and weights stay as they are
         self.chosen: dict[str, Tensor] = {}  # {name: mask} of solved tensors whose masks are to be written
         self.keeps_zeros = False  # whether an element that is zero may not be kept, and stays zero
         self.given_masks: dict[str, Tensor] = {}  # of the user, or of the tensors of `shared`, once they are chosen
@@ -155,7 +154,7 @@ class Layers:
         adapter = self.recorder.adapter(name)
         needs = [n for pruning in self._single[name] for n in needs_of(pruning.score) if n not in GRADIENTS]
         if adapter is not None and adapter.has_gram:
-            needs.append("input_square" if self.method is None and self.writes else "input_gram")
+            needs.append("input_square" if self.method is None else "input_gram")
         return self.recorder.target(name, needs)
 
     def planned(self, name: str) -> LayerRow:
@@ -220,15 +219,13 @@ class Layers:
                     compensated = torch.where(mask, compensated, 0).to(weight.dtype)
                     if not is_finite(compensated):
                         raise SparsityError(f"{name}: the compensated weights are not finite")
-                    returned = int(((weight == 0) & (compensated != 0)).sum()) if self.writes else 0
+                    returned = int(((weight == 0) & (compensated != 0)).sum())
                     solved[name] = compensated, mask, replace(row, returned=returned)
         _exchange(solved, owners, {name: self._dense(name) for name in names})
         rows = []
         for name, target in targets.items():
             weight, mask, row = solved.pop(name)
-            if not self.writes:
-                pass
-            elif masking.is_parameter(target.module, target.tensor_name):
+            if masking.is_parameter(target.module, target.tensor_name):
                 target.parameter.copy_(weight)
             else:
                 masking.write_masked(target.module, target.tensor_name, mask)
@@ -264,8 +261,6 @@ class Layers:
 
 class Scoring:
     """Scores the tensors that are coupled or share a budget, in a walk that changes nothing."""
-
-    writes = False
 
     def __init__(self, layers: Layers, copies: bool) -> None:
         self._layers, self._shared = layers, layers.shared

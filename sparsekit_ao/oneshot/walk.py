@@ -211,7 +211,6 @@ class Walk:
         checkpoint: "Checkpoint | None",
     ) -> tuple[list[Any], Any]:
         """Load the weights of the step of this number, finish it, and return the rows of its tensors and its block."""
-        writes = solving is None or solving.writes
         with ExitStack() as stack:
             if solving is not None:
                 stack.enter_context(solving.masks(step.tensors))
@@ -227,7 +226,7 @@ class Walk:
                 is_masked = any(map(parametrize.is_parametrized, self.data.model.modules()))
                 is_same = matching is not None and matching.dense is None and number == 0 and not is_masked
                 self.begin_stream(chain, like, is_same)
-            stack.enter_context(loaded(self.data.model, modules, device, writes=writes))
+            stack.enter_context(loaded(self.data.model, modules, device, writes=not isinstance(solving, Scoring)))
             if matching is not None and step.block is not None:
                 matching.advance(step.block)
             return self._finish(step, number, modules, solving, matching, checkpoint, recorded, step is not last)

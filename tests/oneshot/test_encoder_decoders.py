@@ -8,7 +8,7 @@ import transformers
 from networks import Net
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, one_shot, prune, recover, sensitivity, shrink
+from sparsekit_ao import ScopeSparsifier, one_shot, prune, recover, shrink
 
 ROWS, LENGTH, ENCODED, DECODED = 3, 8, 15, 12  # how many tokens count in the encoder's mask and in the decoder's
 SMALL = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
@@ -170,7 +170,6 @@ CALLS = {
         lambda m, b, score, **o: prune(m, 0.5, batches=b, score=score, compensate=None, stream_memory=0, **o)
     ),
     "one_shot": by(one_shot_of_a_copy),
-    "sensitivity": by(lambda m, b, score, **o: sensitivity(m, b, 0.5, score=score, compensate=None, **o)),
 }
 # {what: (the batch, how many tokens of the decoder count)}
 BATCHES = {

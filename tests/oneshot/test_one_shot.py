@@ -472,6 +472,28 @@ def test_the_report_prints_and_plots(tmp_path):
     assert (tmp_path / "errors.png").stat().st_size > 1000
 
 
+def test_the_layers_with_the_largest_errors_can_be_excluded():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+    with torch.no_grad():
+        for at, layer in enumerate(model):
+            layer.weight.mul_(torch.tensor([1.0, 1.0, 0.001 if at != 2 else 1.0, 0.001 if at != 2 else 1.0]).repeat(4))
+    batches = [torch.randn(64, 16)]
+    report = prune(model, "2:4", batches=batches, exclude=["1"])[1]
+    assert report.worst(1) == ["2.weight"] and report.worst(9)[0] == "2.weight" and len(report.worst(9)) == 3
+    pruned = prune(model, "2:4", batches=batches, exclude=report.worst(1))[0]
+    assert (pruned[2].weight != 0).all() and not (pruned[3].weight != 0).all()
+    assert prune(model, "2:4")[1].worst(3) == []  # without batches, no errors are known
+
+
+@pytest.mark.parametrize("count", [0.5, -1, 2.0, True, None, "2", [1]])
+def test_a_count_of_worst_layers_is_a_whole_number(count):
+    report = prune(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), "2:4", batches=[torch.randn(16, 8)])[1]
+    with pytest.raises(SparsityError, match=rf"worst: count must be a whole number .* got {re.escape(repr(count))}"):
+        report.worst(count)
+    assert report.worst(0) == []  # where a sweep begins
+
+
 def stack(blocks):
     def run(m, x):
         x = x.clone()
