@@ -24,14 +24,16 @@ from .checkpoints.card import CARD
 from .checkpoints.pretrained import MANIFEST, load_folder, load_tokenizer
 from .errors import SparsityError, check_writable, did_you_mean
 from .export import report
+from .models.progress import say
 from .oneshot import prune
 from .oneshot.walk import check_options
 from .removal import shrink
 from .sparsifiers import ScopeSparsifier
 from .structure import checked_level
 
+Measure = Callable[[Any], dict[str, float]]
 CALLS: dict[str, Callable[..., Any]] = {"prune": prune, "shrink": shrink}
-OF_COMMAND = {"model", "batches", "example_inputs", "forward", "couplings", "inplace", "dry_run", "evaluate"}
+OF_COMMAND = {"model", "batches", "example_inputs", "forward", "couplings", "inplace", "dry_run"}
 BATCH = 4  # windows of tokens in a batch
 MEASURED = 8192  # tokens of the held-out text, at most
 HELD_OUT = 10  # one document, or part of the text, of so many is held out
@@ -116,13 +118,17 @@ def _run(args: argparse.Namespace) -> None:
             print(call(model, batches=batches, dry_run=True, **keys)[1])
             return
         check_writable(args.out, f"--out: {args.out}", sum(p.nbytes for p in model.parameters()))
-        keys |= {} if batches is None else {"evaluate": _evaluation(model, held_out, is_causal)}
+        measure: Measure = (lambda _: {}) if batches is None else _evaluation(model, held_out, is_causal)
+        dense = measure(model)
+        for name, number in dense.items():
+            say(f"{args.command}, the dense model: {name} {number:.4g}")
         result, found = call(model, batches=batches, **keys)
+        evaluation = _compared(dense, measure, result)
         print(found)
         if tokenizer is not None:  # first, so that the card names it
             tokenizer.save_pretrained(args.out)
         made = f"# {shlex.join(args.line)}\n# (windows of text in an order drawn with seed {SEED})\n{found.call}"
-        print(save_pretrained(result, replace(found, call=made), args.out))
+        print(save_pretrained(result, replace(found, call=made), args.out, evaluation=evaluation))
 
 
 def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
@@ -211,13 +217,25 @@ def _embeddings(model: Any, windows: Tensor) -> Tensor:
     return F.normalize(torch.cat([hidden.float().mean(1).cpu() for hidden in outputs]), dim=-1)
 
 
-def _evaluation(model: Any, held_out: Tensor, is_causal: bool) -> Callable[[Any], dict[str, float]]:
+def _evaluation(model: Any, held_out: Tensor, is_causal: bool) -> Measure:
     """Return a function that measures a model on held-out tokens."""
     if is_causal:
         return lambda other: {"perplexity on held-out tokens": _perplexity(other, held_out)}
     dense = _embeddings(model, held_out)
     name = "mean cosine of held-out embeddings to the dense ones"
     return lambda other: {name: (_embeddings(other, held_out) * dense).sum(1).mean().item()}
+
+
+def _compared(dense: Mapping[str, float], measure: Measure, result: Any) -> dict[str, tuple[float, float]]:
+    """Measure the result, print its numbers beside those of the dense model, and return both; NaN after an error."""
+    try:
+        now = measure(result)
+    except Exception as error:  # the result of what may be hours of work is saved all the same
+        print(f"sparsekit_ao: the result cannot be measured: {type(error).__name__}: {error}", file=sys.stderr)
+        now = dict.fromkeys(dense, math.nan)
+    for name, number in dense.items():
+        print(f"{name}: {number:.4g} for the dense model, {now[name]:.4g} now")
+    return {name: (number, now[name]) for name, number in dense.items()}
 
 
 def _report(args: argparse.Namespace) -> None:

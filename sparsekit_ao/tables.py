@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from .errors import folded, is_number
@@ -19,11 +18,6 @@ Row = TypeVar("Row")
 _NUMBER = re.compile(r"([-\d.,]|inf)*( to [\d.]+)?")
 
 
-def both(dense: Mapping[str, float], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Return what `evaluate` gave, {name: (for the dense model, for the final one)}."""
-    return {name: (number, now.get(name, math.nan)) for name, number in dense.items()}
-
-
 def lines_of_dry_run(what: str, seconds: float, memory: int) -> list[str]:
     """Return the first lines of a dry run's report: what was not done, and what the call would take."""
     time = f"{seconds:.1f} seconds" if seconds < 60 else f"{seconds / 60:.1f} minutes"
@@ -31,13 +25,12 @@ def lines_of_dry_run(what: str, seconds: float, memory: int) -> list[str]:
     return [f"dry run: nothing was {what}", f"the call would take about {takes}"]
 
 
-def lines_of_error(error: float, evaluation: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> list[str]:
-    """Return what a report says of evaluations, and of the error to the outputs of the dense model unless it is NaN."""
-    lines = [f"{name}: {dense:.4g} for the dense model, {now:.4g} now" for name, (dense, now) in evaluation.items()]
+def lines_of_error(error: float) -> list[str]:
+    """Return what a report says of the error to the outputs of the dense model, unless it is NaN."""
     if math.isnan(error):
-        return lines
+        return []
     far = ["they have little in common: remove less, give batches (more of them), or recover"] if error > FAR else []
-    return [*lines, f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
+    return [f"relative error of the outputs to those of the dense model: {error:.3f}", *far]
 
 
 def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..errors import SparsityError, check_writable
+from ..errors import SparsityError, check_writable, is_number
 from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
@@ -31,11 +32,17 @@ from .conversion import Conversion
 from .masks import MASKS, Masks, adapted, masked_tensors, save_masks
 
 MANIFEST = "manifest.json"
+Evaluation = Mapping[str, tuple[float, float]]  # {name: (number before, number after)}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
 def save_pretrained(
-    model: Any, sparsifier: Masks | Compaction | OneShotReport, path: str | Path, **kwargs: Any
+    model: Any,
+    sparsifier: Masks | Compaction | OneShotReport,
+    path: str | Path,
+    *,
+    evaluation: Evaluation = MappingProxyType({}),
+    **kwargs: Any,
 ) -> Conversion:
     """Save a masked, pruned or compacted transformers model so that `from_pretrained` loads it.
 
@@ -45,7 +52,7 @@ def save_pretrained(
     not known to describe a compacted model, the dense model's config and `manifest.json` are written, which
     `load_pretrained` reads.
 
-    A model card, `README.md`, says how the model was made, what the report and `evaluate=` say, how to load it (and a
+    A model card, `README.md`, says how the model was made, what the report and `evaluation` say, how to load it (and a
     tokenizer that is in the folder already), and how to run it fast. A card that was changed by hand stays as it is.
 
     Args:
@@ -53,6 +60,8 @@ def save_pretrained(
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `prune`, `shrink` or `compact` returned. With that of `prune`, no masks are written.
         path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
+        evaluation: {name: (number before, number after)} for the model card, such as the accuracies of the dense model
+            and of this one.
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
@@ -90,6 +99,11 @@ def save_pretrained(
         )
     if adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
+    if not isinstance(evaluation, Mapping) or not all(map(_is_pair, evaluation.values())):
+        raise SparsityError(
+            "save_pretrained: evaluation must be {name: (number before, number after)}, such as {'accuracy': (0.91, "
+            f"0.9)}}, with .item() of a tensor; got {evaluation!r:.80}"
+        )
     did_something = sparsifier.manifest if isinstance(sparsifier, Compaction) else getattr(sparsifier, "call", True)
     if not did_something:
         raise SparsityError(
@@ -107,13 +121,20 @@ def save_pretrained(
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
         save = _save_compacted if isinstance(sparsifier, Compaction) else _save_masked
         try:
-            return save(model, sparsifier, folder, **kwargs)  # type: ignore[arg-type]
+            return save(model, sparsifier, folder, evaluation, **kwargs)  # type: ignore[arg-type]
         except (OSError, SafetensorError) as error:
             why = f"{folder} cannot be written, or not read again ({error}). Nothing of the model was changed"
             raise SparsityError(f"save_pretrained: {why}; make room on the disk, or save it elsewhere") from error
 
 
-def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **kwargs: Any) -> Conversion:
+def _is_pair(value: object) -> bool:
+    """Return whether a value is two numbers."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
+
+
+def _save_masked(
+    model: Any, sparsifier: Masks | OneShotReport, folder: Path, evaluation: Evaluation, **kwargs: Any
+) -> Conversion:
     """Save a masked or pruned model and its masks, and compare what was written with the masked values."""
     masks: dict[str, Tensor] = {}  # `prune` registers none
     if isinstance(sparsifier, OneShotReport):
@@ -148,7 +169,7 @@ def _save_masked(model: Any, sparsifier: Masks | OneShotReport, folder: Path, **
             compared.add(name)
         if missing := names - compared:
             raise SparsityError(f"save_pretrained: what was written does not hold the masked values of {min(missing)}")
-        of_card = _write_card(unchecked, folder, model, sparsifier, lines)
+        of_card = _write_card(unchecked, folder, model, sparsifier, lines, evaluation)
     dense_bytes = sum(getattr(*owner_of(model, name)).nbytes for name in names)
     mask_bytes = (folder / MASKS).stat().st_size if masks else 0
     note = "the weights are saved dense, with their zeros" + f"; {MASKS} adds {mask_bytes:,} bytes" * bool(masks)
@@ -181,6 +202,7 @@ def _write_card(
     model: nn.Module,
     report: Masks | Compaction | OneShotReport,
     lines: Sequence[str],
+    evaluation: Evaluation,
 ) -> tuple[str, ...]:
     """Write a model card; return a note instead if the folder has one of somebody else."""
     from .. import __version__
@@ -198,7 +220,7 @@ def _write_card(
         call=getattr(report, "call", ""),
         versions={package: version(package) for package in packages} | {"sparsekit_ao": __version__},
         lines=lines,
-        evaluation=getattr(report, "evaluation", {}),
+        evaluation=evaluation,
         is_smaller=isinstance(report, Compaction),
         has_manifest=(unchecked / MANIFEST).exists(),
         has_tokenizer=(folder / "tokenizer_config.json").exists(),  # transformers' name
@@ -282,7 +304,7 @@ def _to_write(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return {uncompiled_name(n): read(n) if t.is_meta and not has_map else t for n, t in state.items()}
 
 
-def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> Conversion:
+def _save_compacted(model: Any, report: Compaction, folder: Path, evaluation: Evaluation, **kwargs: Any) -> Conversion:
     """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest."""
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
@@ -315,7 +337,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, **kwargs: Any)
                 )
         after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
         lines = [*report.above(), *report.below()[:3]]
-        notes = (note, *_write_card(unchecked, folder, model, report, lines))
+        notes = (note, *_write_card(unchecked, folder, model, report, lines, evaluation))
     return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=notes)
 
 

@@ -13,7 +13,6 @@ import inspect
 import math
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -23,11 +22,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import SparsityError, is_number
-from .progress import say
+from ..errors import SparsityError
 
 Forward = Callable[[nn.Module, Any], Any]
-Evaluate = Callable[[nn.Module], float | Mapping[str, float]]
 TokenMask = str | Callable[[Any], Tensor] | Literal[False] | None  # a key or function of a batch; False: all count
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, torch.dtype, torch.device, torch.Size)
@@ -206,33 +203,6 @@ def eval_mode(model: nn.Module, *, caches: bool = False) -> Iterator[None]:
             module.training = mode
         for config in configs:
             config.use_cache = True
-
-
-def evaluated(
-    evaluate: Evaluate | None, model: nn.Module, what: str, progress: bool = True, warns_at: int = 0
-) -> dict[str, float]:
-    """Return {name: number} of a model in eval mode, and log it; at a stack level above 0, only warn of an error."""
-    if evaluate is None:
-        return {}
-    if not callable(evaluate):
-        raise SparsityError(f"{what}: evaluate must be a function (model) -> number or {{name: number}}: {evaluate!r}")
-    try:
-        with eval_mode(model, caches=True), torch.no_grad():
-            given: Any = evaluate(model)
-        items = dict(given if isinstance(given, Mapping) else {"evaluation": given})
-        items = {name: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for name, n in items.items()}
-        if not all(map(is_number, items.values())):
-            raise SparsityError(f"{what}: evaluate must return a number or {{name: number}}, got {given!r}")
-    except Exception as error:
-        if not warns_at:
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-        text = f"{what}: evaluate failed ({reason}), so the report has NaN for it; the model is returned as usual"
-        warnings.warn(text, stacklevel=warns_at)
-        return {}
-    if progress:
-        say(f"{what}: {', '.join(f'{name} {number:.4g}' for name, number in items.items())}")
-    return {str(name): float(number) for name, number in items.items()}
 
 
 @contextlib.contextmanager

@@ -96,7 +96,6 @@ class OneShotReport(Table[LayerRow]):
         tokens: How many tokens counted, as text; "" if all did.
         error_to_dense: The relative error of the pruned model's outputs on the first batch to those of the dense model;
             see `RecoveryReport`.
-        evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         call: The call of `prune` as text, for a model card.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
@@ -114,7 +113,6 @@ class OneShotReport(Table[LayerRow]):
     weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
     error_to_dense: float = math.nan
-    evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     call: str = ""
     bars = ("before", "after")
 
@@ -143,7 +141,6 @@ class OneShotReport(Table[LayerRow]):
         return {
             **{f"output_error/{r.tensor}": r.after for r in self.rows if r.after == r.after},
             **({} if math.isnan(self.error_to_dense) else {"error_to_dense": self.error_to_dense}),
-            **{f"evaluation/{name}": now for name, (_, now) in self.evaluation.items()},
             "seconds": self.seconds,
         }
 
@@ -151,7 +148,7 @@ class OneShotReport(Table[LayerRow]):
         """Return how many zeros returned, if any did, and how far the outputs are from those of the dense model."""
         returned = sum(row.returned for row in self.rows)
         zeros = f"{returned:,} weights that were zero before are not zero now; prune(keep_zeros=True) keeps such zeros"
-        return [zeros] * bool(returned) + lines_of_error(self.error_to_dense, self.evaluation)
+        return [zeros] * bool(returned) + lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
         """Return the lines below the table: the time, what was recovered, and what was left out."""

@@ -17,13 +17,13 @@ from ..errors import SparsityError, checked_model, with_hints
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, exists, hint_of, named_tensors, owner_of, parameter_of, weights_by_name
-from ..models.running import Evaluate, TokenMask, evaluated
+from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import Exclusion, TensorGroup, make_config, names_in_place_of_modules
 from ..sparsifiers.report import check_masks
 from ..sparsifiers.scope import ScopeSparsifier
-from ..tables import both, call_text
+from ..tables import call_text
 from .chain import CalibrationData
 from .dry import planned_run
 from .one_shot_report import OneShotReport
@@ -151,7 +151,6 @@ def prune(
     stream_memory: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
-    evaluate: Evaluate | None = None,
     dry_run: bool = False,
 ) -> tuple[nn.Module, OneShotReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
@@ -185,11 +184,9 @@ def prune(
             batches, 2 may do. False by default.
         inplace: If True, prune the model itself; by default a copy.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
-        evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
-            the dense and the final model, in eval mode. The report has the numbers, and NaN if it fails for the latter.
         dry_run: If True, return the model itself, unchanged, and a `oneshot.DryRun`, which says what the call would do,
             and what time and memory it would take. One block or layer is pruned on one batch for this, and put back.
-            No checkpoint is read or written, and nothing is evaluated. False by default.
+            No checkpoint is read or written. False by default.
 
     Returns:
         The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what
@@ -239,12 +236,10 @@ def prune(
         plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
         _warn_of_dense(plan, bool(given))
         return model, plan
-    dense = evaluated(evaluate, model, "prune, the dense model", progress)
     teacher = Teacher(None, data, passes=passes) if passes else None
     report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
     redo_weight_norms(pruned, normed)
-    final = evaluated(evaluate, pruned, "prune, the pruned model", progress, warns_at=4)
-    report = replace(report, left_out=left_out, evaluation=both(dense, final), call=call)
+    report = replace(report, left_out=left_out, call=call)
     _warn_of_dense(report, bool(given))
     return pruned, report
 

@@ -97,7 +97,6 @@ class Compaction(Table[KeptUnits]):
         call: The call of `shrink` as text, for a model card.
         seconds, memory: Of a dry run, the seconds that the call would take and, at the peak, the bytes that it would
             need beside what is in memory, estimated.
-        evaluation: {name: (number for the dense model, number for the final one)} that `evaluate` gave.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
@@ -131,7 +130,6 @@ class Compaction(Table[KeptUnits]):
     call: str = ""
     seconds: float = math.nan
     memory: int = 0
-    evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
@@ -152,8 +150,7 @@ class Compaction(Table[KeptUnits]):
 
     def metrics(self) -> dict[str, float]:
         """Return {"kept/<coupling>": ..., "of/<coupling>": ...} with "parameters", "bytes", "flops" of the result."""
-        evaluation = {f"evaluation/{name}": now for name, (_, now) in self.evaluation.items()}
-        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()} | evaluation
+        return super().metrics() | {name: float(size) for name, size in vars(self.after).items()}
 
     def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
         """Return the head and the rows as text; with `folds`, equal rows share a line."""
@@ -167,7 +164,7 @@ class Compaction(Table[KeptUnits]):
         more = "keep_config=False also removes what the config cannot hold"
         little = [f"{removed:.1%} of the parameters are removed; {more}"] if is_little else []
         dry = [] if math.isnan(self.seconds) else lines_of_dry_run("removed", self.seconds, self.memory)
-        return dry + little + [self.zeros] * bool(self.zeros) + lines_of_error(self.error_to_dense, self.evaluation)
+        return dry + little + [self.zeros] * bool(self.zeros) + lines_of_error(self.error_to_dense)
 
     def below(self) -> list[str]:
         """Return the lines below the table: sizes, and what was compared, changed and left out."""

@@ -10,10 +10,10 @@ from torch import nn
 from ..coupling import Coupling
 from ..errors import with_hints
 from ..models.progress import hidden_if_asked, phases
-from ..models.running import Evaluate, TokenMask, evaluated, kept_generators
+from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
-from ..tables import both, call_text
+from ..tables import call_text
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .compensation import compensated, estimated, recovered
@@ -45,7 +45,6 @@ def shrink(
     multiple_of: int | Mapping[str, int] | None = None,
     keep_config: bool | None = None,
     progress: bool = True,
-    evaluate: Evaluate | None = None,
     dry_run: bool = False,
 ) -> tuple[nn.Module, Compaction]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
@@ -109,12 +108,10 @@ def shrink(
             whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
             says what is dropped.
         progress: If True (default), show progress, as `one_shot` does. Bars of quick work appear for large models only.
-        evaluate: A function `(model) -> number` or `(model) -> {name: number}`, such as an accuracy, which is called on
-            the dense and the final model, in eval mode. The report has the numbers, and NaN if it fails for the latter.
         dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
             be left, sizes, what would be left out, and the time and memory that the call would take, estimated from one
             block. Scores are recorded on one batch alone, and trials run on a few rows and tokens. Nothing is
-            compensated, trained or evaluated, and there is nothing to save. False by default.
+            compensated or trained, and there is nothing to save. False by default.
 
     Returns:
         The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
@@ -140,8 +137,7 @@ def shrink(
     (True, 450, 162)
     """
     arguments, start = locals(), time.perf_counter()
-    request = ShrinkRequest(**{name: arguments[name] for name in arguments.keys() - {"evaluate", "progress"}})
-    dense = {} if dry_run else evaluated(evaluate, model, "shrink, the dense model")
+    request = ShrinkRequest(**{name: arguments[name] for name in arguments.keys() - {"progress"}})
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
@@ -178,5 +174,4 @@ def shrink(
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
     report = recovered(request, small, report, layers)
-    evaluation = both(dense, evaluated(evaluate, small, "shrink, the smaller model", warns_at=6))
-    return small, replace(report, evaluation=evaluation, call=call_text(shrink, arguments))
+    return small, replace(report, call=call_text(shrink, arguments))

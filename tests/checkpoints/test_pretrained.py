@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib.util
 import json
+import math
 import re
 import resource
 import runpy
@@ -561,28 +562,21 @@ def loaded_as_the_card_says(folder):
 def test_the_card_of_a_smaller_model_says_how_it_was_made_and_how_to_load_it(keep_config, tmp_path):
     model, inputs = hf_models.make("Llama")
     model.config._name_or_path = "someone/small-llama"
-    ratio, perplexity = {"mlp": 0.5, "key heads": 0.5}, iter((20.0, 21.5))
+    ratio = {"mlp": 0.5, "key heads": 0.5}
     exclude = [] if keep_config else ["model.layers.0.mlp.*"]  # layers of two sizes, which Llama's config cannot hold
-    small, report = shrink(
-        model,
-        inputs,
-        ratio=ratio,
-        exclude=exclude,
-        keep_config=keep_config,
-        evaluate=lambda _: {"perplexity": next(perplexity)},
-    )
-    export.save_pretrained(small, report, tmp_path / "small")
+    small, report = shrink(model, inputs, ratio=ratio, exclude=exclude, keep_config=keep_config)
+    export.save_pretrained(small, report, tmp_path / "small", evaluation={"perplexity": (20, 21.5), "bits": [1, 2.0]})
     head, sections = sections_of(tmp_path / "small")
     assert head == {
         "library_name": "transformers",
         "tags": ["sparsekit_ao", "pruned"],
         "base_model": "someone/small-llama",
     }
-    call = f"ratio={ratio}, exclude={exclude}, keep_config={keep_config}, evaluate=..."
+    call = f"ratio={ratio}, exclude={exclude}, keep_config={keep_config}"
     assert f"shrink(..., example_inputs=..., {call})" in sections["How it was made"]
     assert f"sparsekit_ao {sparsekit_ao.__version__}" in sections["How it was made"]
     assert f"{report.before.parameters:,} -> {report.after.parameters:,}" in sections["Report"]
-    assert "| perplexity | 20 | 21.5 |" in sections["Evaluation"]
+    assert "| perplexity | 20 | 21.5 |\n| bits | 1 | 2 |" in sections["Evaluation"]
     assert (
         f"with {sum(p.numel() for p in small.parameters()):,} parameters" in (tmp_path / "small/README.md").read_text()
     )
@@ -605,8 +599,22 @@ def test_a_model_of_prune_is_saved_without_masks_and_the_card_of_a_person_is_nev
     notes = export.save_pretrained(pruned_model, masks, tmp_path).notes
     assert "README.md is not as save_pretrained wrote it, so it is kept" in notes[-1]
     assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "masks.safetensors").exists()
-    export.save_pretrained(pruned_model, masks, tmp_path / "masked")
-    assert "masks drop 50.0% of the elements" in sections_of(tmp_path / "masked")[1]["Report"]
+    export.save_pretrained(pruned_model, masks, tmp_path / "masked", evaluation={"accuracy": (0.9, math.nan)})
+    _, sections = sections_of(tmp_path / "masked")
+    assert "masks drop 50.0% of the elements" in sections["Report"] and "| 0.9 | nan |" in sections["Evaluation"]
+
+
+PAIRS = [0.5, (0.5,), (1, 2, 3), "12", (1, None), (True, False), (torch.tensor(0.5), torch.tensor(0.4))]
+
+
+@pytest.mark.parametrize(
+    "evaluation", [None, 0.5, (1, 2), *({"bits": (1, 2), "loss": pair} for pair in PAIRS)], ids=str
+)
+def test_an_evaluation_is_pairs_of_numbers(evaluation, results, tmp_path):
+    for name in ("2:4", "masks", "smaller"):
+        with pytest.raises(SparsityError, match=r"evaluation must be \{name: \(number before, number after\)\}.*; got"):
+            export.save_pretrained(*results[name], tmp_path / "out", evaluation=evaluation)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

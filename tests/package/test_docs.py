@@ -7,6 +7,7 @@ import pkgutil
 import re
 import shutil
 import subprocess
+import sys
 import types
 
 import gallery
@@ -112,6 +113,25 @@ def test_the_errors_that_are_explained_are_those_of_the_library():
     for message in explained:
         pattern = ".*".join(re.escape(part) for part in message.split("…") if part)
         assert re.search(pattern, known), message
+
+
+def test_the_function_of_the_page_calls_lm_eval(monkeypatch):
+    """With a stub of its interface."""
+    page, names = (ROOT / "docs/one_shot.md").read_text(), {"tokenizer": "the tokenizer"}
+    exec(re.search(r"```python\n(def evaluate\(.*?)```", page, re.DOTALL)[1], names)
+    stub, huggingface = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.models.huggingface")
+    stub.models = types.ModuleType("lm_eval.models")
+    stub.models.huggingface = huggingface
+    huggingface.HFLM = lambda *, pretrained, tokenizer: (pretrained, tokenizer)
+
+    def simple_evaluate(*, model, tasks, limit):
+        assert model == ("the model", "the tokenizer")
+        return {"results": {task: {"alias": task, "acc,none": 0.5, "acc_stderr,none": 0.1} for task in tasks}}
+
+    stub.simple_evaluate = simple_evaluate
+    for module in (stub, stub.models, huggingface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert names["evaluate"]("the model") == {"arc_easy": 0.5, "hellaswag": 0.5}
 
 
 def test_the_line_of_a_report_that_a_page_quotes_is_in_one():
