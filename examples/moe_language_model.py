@@ -38,7 +38,7 @@ from sparsekit_ao.coupling import expert_couplings
 from sparsekit_ao.removal import shrink, shrink_experts
 
 LAYERS, EXPERTS, WIDTH, STEPS, BATCH, CALIBRATION = 3, 8, 128, 1500, 32, 16
-STRUCTURES: dict[str, dict[str, Any]] = {"2:4": {"pattern": "2:4"}, "50 %": {"sparsity_level": 0.5}}
+STRUCTURES: dict[str, dict[str, Any]] = {"2:4": {"sparsity_level": "2:4"}, "50 %": {"sparsity_level": 0.5}}
 # (score, compensation) by name.
 METHODS: dict[str, tuple[str, str | None]] = {
     "magnitude": ("magnitude", None),
@@ -143,7 +143,7 @@ def runs(dense: nn.Module, calibration: Sequence[Tensor]) -> Iterator[tuple[str,
             yield structure, THEIRS, partial(by_llmcompressor, dense, structure, calibration)
     for method in ("magnitude", "admm"):
         score, compensation = METHODS[method]
-        keys = {"pattern": "2:4", "score": score, "compensate": compensation, "exclude": ["*self_attn*"]}
+        keys = {"sparsity_level": "2:4", "score": score, "compensate": compensation, "exclude": ["*self_attn*"]}
         yield IN_EXPERTS, method, partial(pruned_by, dense, calibration, **keys)
     yield FEWER, "reap", lambda: shrink_experts(dense, calibration)[0]
     units = expert_couplings(dense)["expert_units"]

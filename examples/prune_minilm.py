@@ -15,6 +15,7 @@ model and a picture.
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def pruned(sentences: int, score: str, compensation: str | None, name: str, recover: bool = False) -> nn.Module:
         start, data = time.perf_counter(), batched(tokenizer, train[:sentences])
-        options = {"pattern": args.pattern, "exclude": ["pooler"], "token_mask": "attention_mask", "recover": recover}
-        model, report = prune(dense, args.level, batches=data, score=score, compensate=compensation, **options)
+        pattern = replace(patterns.parse(args.pattern), sparsity_level=args.level)
+        options = {"exclude": ["pooler"], "token_mask": "attention_mask", "recover": recover}
+        model, report = prune(dense, pattern, batches=data, score=score, compensate=compensation, **options)
         measure(model, name, len(train[:sentences]), time.perf_counter() - start)
         if recover:
             print(report.recovery)

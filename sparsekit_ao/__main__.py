@@ -27,6 +27,7 @@ from .export import report
 from .models.progress import say
 from .oneshot import prune
 from .oneshot.walk import check_options
+from .patterns import parse
 from .removal import shrink
 from .sparsifiers import ScopeSparsifier
 from .structure import checked_level
@@ -85,7 +86,7 @@ def _run(args: argparse.Namespace) -> None:
     """Load a model, prune or shrink it, compare it with the dense one on held-out tokens, and save it."""
     call = CALLS[args.command]
     keys = _recipe(args.recipe, call) if args.recipe else {}
-    names = inspect.signature(call).parameters.keys() - OF_COMMAND
+    names = _names(call)
     keys |= {name: value for name, value in vars(args).items() if name in names and value is not None}
     if args.out is None and not args.dry_run:
         raise SparsityError("give --out, the folder to write, or --dry-run")
@@ -100,7 +101,10 @@ def _run(args: argparse.Namespace) -> None:
     if (least := min(args.tokens, 2 if args.length is None else args.length)) < 2:
         raise SparsityError(f"--tokens and --length must be at least 2, got {least}")
     checked_level(vars(args).get("ratio") or 0, "--ratio: ")
-    ScopeSparsifier(keys.get("sparsity_level"), pattern=keys.get("pattern"))  # raises errors of these, too
+    pattern, level = keys.pop("pattern", None), keys.get("sparsity_level")
+    ScopeSparsifier(level, pattern=pattern)  # raises errors of these, too
+    if pattern is not None:
+        keys["sparsity_level"] = pattern if level is None else replace(parse(pattern), sparsity_level=level)
     check_options(args.command, *map(keys.get, ("device", "stream_memory", "checkpoint", "compensate")))
     if args.out is not None:
         check_writable(args.out, f"--out: {args.out}")
@@ -131,6 +135,12 @@ def _run(args: argparse.Namespace) -> None:
         print(save_pretrained(result, replace(found, call=made), args.out, evaluation=evaluation))
 
 
+def _names(call: Callable[..., Any]) -> set[str]:
+    """Return the arguments of a call that a command line or a recipe may give, and `pattern` beside a level."""
+    names = inspect.signature(call).parameters.keys() - OF_COMMAND
+    return names | {"pattern"} if "sparsity_level" in names else names
+
+
 def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments in a YAML file; their names are those of the call."""
     try:
@@ -144,7 +154,7 @@ def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
         raise SparsityError(f"--recipe: {path} is not YAML: {error}") from error
     if not isinstance(values, Mapping):
         raise SparsityError(f"--recipe: {path} must hold names and values, such as `pattern: 2:4`")
-    names = set(inspect.signature(call).parameters) - OF_COMMAND
+    names = _names(call)
     for name in values:
         if name not in names:
             known = f"it takes {', '.join(sorted(names))}.{did_you_mean(str(name), names)}"

@@ -102,7 +102,8 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in names:
-                raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, names)}")
+                meant = "sparsity_level" if name == "pattern" and "sparsity_level" in names else name
+                raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(meant, names)}")
         return function(*args, **kwargs)
 
     return call

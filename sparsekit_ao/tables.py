@@ -36,8 +36,8 @@ def lines_of_error(error: float) -> list[str]:
 def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Return a call as text; "..." stands for models and data. Of defaults, only fractions are shown.
 
-    >>> call_text(sparsekit_ao.prune, {"model": torch.nn.Linear(2, 2), "pattern": "2:4", "recover": False})
-    "prune(..., pattern='2:4')"
+    >>> call_text(sparsekit_ao.prune, {"model": torch.nn.Linear(2, 2), "sparsity_level": "2:4", "recover": False})
+    "prune(..., sparsity_level='2:4')"
     """
     parts = []
     for name, parameter in inspect.signature(function).parameters.items():

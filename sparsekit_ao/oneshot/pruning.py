@@ -136,7 +136,6 @@ def prune(
     model: nn.Module,
     sparsity_level: float | Pattern | str | None = None,
     *,
-    pattern: Pattern | str | None = None,
     batches: Iterable[Any] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     token_mask: TokenMask = None,
@@ -168,8 +167,8 @@ def prune(
     Args:
         model: A model on any device, in any dtype. Unless `inplace`, a copy is pruned. In a copy, weights under
             weight_norm are pruned too.
-        sparsity_level: The fraction of each weight that is dropped, in [0, 1], or the pattern; 0.5 by default.
-        pattern: One of `patterns`, or its text ("2:4"). None (default) drops single elements.
+        sparsity_level: The fraction of each weight that is dropped, in [0, 1], or what is dropped: one of `patterns`,
+            such as `patterns.rows(0.7)`, or its text ("2:4"). None (default) drops half of the single elements.
         batches, forward, token_mask, compensate: As for `one_shot`. Batches are inputs without labels, unless the score
             needs gradients; `forward` must then return the loss of a batch.
         exclude: Tensors and modules to leave out: names, globs, regular expressions, modules or module classes.
@@ -215,7 +214,7 @@ def prune(
     refuse_unloadable(model, "prune")
     if not inplace:
         refuse_uncopyable(model, "prune")
-    sparsifier = ScopeSparsifier(sparsity_level, pattern=pattern, score=score)
+    sparsifier = ScopeSparsifier(sparsity_level, score=score)
     _check_gradients(score, batches is not None, forward is not None, passes > 0)
     data = CalibrationData(model=model, batches=(), forward=forward, token_masks=())
     if batches is not None:
@@ -229,7 +228,7 @@ def prune(
     method = None if batches is None else compensate
     layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, given)
     layers.keeps_zeros = keep_zeros
-    if given and (sparsity_level, pattern) != (None, None):
+    if given and sparsity_level is not None:
         check_masks(layers.pruning_groups, layers.groups, {name: (mask, False) for name, mask in given.items()})
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:

@@ -190,7 +190,7 @@ def test_a_model_of_a_gguf_file_is_saved_as_a_plain_one(pruned, tmp_path):
     model = llama.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     inputs = {"input_ids": torch.arange(12).reshape(2, 6)}
     if pruned == "prune":
-        model = prune(model, pattern="2:4", batches=[inputs], compensate=None)[0]
+        model = prune(model, "2:4", batches=[inputs], compensate=None)[0]
         result = {name: p != 0 for name, p in model.named_parameters() if name.endswith("proj.weight")}
     elif pruned == "shrink":
         model, result = shrink(model, inputs)

@@ -83,23 +83,23 @@ def one_walk_over_ranks():
     dense.first = nn.Linear(32, 32)
     dense.double()
     own = batches[rank::world]
-    whole, _ = prune(dense, pattern="2:4", batches=batches, progress=False)  # all ranks sum it, which scales all sums
+    whole, _ = prune(dense, "2:4", batches=batches, progress=False)  # all ranks sum it, which scales all sums
     solve, counts = solving.prune_layer, []
     with unittest.mock.patch.object(
         solving, "prune_layer", lambda layer, *args: counts.append(0) or solve(layer, *args)
     ):
-        model, report = prune(dense, pattern="2:4", batches=own, recover=True, progress=False)
+        model, report = prune(dense, "2:4", batches=own, recover=True, progress=False)
     total = torch.tensor(len(counts))
     distributed.all_reduce(total)
     assert int(total) == len(report.rows) and len(counts) < len(report.rows)
-    shared, _ = prune(dense, pattern="2:4", batches=own, progress=False)
+    shared, _ = prune(dense, "2:4", batches=own, progress=False)
     same = [
         ((p != 0) == (q != 0)).double().mean() for p, q in zip(whole.parameters(), shared.parameters(), strict=True)
     ]
     # sums are float32, so that their rounding changes masks of ties, and each change the inputs of the layers after it
     assert min(same[:4]) >= 0.999
     sharded = wrapped(copy.deepcopy(dense))
-    prune(sharded, pattern="2:4", batches=own, recover=True, inplace=True, progress=False)
+    prune(sharded, "2:4", batches=own, recover=True, inplace=True, progress=False)
     masked = copy.deepcopy(dense)
     sparsifier = prepared_for_two_of_four(masked)
     one_shot(sparsifier, own, recover=True, progress=False)
@@ -117,7 +117,7 @@ def one_walk_over_ranks():
     with pytest.raises(SparsityError, match="every rank needs the same number of batches, got 1 and 2"):
         recover(shared, dense, own[: 1 + (rank > 0)])
     with pytest.raises(SparsityError, match="prune: the ranks have different models or arguments; load the same"):
-        prune(Model(width=16 + rank), pattern="2:4", batches=own)
+        prune(Model(width=16 + rank), "2:4", batches=own)
 
 
 class Mixing(nn.Module):
@@ -151,7 +151,7 @@ def as_one_process(kind, folder):
         unittest.mock.patch.object(torch.optim.Adam, "step", lambda self: steps.append(0) or step(self)),
         unittest.mock.patch.object(Mixing, "forward", seen),
     ):
-        _, report = prune(dense, pattern="2:4", batches=own, recover=True, progress=False)
+        _, report = prune(dense, "2:4", batches=own, recover=True, progress=False)
     assert len(steps) == 2 * 4 * len(batches)  # blocks, passes, batches
     if kind == "sequences":
         assert sum(trained) == 2 * 4 * sum(len(x) if len(x) >= world else world * len(x) for x in own)

@@ -60,7 +60,7 @@ def test_masks_may_come_from_a_file_and_layers_without_adapters_are_reported():
 def test_adapters_are_merged_into_what_prune_returned_with_the_masks_that_the_error_names():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    model, report = prune(nn.Sequential(OrderedDict(up=nn.Linear(64, 128), down=nn.Linear(128, 64))), pattern="2:4")
+    model, report = prune(nn.Sequential(OrderedDict(up=nn.Linear(64, 128), down=nn.Linear(128, 64))), "2:4")
     masks = {row.tensor: model.get_parameter(row.tensor) != 0 for row in report}
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
     advice = r"give \{row.tensor: model.get_parameter\(row.tensor\) != 0 for row in report\}"

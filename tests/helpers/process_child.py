@@ -129,8 +129,8 @@ def prune_and_shrink(before):
     """The first calls in the process, which import what torch's optimizers import."""
     batches, small = [torch.randn(8, 32)], torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 8))
     calls = {
-        "prune": lambda: sparsekit_ao.prune(small, pattern="2:4"),
-        "recover": lambda: sparsekit_ao.prune(small, pattern="2:4", batches=batches, recover=True),
+        "prune": lambda: sparsekit_ao.prune(small, "2:4"),
+        "recover": lambda: sparsekit_ao.prune(small, "2:4", batches=batches, recover=True),
         "shrink": lambda: sparsekit_ao.shrink(small, batches[0]),
     }
     threads = set(threading.enumerate())

@@ -14,7 +14,7 @@ from pruned_models import Model, correlated
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekit_ao import SparsityError, prune, shrink
+from sparsekit_ao import SparsityError, patterns, prune, shrink
 from sparsekit_ao.oneshot import dry
 
 IMAGES = [torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
@@ -40,11 +40,19 @@ def unchanged(model, before, state):
 
 
 CASES = {
-    "blocks": (Model, correlated, {"pattern": "2:4"}),
-    "blocks, recovered": (Model, correlated, {"pattern": "2:4", "recover": True, "device": "cpu", "inplace": True}),
-    "rows": (Model, correlated, {"pattern": "rows", "sparsity_level": 0.3, "compensate": "least_squares"}),
+    "blocks": (Model, correlated, {"sparsity_level": "2:4"}),
+    "blocks, recovered": (
+        Model,
+        correlated,
+        {"sparsity_level": "2:4", "recover": True, "device": "cpu", "inplace": True},
+    ),
+    "rows": (Model, correlated, {"sparsity_level": patterns.rows(0.3), "compensate": "least_squares"}),
     "no blocks": (convolutions, lambda: IMAGES, {"sparsity_level": 0.7}),
-    "no blocks, recovered": (convolutions, lambda: IMAGES, {"pattern": "2:4", "recover": True, "compensate": None}),
+    "no blocks, recovered": (
+        convolutions,
+        lambda: IMAGES,
+        {"sparsity_level": "2:4", "recover": True, "compensate": None},
+    ),
     "no batches": (convolutions, lambda: None, {"sparsity_level": 0.5}),
 }
 

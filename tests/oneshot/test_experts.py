@@ -20,7 +20,7 @@ BATCHES = [torch.randint(1, 50, (4, 24), generator=torch.Generator().manual_seed
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_half_of_every_scope_is_zero_and_the_model_loads_and_generates(kind, tmp_path):
     model, _ = make(kind)
-    pruned, report = prune(model, pattern="2:4", batches=BATCHES, progress=False)
+    pruned, report = prune(model, "2:4", batches=BATCHES, progress=False)
     weights = {name: p for name, p in pruned.named_parameters() if p.ndim > 1 and not DENSE.search(name)}
     assert {row.tensor for row in report} == weights.keys()
     assert report.left_out.keys() == set(report.dense)  # routers, and the output embedding
@@ -42,7 +42,7 @@ def test_half_of_every_scope_is_zero_and_the_model_loads_and_generates(kind, tmp
 
 def test_the_report_counts_the_tokens_of_experts():
     (model, _), chosen = make("Mixtral"), []
-    _, report = prune(model, pattern="2:4", batches=BATCHES, progress=False)
+    _, report = prune(model, "2:4", batches=BATCHES, progress=False)
     hook = lambda _, args: chosen.append(args[1])  # noqa: E731
     with torch.no_grad(), model.model.layers[0].mlp.experts.register_forward_pre_hook(hook):
         for ids in BATCHES:
@@ -110,8 +110,8 @@ def test_weights_that_other_products_read_are_compensated_and_outputs_are_nearer
     model = kind().eval()
     mix = torch.randn(16, 16) / 4
     batches = [torch.randn(8, 12, 16) @ mix for _ in range(4)]
-    pruned, report = prune(model, pattern="2:4", batches=batches)
-    by_size, _ = prune(model, pattern="2:4", batches=batches, compensate=None)
+    pruned, report = prune(model, "2:4", batches=batches)
+    by_size, _ = prune(model, "2:4", batches=batches, compensate=None)
     assert sorted(row.tensor for row in report) == sorted(NAMES[kind]) and not report.dense
     for row in report:
         weight = pruned.get_parameter(row.tensor)

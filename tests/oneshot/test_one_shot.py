@@ -159,7 +159,7 @@ def test_scores_of_gradients_in_prune():
     one.calibrate(batches, loss)
     one_shot(one, batches, loss, compensate="least_squares")
     one.squash_mask()
-    keys = {"pattern": "2:4", "batches": batches, "score": "taylor", "compensate": "least_squares"}
+    keys = {"sparsity_level": "2:4", "batches": batches, "score": "taylor", "compensate": "least_squares"}
     two, _ = prune(model, **keys, forward=loss)
     assert all(torch.equal(p, one.model.get_parameter(name)) for name, p in two.named_parameters())
     for text, call in {
@@ -233,6 +233,7 @@ def test_check_after_an_interruption_in_the_first_block_names_one_shot():
     [
         (lambda: prune(Model(), sparsity=0.5), "prune() has no argument 'sparsity'. Did you mean 'sparsity_level'?"),
         (lambda: prune(Model(), ratio=0.5), "Did you mean 'sparsity_level'?"),
+        (lambda: prune(Model(), pattern="2:4"), "prune() has no argument 'pattern'. Did you mean 'sparsity_level'?"),
         (lambda: one_shot(prepared(), [], tokenmask="x"), "Did you mean 'token_mask'?"),
         (lambda: recover(Model(), Model(), [], epochs=3, rat=1), "recover() has no argument 'epochs'."),
         (lambda: removal.shrink(Model(), torch.ones(1, 8), sparsity_level=0.5), "Did you mean 'ratio'?"),
@@ -718,8 +719,8 @@ def test_filters_of_a_module_of_ones_own_are_pruned_as_those_of_a_layer(groups, 
         def forward(self, x):
             return F.conv2d(x, self.own, self.bias, groups=self.groups)
 
-    pruned, report = prune(nn.Sequential(Filters()), pattern=pattern, batches=[inputs], progress=False)
-    expected = prune(nn.Sequential(filters), pattern=pattern, batches=[inputs], progress=False)[0]
+    pruned, report = prune(nn.Sequential(Filters()), pattern, batches=[inputs], progress=False)
+    expected = prune(nn.Sequential(filters), pattern, batches=[inputs], progress=False)[0]
     assert torch.equal(pruned[0].own, expected[0].weight) and not report.dense
 
 

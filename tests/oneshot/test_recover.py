@@ -113,7 +113,7 @@ def test_one_walk_prunes_and_recovers_and_prune_gives_the_same():
     given, _, _ = pruned(recover=copy.deepcopy(dense))
     apart, _, _ = pruned()
     recover(apart.model, dense, batches)
-    model, report = prune(dense, pattern="2:4", batches=batches, recover=True, exclude=["first", "head"])
+    model, report = prune(dense, "2:4", batches=batches, recover=True, exclude=["first", "head"])
     assert [row.block for row in report.recovery] == ["blocks.0", "blocks.1"] and "blocks.1" in str(report)
     assert distance(dense, model, batches) < 1.05 * distance(dense, apart.model, batches)
     sparsifier.squash_mask()
@@ -176,7 +176,7 @@ def test_exchanged_models_and_weights_of_inference_mode_are_refused():
         recover(dense, sparsifier.model, batches)
     assert same(dense.state_dict(), before)
     sparse = prune(dense, 0.9)[0]  # sparser than what is made from it
-    recover(prune(sparse, pattern="2:4", batches=batches)[0], sparse, batches)
+    recover(prune(sparse, "2:4", batches=batches)[0], sparse, batches)
     with torch.inference_mode():
         made = Model()
     with pytest.raises(SparsityError, match="first.weight was made in inference mode"):
@@ -348,7 +348,7 @@ def test_prune_in_place_without_data_and_what_a_pattern_does_not_fit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.warns(UserWarning, match=r"prune: only 18.6% of the weights were pruned, and these stayed dense"):
-        same, report = prune(model, pattern="2:4", exclude=[model[3]], inplace=True)
+        same, report = prune(model, "2:4", exclude=[model[3]], inplace=True)
     assert "covers 18.6% of the weights; left dense: 0.weight, 3.weight" in str(report)
     assert same is model and [row.tensor for row in report] == ["2.weight"]
     assert (model[2].weight.view(-1, 4) != 0).sum(1).eq(2).all() and model[0].weight.all() and model[3].weight.all()
@@ -379,7 +379,7 @@ def test_dense_weights_of_other_dtypes_count(dtype, name, batches):
     if dtype == torch.int32 and name == "w":
         pytest.skip("indices")
     model = nn.Sequential(Product(dtype, name), nn.Linear(8, 24))
-    _, report = prune(model, pattern="2:4", batches=batches, progress=False)
+    _, report = prune(model, "2:4", batches=batches, progress=False)
     assert report.coverage == 0.75 and report.dense == [f"0.{name}"]
     assert f"covers 75.0% of the weights; left dense: 0.{name}" in str(report)
 
@@ -391,7 +391,7 @@ def test_weights_of_weight_norm_are_pruned_in_a_copy_and_normalized_anew(norm):
     dense, batches = nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), correlated()
     before = copy.deepcopy(dense.state_dict())
     dense(batches[0])  # after which torch's deepcopy refuses the computed weight
-    model, report = prune(dense, pattern="2:4", batches=batches, recover=True)
+    model, report = prune(dense, "2:4", batches=batches, recover=True)
     model(batches[0])
     assert [row.tensor for row in report] == ["0.weight", "2.weight"] and report.recovery[0].after < 0.5
     assert model.state_dict().keys() == before.keys()

@@ -222,8 +222,7 @@ def pruned_with_dead_inputs(method, pattern, tokens=256, inputs=1.0, weights=1.0
     dense = torch.randn(16, 32, generator=generator)
     dense[:, ::4] *= 20
     model[0].weight.data = dense * weights
-    level = 0.5 if pattern is None else None
-    pruned, report = prune(model, level, pattern=pattern, batches=[x * inputs], compensate=method, progress=False)
+    pruned, report = prune(model, pattern, batches=[x * inputs], compensate=method, progress=False)
     return pruned[0].weight.detach(), report.rows[0]
 
 

@@ -75,7 +75,7 @@ def need_same(model, expected):
         assert torch.equal(value, expected[name]), name
 
 
-OPTIONS = {"pattern": "2:4", "batches": BATCHES, "recover": True, "inplace": True}
+OPTIONS = {"sparsity_level": "2:4", "batches": BATCHES, "recover": True, "inplace": True}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_an_offloaded_model_is_pruned_without_batches_and_by_one_budget(folder, 
 
 
 def test_recover_reads_an_offloaded_dense_model_block_by_block(folder, tmp_path):
-    pruned, _ = prune(in_memory(folder), pattern="2:4", inplace=True)
+    pruned, _ = prune(in_memory(folder), "2:4", inplace=True)
     here, there = copy.deepcopy(pruned), pruned
     rows = recover(here, in_memory(folder), BATCHES)
     assert recover(there, on_disk(folder, tmp_path), BATCHES).rows[0].after == rows.rows[0].after
@@ -234,7 +234,7 @@ def test_a_smaller_model_on_disk_has_files_of_its_own(folder, tmp_path):
     recover(small, dense, BATCHES, progress=False)
     need_same(dense, before)
     recovered = values(small)
-    prune(dense, pattern="2:4", inplace=True)
+    prune(dense, "2:4", inplace=True)
     need_same(small, recovered)
 
 

@@ -26,9 +26,9 @@ def inputs(count=3, rows=64, seed=0):
 
 def test_other_files_in_the_folder_are_no_finished_blocks(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
-    prune(small(), pattern="2:4", batches=inputs(), checkpoint=tmp_path)
+    prune(small(), "2:4", batches=inputs(), checkpoint=tmp_path)
     (tmp_path / "00001.pt").unlink()
-    assert len(prune(small(), pattern="2:4", batches=inputs(), checkpoint=tmp_path)[1].rows) == 3
+    assert len(prune(small(), "2:4", batches=inputs(), checkpoint=tmp_path)[1].rows) == 3
 
 
 def chain(*blocks):
@@ -39,7 +39,7 @@ def test_blocks_are_visited_in_their_order_whatever_the_first_batch_reaches():
     torch.manual_seed(0)
     first = Net(lambda m, x: m.a(x) if len(x) > 8 else m.d(x), a=nn.Linear(16, 16), d=nn.Linear(16, 16))
     model, batches = chain(first, nn.Linear(16, 16), nn.Linear(16, 16)), [torch.randn(8, 16), torch.randn(64, 16)]
-    keys = {"pattern": "2:4", "exclude": ["*.d"]}
+    keys = {"sparsity_level": "2:4", "exclude": ["*.d"]}
     reports = [prune(model, batches=some, **keys)[1] for some in (batches, batches[::-1])]
     assert [row.tensor for row in reports[0]] == ["blocks.0.a.weight", "blocks.1.weight", "blocks.2.weight"]
     for row, other in zip(*reports, strict=True):
@@ -75,7 +75,7 @@ def test_autocast_sees_weights_that_have_changed(recovers):
     results = []
     for caches in (True, False):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
-            _, report = prune(small(), pattern="2:4", batches=inputs(), recover=recovers)
+            _, report = prune(small(), "2:4", batches=inputs(), recover=recovers)
             assert torch.is_autocast_cache_enabled() == caches
         results.append([row.after for row in report] + [row.after for row in report.recovery or ()])
         assert not recovers or any(row.after < row.before for row in report.recovery)
@@ -149,14 +149,14 @@ def test_arguments_of_no_use_are_refused_and_change_nothing(keys, text):
 
 def test_hooks_of_accelerate_around_a_layer_or_around_all_blocks():
     model = Model()
-    here, _ = prune(model, pattern="2:4")
+    here, _ = prune(model, "2:4")
     there = accelerate.cpu_offload(copy.deepcopy(model), "cpu", preload_module_classes=["Block"])
-    prune(there, pattern="2:4", inplace=True)
+    prune(there, "2:4", inplace=True)
     x = correlated()[0]
     torch.testing.assert_close(there(x), here(x))
     whole = accelerate.cpu_offload(copy.deepcopy(model), "cpu", preload_module_classes=["Model"])
     with pytest.raises(SparsityError, match="accelerate loads all of Model at once, with all of its blocks"):
-        prune(whole, pattern="2:4", inplace=True)
+        prune(whole, "2:4", inplace=True)
 
 
 def test_tensors_that_were_one_before_they_were_offloaded_are_refused():

@@ -32,10 +32,10 @@ CALLS = {  # what is made first, and the call
     "report": (stepped, ScopeSparsifier.report),
     "check": (stepped, ScopeSparsifier.check),
     "squash_mask": (stepped, ScopeSparsifier.squash_mask),
-    "prune": (lambda model: model, lambda model: prune(model, pattern="2:4", progress=False)),
+    "prune": (lambda model: model, lambda model: prune(model, "2:4", progress=False)),
     "prune with data": (
         lambda model: model,
-        lambda model: prune(model, pattern="2:4", batches=[torch.ones(2, 8)], compensate=None, progress=False),
+        lambda model: prune(model, "2:4", batches=[torch.ones(2, 8)], compensate=None, progress=False),
     ),
 }
 

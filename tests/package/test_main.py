@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sparsekit_ao import __main__ as command
+from sparsekit_ao import patterns
 from sparsekit_ao.checkpoints import pretrained
 
 WORDS = [f"w{k}" for k in range(40)]
@@ -71,7 +72,7 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     assert not (out / "masks.safetensors").exists() and (out / "tokenizer.json").exists()
     assert run("report", out) == 0
     printed = capsys.readouterr().out
-    assert "2:4" in printed and "pattern='2:4'" in printed
+    assert "2:4" in printed and "sparsity_level='2:4'" in printed
     code = (out / "README.md").read_text().split("## How to load it")[1].split("```")[1].removeprefix("python\n")
     exec(code.replace("folder = 'out'", f"folder = {str(out)!r}"), names := {})
     assert torch.equal(names["model"].model.layers[1].mlp.up_proj.weight, weight)
@@ -130,8 +131,29 @@ def test_a_recipe_takes_the_names_of_the_call_and_the_command_line_comes_first(l
     monkeypatch.setitem(command.CALLS, "prune", spy := lambda model, **keys: seen.update(keys) or (None, "planned"))
     spy.__wrapped__ = command.prune
     assert run("prune", llama, "--recipe", recipe, "--exclude", "a", "--dry-run") == 0
-    expected = {"pattern": "2:4", "score": "wanda", "compensate": None, "exclude": ["a"]}
+    expected = {"sparsity_level": "2:4", "score": "wanda", "compensate": None, "exclude": ["a"]}
     assert seen == {**expected, "batches": None, "dry_run": True, "inplace": True}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "level"),
+    [
+        ("pattern: 2:4", [], "2:4"),
+        ("sparsity_level: 2:4", [], "2:4"),
+        ("pattern: 2:4", ["--pattern", "rows"], "rows"),
+        ("pattern: rows", ["--sparsity-level", "0.3"], patterns.rows(0.3)),
+        ("sparsity_level: 0.3", ["--pattern", "4x1"], patterns.blocks(4, 1, 0.3)),
+        ("pattern: rows\nsparsity_level: 0.3", ["--sparsity-level", "0.7"], patterns.rows(0.7)),
+        ("sparsity_level: 0.3", [], 0.3),
+    ],
+)
+def test_a_pattern_and_a_level_are_given_to_the_call_as_one(recipe, argv, level, llama, tmp_path, monkeypatch):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    seen = {}
+    monkeypatch.setitem(command.CALLS, "prune", spy := lambda model, **keys: seen.update(keys) or (None, "planned"))
+    spy.__wrapped__ = command.prune
+    assert run("prune", llama, "--recipe", tmp_path / "recipe.yaml", *argv, "--dry-run") == 0
+    assert seen["sparsity_level"] == level and "pattern" not in seen
 
 
 def test_the_commands_of_the_page_run(llama, data, tmp_path, monkeypatch):
@@ -196,6 +218,7 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, llama, data, tmp_p
         ("shrink --data DATA --ratio nan --budget flops", "--ratio: sparsity level must lie in [0, 1], got nan"),
         ("prune --sparsity-level 1.5", "sparsity level must lie in [0, 1], got 1.5"),
         ("prune --pattern 3:2", "got n=3, m=2"),
+        ("prune --pattern 2:4 --sparsity-level 0.3", "sparsity_level and patterns.n_m(2, 4) are mutually exclusive"),
         ("prune --pattern filter", "'filter'"),
         ("prune --device gpu", "device='gpu' is not a device"),
         ("prune --checkpoint DATA", "is not a folder that can be written"),
@@ -235,7 +258,7 @@ def test_the_result_may_be_written_to_any_folder(out, llama, tmp_path, monkeypat
     for pattern in ("2:4", "1:4"):
         assert run("prune", llama, "--pattern", pattern, "--out", out) == 0
         capsys.readouterr()
-        assert run("report", out) == 0 and f"pattern='{pattern}'" in capsys.readouterr().out
+        assert run("report", out) == 0 and f"sparsity_level='{pattern}'" in capsys.readouterr().out
     weight = AutoModelForCausalLM.from_pretrained(out).model.layers[1].mlp.up_proj.weight
     assert bool(((weight.view(-1, 4) != 0).sum(1) == 1).all())
     Path(out, "README.md").write_text("mine")
@@ -373,7 +396,7 @@ def test_a_dry_run_prints_what_would_be_done_and_writes_nothing(name, llama, dat
 def test_a_folder_without_a_tokenizer_needs_none_without_data(tmp_path, capsys):
     hf_models.make("ViT")[0].save_pretrained(tmp_path / "vit")
     assert run("prune", tmp_path / "vit", "--pattern", "2:4", "--out", tmp_path / "out") == 0
-    assert run("report", tmp_path / "out") == 0 and "prune(..., pattern='2:4'" in capsys.readouterr().out
+    assert run("report", tmp_path / "out") == 0 and "prune(..., sparsity_level='2:4'" in capsys.readouterr().out
     (tmp_path / "text.txt").write_text(text())
     assert run("prune", tmp_path / "vit", *short(tmp_path / "text.txt"), "--dry-run") == 2
     assert "--data needs a tokenizer" in capsys.readouterr().err

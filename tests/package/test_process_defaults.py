@@ -173,7 +173,7 @@ def pruned_by(**keys):
 
 CALLS = {
     "admm": (stack, pruned_by()),
-    "2:4 by obs": (stack, pruned_by(pattern="2:4", compensate="obs")),
+    "2:4 by obs": (stack, pruned_by(sparsity_level="2:4", compensate="obs")),
     "sparsegpt": (stack, pruned_by(compensate="sparsegpt")),
     "random": (stack, lambda model, _: prune(model, score="random", progress=False)[0]),
     "prune and recover": (stack, pruned_by(recover=True, device="cpu", stream_memory=0)),

@@ -118,7 +118,7 @@ MOVING = {  # sections of the page: the call that takes an argument by itself, n
     ),
     "From NNCF": ("prune(model, {})", "012"),
     "From SparseML": ("prune(model, {})", "012"),
-    "From LLM Compressor": ("prune(model, pattern='2:4', batches=batches, {})", ("mlp", "relu", "lm_head")),
+    "From LLM Compressor": ("prune(model, '2:4', batches=batches, {})", ("mlp", "relu", "lm_head")),
     "From NVIDIA ModelOpt": ("prune(model, {})", "012"),
     "From sparsimony": ("RigL(0.9, optimizer=optimizer, until=75_000, {})", "012"),
 }
