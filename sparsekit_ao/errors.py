@@ -30,6 +30,7 @@ _MEANT = {  # what other libraries call an argument
     "keep_config": ("uniform",),
     "multiple_of": ("tensor_parallel",),
     "exclude": ("ignore", "ignored_layers", "skip"),
+    "layers": ("blocks",),
     "batches": ("data", "dataset", "dataloader", "calibration_data", "inputs", "example_inputs"),
     "example_inputs": ("inputs", "batch", "batches"),
     "block_shape": ("sparse_block_shape", "block", "block_size"),

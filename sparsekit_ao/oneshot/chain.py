@@ -193,8 +193,8 @@ def find_chains(data: CalibrationData, layers: Sequence[nn.Module], name: str | 
     found = [c for c in found if used.isdisjoint(id(x) for b in c.blocks for x in (*b.modules(), *b.parameters()))]
     if name is not None and not found:
         raise SparsityError(
-            f"blocks={name!r} do not form a chain: each must be called once, in order, with outputs of the one before "
-            "and otherwise the same arguments, and no layer may be part of two of them; leave blocks out to run the "
+            f"layers={name!r} do not form a chain: each must be called once, in order, with outputs of the one before "
+            "and otherwise the same arguments, and no layer may be part of two of them; leave layers out to run the "
             "whole model instead"
         )
     if not found or (len(found) < 2 and not data.token_masks[0].marked):
@@ -210,9 +210,9 @@ def _list_of(model: nn.Module, name: str) -> list[nn.Module]:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        raise SparsityError(f"blocks={name!r} is not a module of the model") from None
+        raise SparsityError(f"layers={name!r} is not a module of the model") from None
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        raise SparsityError(f"blocks={name!r} is a {type(module).__name__}, not a ModuleList or Sequential")
+        raise SparsityError(f"layers={name!r} is a {type(module).__name__}, not a ModuleList or Sequential")
     return list(module)
 
 

@@ -39,7 +39,7 @@ def one_shot(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     *,
     compensate: str | None = "admm",
-    blocks: str | None = None,
+    layers: str | None = None,
     token_mask: TokenMask = None,
     recover: bool | nn.Module = False,
     device: Device = None,
@@ -67,7 +67,7 @@ def one_shot(
             a whole tensor. These three choose the masks themselves; the report notes a score that they do not use.
             `"least_squares"` takes the sparsifier's masks and computes the best weights for them, and None leaves the
             kept weights as they are.
-        blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
+        layers: The name of a list of repeated modules, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count: a key of the batches, or a function that returns a batch's mask. None (default)
             takes the `attention_mask` of batches that have one, and for what a decoder computes from its inputs the
             `decoder_attention_mask`, if any; False counts all tokens. The mask applies to layers
@@ -121,14 +121,14 @@ def one_shot(
     refuse_unloadable(model, "one_shot")
     data = CalibrationData.checked(model, batches, forward, token_mask, "one_shot")
     pruning_groups = sparsifier.pruning_groups()
-    layers = Layers(
+    solving = Layers(
         sparsifier.groups, pruning_groups, sparsifier.recorder, compensate, sparsifier.live_mask, "one_shot"
     )
-    layers.check(has_data=True)
+    solving.check(has_data=True)
     dense = recover if isinstance(recover, nn.Module) else None
     teacher = None if recover is False else Teacher(dense, data)
-    options = {"blocks": blocks, "device": device, "stream_memory": stream_memory}
-    return _pruned(layers, data, teacher, options, checkpoint, progress, start)
+    options = {"blocks": layers, "device": device, "stream_memory": stream_memory}
+    return _pruned(solving, data, teacher, options, checkpoint, progress, start)
 
 
 @with_hints

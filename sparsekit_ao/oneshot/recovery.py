@@ -34,7 +34,7 @@ def recover(
     passes: int = PASSES,
     rate: float = RATE,
     outputs: str | None = None,
-    blocks: str | None = None,
+    layers: str | None = None,
     token_mask: TokenMask = None,
     seed: int = 0,
     device: Device = None,
@@ -77,7 +77,7 @@ def recover(
             (the first tensor that the model or `forward` returns), by the mean squared error (`"mse"`) or the
             divergence of logits (`"kl"`). This takes more time and memory. It is for a last call, after the blocks, at
             a far lower `rate`, such as 0.0005.
-        blocks: The name of a list of repeated blocks, a ModuleList or Sequential. None (default) finds all lists.
+        layers: The name of a list of repeated modules, a ModuleList or Sequential. None (default) finds all lists.
         token_mask: Which tokens count, as for `one_shot`.
         seed: An int that determines the order of batches.
         device, stream_memory, checkpoint, progress: As for `one_shot`.
@@ -112,14 +112,14 @@ def recover(
     check_options("recover", device, stream_memory, checkpoint)
     data = CalibrationData.checked(model, batches, forward, token_mask, "recover")
     teacher = Teacher(dense, data, passes=passes, rate=rate, seed=seed, outputs=outputs)
-    layers = _changed_layers(model, dense) if outputs is None else ()  # without layers there are no blocks
-    listed = blocks if outputs is None else None
-    walk = Walk(data, (), blocks=listed, layers=layers, device=device, stream_memory=stream_memory)
-    of_blocks = {"blocks": blocks, "device": device, "stream_memory": stream_memory, "checkpoint": checkpoint}
+    changed = _changed_layers(model, dense) if outputs is None else ()  # without layers there are no blocks
+    listed = layers if outputs is None else None
+    walk = Walk(data, (), blocks=listed, layers=changed, device=device, stream_memory=stream_memory)
+    of_blocks = {"layers": layers, "device": device, "stream_memory": stream_memory, "checkpoint": checkpoint}
     if not walk.blocks and (given := [name for name, value in of_blocks.items() if value is not None]):
         why = "has no repeated blocks" if outputs is None else "is trained on its outputs"
         raise SparsityError(f"recover: the model {why}, so it is trained as a whole; leave out {', '.join(given)}")
-    saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), blocks, device)
+    saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), layers, device)
     report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1], progress)
     return replace(report, error_to_dense=data.error_to(replace(data, model=dense).first_output()))
 

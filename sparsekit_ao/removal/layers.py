@@ -16,7 +16,7 @@ from ..coupling import BoundCoupling, expert_couplings, expert_scores
 from ..coupling.bound import is_list
 from ..coupling.experts import rated_experts
 from ..distributed import is_sharded
-from ..errors import SparsityError
+from ..errors import SparsityError, with_hints
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless
 from ..models.names import owner_of
 from ..models.progress import progress_bar
@@ -119,12 +119,13 @@ def _expert_scores(data: CalibrationData, bounds: Sequence[BoundCoupling]) -> di
 
 
 @kept_generators()
+@with_hints
 def shrink_layers(
     model: nn.Module,
     batches: Sequence[Any],
     ratio: float = 0.25,
     *,
-    blocks: str | None = None,
+    layers: str | None = None,
     forward: Forward | None = None,
 ) -> tuple[nn.Module, Compaction]:
     """Remove the repeated blocks that change their input least.
@@ -137,7 +138,7 @@ def shrink_layers(
         model: The model, which is not changed.
         batches, forward: As for `expert_scores`.
         ratio: The fraction of the blocks that is removed.
-        blocks: The name of the `nn.ModuleList` of the blocks; None (default) takes the one with the most parameters.
+        layers: The name of the `nn.ModuleList` of the blocks; None (default) takes the one with the most parameters.
 
     Returns:
         The smaller model, and a `Compaction`.
@@ -151,9 +152,9 @@ def shrink_layers(
     refuse_valueless(model, "shrink_layers")
     check_batches(batches, None, forward, "shrink_layers")
     level, batches = checked_level(ratio, "shrink_layers: "), list(batches)
-    lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and blocks in (None, name)}
+    lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and layers in (None, name)}
     if not lists:
-        raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {blocks!r}' if blocks else ''}")
+        raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {layers!r}' if layers else ''}")
     path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
     influences = _influences(model, path, batches, forward)
     units = len(influences)

@@ -275,10 +275,10 @@ def test_blocks_that_pass_on_more_than_hidden_states_and_biases_are_no_chain(kin
 def test_a_list_by_its_name_is_the_only_chain():
     model = EncoderDecoder()
     pruned, _ = prune(model, 0.5)
-    assert [row.block for row in recover(pruned, model, batches(), blocks="decoder")] == ["decoder.0", "decoder.1"]
+    assert [row.block for row in recover(pruned, model, batches(), layers="decoder")] == ["decoder.0", "decoder.1"]
     model.decoder = model.decoder[:1]
     pruned, _ = prune(model, 0.5)
-    assert [row.block for row in recover(pruned, model, batches(), blocks="decoder")] == ["decoder.0"]
+    assert [row.block for row in recover(pruned, model, batches(), layers="decoder")] == ["decoder.0"]
 
 
 class Doubled(nn.Sequential):

@@ -87,10 +87,10 @@ def test_a_model_without_blocks_and_blocks_that_are_none():
     report = one_shot(prepared(nn.Sequential(*parts), sparsity_level=0.5), [b[:, None] for b in correlated()])
     assert [r.tensor for r in report] == ["0.weight", "2.weight", "4.weight"]
     assert all(r.after < r.before for r in report)
-    with pytest.raises(SparsityError, match="blocks='block' is not a module of the model"):
-        one_shot(prepared(), correlated(), blocks="block")
-    with pytest.raises(SparsityError, match="blocks='head' is a ParametrizedLinear, not a ModuleList"):
-        one_shot(prepared(), correlated(), blocks="head")
+    with pytest.raises(SparsityError, match="layers='block' is not a module of the model"):
+        one_shot(prepared(), correlated(), layers="block")
+    with pytest.raises(SparsityError, match="layers='head' is a ParametrizedLinear, not a ModuleList"):
+        one_shot(prepared(), correlated(), layers="head")
 
 
 CALLED = {
@@ -112,8 +112,8 @@ def test_blocks_that_do_not_form_a_chain(called):
     batches = [*correlated(), *correlated(2, 10, seed=1)]
     report = one_shot(prepared(Other(blocks=3)), batches)
     assert report.blocks == 0 and all(r.after < r.before for r in report)
-    with pytest.raises(SparsityError, match="blocks='blocks' do not form a chain"):
-        one_shot(prepared(Other(blocks=3)), batches, blocks="blocks")
+    with pytest.raises(SparsityError, match="layers='blocks' do not form a chain"):
+        one_shot(prepared(Other(blocks=3)), batches, layers="blocks")
 
 
 @pytest.mark.parametrize("name", ["BERT", "Llama", "GPT-2", "Mixtral", "T5"])
@@ -237,6 +237,12 @@ def test_check_after_an_interruption_in_the_first_block_names_one_shot():
         (lambda: one_shot(prepared(), [], tokenmask="x"), "Did you mean 'token_mask'?"),
         (lambda: recover(Model(), Model(), [], epochs=3, rat=1), "recover() has no argument 'epochs'."),
         (lambda: removal.shrink(Model(), torch.ones(1, 8), sparsity_level=0.5), "Did you mean 'ratio'?"),
+        (lambda: one_shot(prepared(), [], blocks="h"), "one_shot() has no argument 'blocks'. Did you mean 'layers'?"),
+        (
+            lambda: recover(Model(), Model(), [], blocks="h"),
+            "recover() has no argument 'blocks'. Did you mean 'layers'?",
+        ),
+        (lambda: removal.shrink_layers(Model(), [], blocks="h"), "no argument 'blocks'. Did you mean 'layers'?"),
     ],
 )
 def test_unknown_arguments_are_explained(call, text):

@@ -429,8 +429,8 @@ def mistakes():
     yield "rate must be a positive number, got 0", lambda: recover(model, dense, x, rate=0)
     yield "outputs must be 'mse', 'kl' or None, got 'ce'", lambda: recover(model, dense, x, outputs="ce")
     yield (
-        "trained on its outputs, so it is trained as a whole; leave out blocks, stream_memory",
-        lambda: recover(model, dense, x, outputs="mse", blocks="blocks", stream_memory=0),
+        "trained on its outputs, so it is trained as a whole; leave out layers, stream_memory",
+        lambda: recover(model, dense, x, outputs="mse", layers="blocks", stream_memory=0),
     )
     yield "recover: there are no batches", lambda: recover(model, dense, [])
     yield "the dense model has no module 'blocks.1'", lambda: recover(model, Model(blocks=1), x)

@@ -279,7 +279,7 @@ def test_integers_of_modules_that_count_blocks_follow(key, tmp_path):
 def test_a_number_that_may_count_either_of_two_lists_stays():
     two = nn.Sequential(Counted("num_layers"), Counted("num_layers")).eval()
     two.num_layers, two.layers_per_step, two.num_shared_layers = 4, 4, 4
-    small, _ = shrink_layers(two, [torch.randn(3, 5, 8)], 0.5, blocks="1.stack")
+    small, _ = shrink_layers(two, [torch.randn(3, 5, 8)], 0.5, layers="1.stack")
     assert [part.num_layers for part in small] == [4, 2]
     assert (small.num_layers, small.layers_per_step, small.num_shared_layers) == (4, 4, 4)
 

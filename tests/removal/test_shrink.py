@@ -553,7 +553,7 @@ def test_the_layers_that_change_their_input_least_are_removed(name, tmp_path):
 
 def test_layers_that_cannot_be_left_out_are_refused():
     with pytest.raises(SparsityError, match=r"the model has no nn.ModuleList 'layers'"):
-        shrink_layers(mlp(4, 8, 2), [torch.randn(3, 4)], blocks="layers")
+        shrink_layers(mlp(4, 8, 2), [torch.randn(3, 4)], layers="layers")
 
     stages = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 6)])
     model = Net(lambda m, x: m.stages[1](m.stages[0](x)), stages=stages)
