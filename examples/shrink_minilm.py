@@ -28,7 +28,7 @@ from rows import write_rows
 from torch import Tensor, nn
 
 from sparsekit_ao import Coupling, ScopeSparsifier, one_shot, recover
-from sparsekit_ao.removal import Compaction, compact, cut_to
+from sparsekit_ao.removal import ShrinkReport, compact, cut_to
 
 SELF, OUT = "encoder.layer.*.attention.self", "encoder.layer.*.attention.output.dense"
 HEADS = Coupling(
@@ -109,7 +109,7 @@ def compare(
     couplings: Sequence[Coupling],
     scores: Iterable[str],
     out: Path,
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Prune in one pass by every score, with and without compensation, print and write the cosines, return the best."""
     removed = "half of the MLP units" + (" and a third of the heads" if HEADS in couplings else "")
     print(f"| {removed} | cosine | with least squares |\n|---|---|---|", flush=True)
@@ -131,7 +131,7 @@ def shrink(
     couplings: Sequence[Coupling],
     score: str,
     compensation: str | None,
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """A copy of the model without half of the MLP units, and without a third of the heads if they are coupled too."""
     element_score, members = SCORES[score]
     levels = {HEADS.name: {"nnz": 8}, MLP.name: {"sparsity_level": 0.5}}
@@ -226,7 +226,7 @@ def check_onnx(model: nn.Module, path: Path, batches: Sequence[Mapping[str, Tens
 
 
 def row(
-    name: str, report: Compaction, file_bytes: int, times: Mapping[str, float], cosine: float, example: Mapping
+    name: str, report: ShrinkReport, file_bytes: int, times: Mapping[str, float], cosine: float, example: Mapping
 ) -> dict[str, Any]:
     """One model's numbers, with machine and versions."""
     size = report.before if name == "dense" else report.after

@@ -23,9 +23,9 @@ from ..errors import SparsityError, check_writable, is_number
 from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
-from ..oneshot.one_shot_report import OneShotReport
+from ..oneshot.prune_report import PruneReport
 from ..removal.manifest import cut_to
-from ..removal.removal_report import Compaction
+from ..removal.removal_report import ShrinkReport
 from ..removal.sizes import Change, apply_changes, undone
 from .card import CARD, is_unchanged, model_card
 from .conversion import Conversion
@@ -38,7 +38,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transfor
 
 def save_pretrained(
     model: Any,
-    sparsifier: Masks | Compaction | OneShotReport,
+    sparsifier: Masks | ShrinkReport | PruneReport,
     path: str | Path,
     *,
     evaluation: Evaluation = MappingProxyType({}),
@@ -104,7 +104,7 @@ def save_pretrained(
             "save_pretrained: evaluation must be {name: (number before, number after)}, such as {'accuracy': (0.91, "
             f"0.9)}}, with .item() of a tensor; got {evaluation!r:.80}"
         )
-    did_something = sparsifier.manifest if isinstance(sparsifier, Compaction) else getattr(sparsifier, "call", True)
+    did_something = sparsifier.manifest if isinstance(sparsifier, ShrinkReport) else getattr(sparsifier, "call", True)
     if not did_something:
         raise SparsityError(
             f"save_pretrained: this {type(sparsifier).__name__} is of a call that returned no changed model, such as a "
@@ -119,7 +119,7 @@ def save_pretrained(
         if read_from == "gguf" and all(p.is_floating_point() for p in model.parameters()):  # transformers refuses it
             for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
                 stack.callback(setattr, owner, name, vars(owner).pop(name, None))
-        save = _save_compacted if isinstance(sparsifier, Compaction) else _save_masked
+        save = _save_compacted if isinstance(sparsifier, ShrinkReport) else _save_masked
         try:
             return save(model, sparsifier, folder, evaluation, **kwargs)  # type: ignore[arg-type]
         except (OSError, SafetensorError) as error:
@@ -133,11 +133,11 @@ def _is_pair(value: object) -> bool:
 
 
 def _save_masked(
-    model: Any, sparsifier: Masks | OneShotReport, folder: Path, evaluation: Evaluation, **kwargs: Any
+    model: Any, sparsifier: Masks | PruneReport, folder: Path, evaluation: Evaluation, **kwargs: Any
 ) -> Conversion:
     """Save a masked or pruned model and its masks, and compare what was written with the masked values."""
     masks: dict[str, Tensor] = {}  # `prune` registers none
-    if isinstance(sparsifier, OneShotReport):
+    if isinstance(sparsifier, PruneReport):
         names = dict.fromkeys(row.tensor for row in sparsifier).keys()
         lines = [*sparsifier.above(), *sparsifier.below()[:2]]
     else:
@@ -160,7 +160,7 @@ def _save_masked(
         kwargs = {"max_shard_size": "5GB"} | kwargs
     with _written_together(folder) as unchecked:
         model.save_pretrained(unchecked, state_dict=dict(values), **kwargs)
-        if not isinstance(sparsifier, OneShotReport):
+        if not isinstance(sparsifier, PruneReport):
             save_masks(masks, unchecked)
         compared = set()
         for name, tensor in _read_back(model, unchecked, names):
@@ -200,7 +200,7 @@ def _write_card(
     unchecked: Path,
     folder: Path,
     model: nn.Module,
-    report: Masks | Compaction | OneShotReport,
+    report: Masks | ShrinkReport | PruneReport,
     lines: Sequence[str],
     evaluation: Evaluation,
 ) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ def _write_card(
         versions={package: version(package) for package in packages} | {"sparsekit_ao": __version__},
         lines=lines,
         evaluation=evaluation,
-        is_smaller=isinstance(report, Compaction),
+        is_smaller=isinstance(report, ShrinkReport),
         has_manifest=(unchecked / MANIFEST).exists(),
         has_tokenizer=(folder / "tokenizer_config.json").exists(),  # transformers' name
     )
@@ -304,7 +304,9 @@ def _to_write(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return {uncompiled_name(n): read(n) if t.is_meta and not has_map else t for n, t in state.items()}
 
 
-def _save_compacted(model: Any, report: Compaction, folder: Path, evaluation: Evaluation, **kwargs: Any) -> Conversion:
+def _save_compacted(
+    model: Any, report: ShrinkReport, folder: Path, evaluation: Evaluation, **kwargs: Any
+) -> Conversion:
     """Save an ordinary checkpoint if the config describes the model, and otherwise the dense config and a manifest."""
     name = type(model).__name__
     note = f"{name}.from_pretrained loads it"
@@ -341,7 +343,7 @@ def _save_compacted(model: Any, report: Compaction, folder: Path, evaluation: Ev
     return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=notes)
 
 
-def _save_with_manifest(model: Any, report: Compaction, folder: Path, **kwargs: Any) -> None:
+def _save_with_manifest(model: Any, report: ShrinkReport, folder: Path, **kwargs: Any) -> None:
     """Save the weights and the manifest with the config of the dense model; the model itself keeps its config."""
     manifest = report.manifest
     changes = [Change(**change) for change in manifest["attributes"]]

@@ -1,8 +1,8 @@
 """One-shot pruning of trained models: masks and compensated weights in one pass over calibration data."""
 
-from .one_shot_report import BlockRow, DryRun, OneShotReport, RecoveryReport
+from .prune_report import BlockRow, DryRun, PruneReport, RecoverReport
 from .pruning import one_shot, prune
 from .recovery import recover
 from .solving import LayerRow
 
-__all__ = ["BlockRow", "DryRun", "LayerRow", "OneShotReport", "RecoveryReport", "one_shot", "prune", "recover"]
+__all__ = ["BlockRow", "DryRun", "LayerRow", "PruneReport", "RecoverReport", "one_shot", "prune", "recover"]

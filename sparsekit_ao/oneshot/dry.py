@@ -18,7 +18,7 @@ from ..models.loading import is_elsewhere, loaded
 from ..models.names import weights_by_name
 from ..models.running import eval_mode, import_dynamo, tensors_in, unfused_attention
 from .chain import CalibrationData
-from .one_shot_report import DryRun
+from .prune_report import DryRun
 from .solving import LayerRow, Layers
 from .teacher import Teacher
 from .training import EVERY, MEASURED

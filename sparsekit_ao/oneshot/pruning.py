@@ -26,7 +26,7 @@ from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import call_text
 from .chain import CalibrationData
 from .dry import planned_run
-from .one_shot_report import OneShotReport
+from .prune_report import PruneReport
 from .solving import Layers, Scoring
 from .teacher import Teacher, check_ranks, passes_of
 from .walk import check_options, checkpoint_of, walk_of
@@ -46,7 +46,7 @@ def one_shot(
     stream_memory: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
-) -> OneShotReport:
+) -> PruneReport:
     """Prune a trained model in one pass over calibration data, and adjust kept weights to make up for dropped ones.
 
     Block by block, masks and weights are computed for the inputs that come from the blocks already pruned. The model
@@ -90,7 +90,7 @@ def one_shot(
     recorded before the layers of its block changed. So the layer that reads dropped units makes up for them.
 
     Returns:
-        A `OneShotReport` with a row for each layer: its relative output error before and after compensation.
+        A `PruneReport` with a row for each layer: its relative output error before and after compensation.
 
     Raises:
         SparsityError: An argument does not fit, there are no batches, values are not finite, a mask is on top of
@@ -151,7 +151,7 @@ def prune(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
     dry_run: bool = False,
-) -> tuple[nn.Module, OneShotReport]:
+) -> tuple[nn.Module, PruneReport]:
     """Prune the weights of every Linear and convolution, and return a plain model with zeros in them.
 
     Recurrent layers and packed experts are pruned too and, with batches, all other parameters that matrix products use.
@@ -188,7 +188,7 @@ def prune(
             No checkpoint is read or written. False by default.
 
     Returns:
-        The pruned model, and a `OneShotReport` with the density and errors of each layer, what recovery did, and what
+        The pruned model, and a `PruneReport` with the density and errors of each layer, what recovery did, and what
         was left out, such as layers that the pattern does not fit.
 
     Raises:
@@ -278,7 +278,7 @@ def _pruned(
     checkpoint: str | os.PathLike[str] | None,
     progress: bool,
     start: float,
-) -> OneShotReport:
+) -> PruneReport:
     """Prune layers in one walk with these `options`; the report counts seconds from `start`."""
     if is_elsewhere(data.model):
         check_ranks(data)
@@ -296,7 +296,7 @@ def _pruned(
         layers.given_masks = scoring.masks_of_all()
     rows, matched = walk.run(caller, layers, teacher, checkpoint=saved, progress=progress)
     recovery = None if teacher is None else teacher.finish(matched, progress)
-    return OneShotReport(
+    return PruneReport(
         rows=tuple(rows),
         seconds=time.perf_counter() - start,
         blocks=len(walk.blocks) if data.batches else None,
@@ -337,7 +337,7 @@ def _checked_masks(model: nn.Module, masks: object, others: Mapping[str, object]
     return {name: mask != 0 for name, mask in masks.items()}
 
 
-def _warn_of_dense(report: OneShotReport, is_given: bool) -> None:
+def _warn_of_dense(report: PruneReport, is_given: bool) -> None:
     """Warn if less than half of the weights that were not excluded were pruned, unless given masks say which are."""
     asked = {name: n for name, n in report.weights.items() if "exclude[" not in report.left_out.get(name, "")}
     dense = [name for name in report.dense if name in asked]

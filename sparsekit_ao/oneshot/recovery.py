@@ -18,7 +18,7 @@ from ..models.loading import Device, is_elsewhere
 from ..models.names import named_tensors, owner_of
 from ..models.running import TokenMask
 from .chain import CalibrationData
-from .one_shot_report import RecoveryReport
+from .prune_report import RecoverReport
 from .teacher import Teacher, names_in_dense
 from .training import PASSES, RATE
 from .walk import Walk, check_options, checkpoint_of
@@ -41,7 +41,7 @@ def recover(
     stream_memory: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
-) -> RecoveryReport:
+) -> RecoverReport:
     """Train the repeated blocks of a pruned model, in order, to give the outputs of the dense model's blocks.
 
     For a block B with input x in the dense model and x~ in the pruned one, the mean of ||B(x~) - B_dense(x)||^2 over
@@ -83,7 +83,7 @@ def recover(
         device, stream_memory, checkpoint, progress: As for `one_shot`.
 
     Returns:
-        A `RecoveryReport` with a row for each block that was trained: its relative output error before and after.
+        A `RecoverReport` with a row for each block that was trained: its relative output error before and after.
 
     Raises:
         SparsityError: An argument does not fit, there are no batches, blocks of the models do not fit each other, or

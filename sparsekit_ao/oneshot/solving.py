@@ -41,7 +41,7 @@ def may_change(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A row of a `OneShotReport`: what pruning did to one layer.
+    """A row of a `PruneReport`: what pruning did to one layer.
 
     Attributes:
         tensor: The name of the weight.

@@ -19,7 +19,7 @@ from ..models.loading import is_elsewhere, loaded, refuse_unloadable
 from ..models.names import named_tensors, owner_of
 from ..models.running import eval_mode
 from .chain import CalibrationData, Stream, captured
-from .one_shot_report import BlockRow, RecoveryReport
+from .prune_report import BlockRow, RecoverReport
 from .training import PASSES, RATE, Student, Training, output_tensor, refuse_unfit
 from .walk import Walk, without_autocast_cache
 
@@ -123,7 +123,7 @@ class Teacher:
         return self._train(self._walk.names[at], student, lambda k: output_tensor(dense.hidden(k)), "mse", at)
 
     @torch.no_grad()
-    def finish(self, rows: Sequence[BlockRow], progress: bool = True) -> RecoveryReport:
+    def finish(self, rows: Sequence[BlockRow], progress: bool = True) -> RecoverReport:
         """Train the whole model if the walk had no blocks; return the report of these rows and the whole model's."""
         rows, model, dense = [*rows], self.data.model, self.dense
         if not self._walk.blocks:
@@ -136,7 +136,7 @@ class Teacher:
             with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
                 rows.append(self._train("", whole, target, self.outputs or "mse", 0, progress))
         outside = self._walk.outside if self._walk.blocks else ()
-        return RecoveryReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
+        return RecoverReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
 
     def _train(
         self, name: str, student: Student, target: Callable[[int], Tensor], metric: str, at: int, progress: bool = False

@@ -17,7 +17,7 @@ from ..distributed import full_tensor, has_process_group, rank
 from ..errors import SparsityError
 from ..models.progress import steps
 from ..models.running import first_tensor, import_dynamo, keyed_generator
-from .one_shot_report import BlockRow
+from .prune_report import BlockRow
 from .solving import may_change
 
 PASSES = 4  # passes over all batches for each block

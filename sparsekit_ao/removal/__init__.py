@@ -4,8 +4,8 @@ from .compaction import compact
 from .find import removable
 from .layers import shrink_experts, shrink_layers
 from .manifest import cut_to
-from .removal_report import Compaction, KeptUnits, Size
+from .removal_report import KeptUnits, ShrinkReport, Size
 from .shrinking import shrink
 
-__all__ = ["Compaction", "KeptUnits", "Size", "compact", "cut_to", "removable", "shrink"]
+__all__ = ["KeptUnits", "ShrinkReport", "Size", "compact", "cut_to", "removable", "shrink"]
 __all__ += ["shrink_experts", "shrink_layers"]

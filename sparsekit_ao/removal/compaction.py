@@ -22,7 +22,7 @@ from .config_fields import ConfigFields
 from .manifest import make_manifest
 from .modules import check_lists, drop_modules, outside_dropped
 from .norms import fold_norms
-from .removal_report import Compaction, KeptUnits, size_of
+from .removal_report import KeptUnits, ShrinkReport, size_of
 from .remove import Removal, find_removal, plain_tensor, remove_units
 from .sizes import Change, apply_changes, find_changes, unlisted_sizes
 from .verify import Comparison, Reference, light_copy, plain_weights, run_dtype
@@ -36,7 +36,7 @@ def compact(
     multiple_of: int | Mapping[str, int] = 1,
     attrs: Mapping[str, str] | None = None,
     tolerance: float = 1e-5,
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Remove the dropped units of couplings from every member, and check that outputs do not change.
 
     A unit is dropped if it is zero in all weights of the coupling, as after pruning by `Coupling.entries` and
@@ -59,7 +59,7 @@ def compact(
             difference is at most 16 times that of the masked model to its own float64 copy, float64 copies decide.
 
     Returns:
-        The smaller model, and a `Compaction`.
+        The smaller model, and a `ShrinkReport`.
 
     Raises:
         SparsityError: Outputs differ (the message names the coupling that causes it), are all zero or contain nan. A
@@ -118,7 +118,7 @@ def check_comparable(where: str, model: nn.Module, tolerance: object = 1e-5) -> 
 
 def verified(
     reference: Reference, removals: Sequence[Removal], fields: ConfigFields | None = None, *, by_caller: bool = False
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Return the model of a reference without some units, if it gives the same outputs; see `compact`.
 
     With `fields`, its config follows, if a model constructed from it is the smaller one. With `by_caller`, the caller
@@ -153,7 +153,7 @@ def verified(
         exact = reference if reference.tolerance < 1 else Reference(small, reference.example_inputs)
         config_changes, not_in_config = fields.fit(small, removals, exact)
         changes = [*changes, *config_changes]
-    report = Compaction(
+    report = ShrinkReport(
         couplings=kept_units(removals),
         before=size_of(model, reference.flops),
         after=size_of(small, comparison.flops),

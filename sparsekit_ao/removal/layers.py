@@ -28,7 +28,7 @@ from ..structure import checked_level, sparsity_to_nnz
 from .compaction import verified
 from .config_fields import ConfigFields
 from .modules import config_of
-from .removal_report import Compaction
+from .removal_report import ShrinkReport
 from .remove import Removal, check_multiple, rounded
 from .sizes import has_config
 from .verify import Reference
@@ -43,7 +43,7 @@ def shrink_experts(
     multiple_of: int = 1,
     forward: Forward | None = None,
     scores: Mapping[str, Tensor] | None = None,
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Remove a fraction of the experts of every layer: those with the lowest `expert_scores` (REAP, arXiv 2510.13999).
 
     Every layer keeps the same number of experts, so that the config can hold it. If routers choose among groups of
@@ -63,7 +63,7 @@ def shrink_experts(
             only the first of `batches` is then used. None (default) computes them.
 
     Returns:
-        The smaller model, and a `Compaction`.
+        The smaller model, and a `ShrinkReport`.
 
     Raises:
         SparsityError: As for `expert_scores`; or `scores` are not of this model's experts; or a token needs more
@@ -127,7 +127,7 @@ def shrink_layers(
     *,
     layers: str | None = None,
     forward: Forward | None = None,
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Remove the repeated blocks that change their input least.
 
     The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
@@ -141,7 +141,7 @@ def shrink_layers(
         layers: The name of the `nn.ModuleList` of the blocks; None (default) takes the one with the most parameters.
 
     Returns:
-        The smaller model, and a `Compaction`.
+        The smaller model, and a `ShrinkReport`.
 
     Raises:
         SparsityError: Parameters have no values; or there is no such list; or a block returns no tensor of its input's
@@ -211,7 +211,7 @@ def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None
 
 def _without(
     model: nn.Module, removals: Sequence[Removal], batches: Sequence[Any], forward: Forward | None
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Return the model without units that are not zero, and a report; its difference is that on the first batch."""
     calls: list[Any] = []
     with calls_of([model], calls), torch.no_grad(), eval_mode(model):

@@ -1,4 +1,4 @@
-"""`Compaction`, the report of a removal, with the sizes of both models and the kept units."""
+"""`ShrinkReport`, the report of a removal, with the sizes of both models and the kept units."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torch import nn
 from ..coupling import Discovery
 from ..errors import SparsityError, folded
 from ..models.names import by_pattern
-from ..oneshot.one_shot_report import RecoveryReport
+from ..oneshot.prune_report import RecoverReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_dry_run, lines_of_error
 from .modules import WIDTH
@@ -29,7 +29,7 @@ class Size:
         parameters: Elements of all parameters; a shared one counts once.
         bytes: Bytes of parameters and buffers.
         flops: FLOPs of a forward on the example inputs (`torch.utils.flop_counter`: a multiply-add is two), without
-            operators that have no formula (`Compaction.uncounted`).
+            operators that have no formula (`ShrinkReport.uncounted`).
 
     >>> Size(parameters=10, bytes=40, flops=16).bytes
     40
@@ -69,7 +69,7 @@ class KeptUnits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compaction(Table[KeptUnits]):
+class ShrinkReport(Table[KeptUnits]):
     """The result of `compact` as numbers; `print(report)` shows it as text.
 
     Attributes:
@@ -92,7 +92,7 @@ class Compaction(Table[KeptUnits]):
         compensation: Output errors of layers that read removed units, before and after; set by `shrink` with batches.
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
-            batch or the example inputs; set by `shrink`. See `RecoveryReport`.
+            batch or the example inputs; set by `shrink`. See `RecoverReport`.
         zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by `shrink`.
         call: The call of `shrink` as text, for a model card.
         seconds, memory: Of a dry run, the seconds that the call would take and, at the peak, the bytes that it would
@@ -124,7 +124,7 @@ class Compaction(Table[KeptUnits]):
     frozen: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     compensation: tuple[LayerRow, ...] = ()
-    recovery: RecoveryReport | None = None
+    recovery: RecoverReport | None = None
     error_to_dense: float = math.nan
     zeros: str = ""
     call: str = ""
@@ -136,7 +136,7 @@ class Compaction(Table[KeptUnits]):
         """Write the manifest as JSON, for `cut_to` in another process; a dry run has none, which is an error."""
         if not self.manifest:
             raise SparsityError(
-                "Compaction.save: this report is that of a dry run, which removed nothing, so there is no manifest to "
+                "ShrinkReport.save: this report is of a dry run, which removed nothing, so there is no manifest to "
                 "write; call shrink without dry_run=True, and save the report of that call"
             )
         Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
@@ -214,8 +214,8 @@ def text_of_zeros(*models: nn.Module) -> str:
 
 
 def with_reasons(
-    report: Compaction, whole: nn.Module, discovery: Discovery, plans: Sequence[Plan], has_one_budget: bool
-) -> Compaction:
+    report: ShrinkReport, whole: nn.Module, discovery: Discovery, plans: Sequence[Plan], has_one_budget: bool
+) -> ShrinkReport:
     """Return the report with what was left out, what is frozen, and the reasons."""
     left_out = [(plan.name, plan.left_out) for plan in plans if plan.left_out]
     left_out += [(plan.name, why) for plan in active(plans) if (why := _why_kept(plan, has_one_budget))]

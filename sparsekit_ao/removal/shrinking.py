@@ -19,7 +19,7 @@ from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds
 from .compensation import compensated, estimated, recovered
 from .find import find_plans
 from .plan import active
-from .removal_report import Compaction, with_reasons
+from .removal_report import ShrinkReport, with_reasons
 from .score import Cost, scored
 from .trials import planned_together, removed_together
 
@@ -46,7 +46,7 @@ def shrink(
     keep_config: bool | None = None,
     progress: bool = True,
     dry_run: bool = False,
-) -> tuple[nn.Module, Compaction]:
+) -> tuple[nn.Module, ShrinkReport]:
     """Make a model smaller: remove a fraction of the units of each kind, or as many as a budget requires.
 
     Couplings from which `compact` cannot remove units are left out (see `removable`), and so is what passes from block
@@ -108,13 +108,13 @@ def shrink(
             whose config can hold some of what can be removed, if neither `couplings` nor a `ratio` by names without "*"
             says what is dropped.
         progress: If True (default), show progress, as `one_shot` does. Bars of quick work appear for large models only.
-        dry_run: If True, return the model itself, unchanged, and the `Compaction` that is planned: the units that would
-            be left, sizes, what would be left out, and the time and memory that the call would take, estimated from one
-            block. Scores are recorded on one batch alone, and trials run on a few rows and tokens. Nothing is
+        dry_run: If True, return the model itself, unchanged, and a `ShrinkReport` of what is planned: the units that
+            would be left, sizes, what would be left out, and the time and memory that the call would take, estimated
+            from one block. Scores are recorded on one batch alone, and trials run on a few rows and tokens. Nothing is
             compensated or trained, and there is nothing to save. False by default.
 
     Returns:
-        The smaller model, and a `Compaction`. If nothing can be removed, the model is a copy.
+        The smaller model, and a `ShrinkReport`. If nothing can be removed, the model is a copy.
 
     Raises:
         SparsityError: As for `discover`, `compact` and `calibrate`; or a name or number is wrong, or the cost cannot be

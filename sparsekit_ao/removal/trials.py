@@ -22,7 +22,7 @@ from .arguments import ShrinkRequest
 from .compaction import compared, kept_units, verified, without_units
 from .config_fields import ConfigFields
 from .plan import ENOUGH, NOT_HELD, NOT_TRIED, Plan, active, removals_of
-from .removal_report import Compaction, Size, size_of
+from .removal_report import ShrinkReport, Size, size_of
 from .remove import Removal, masked_copy, rounded
 from .score import cost_with, without_lowest
 from .sizes import candidate_attrs, width_attrs
@@ -79,7 +79,7 @@ class Trials:
         why = self._fields.fit(small, removals_of(plans), self.reference, single_use=True)[1]
         return NOT_HELD.format(why) if why else ""
 
-    def removed(self, plans: Sequence[Plan], fields: ConfigFields | None) -> tuple[nn.Module, Compaction]:
+    def removed(self, plans: Sequence[Plan], fields: ConfigFields | None) -> tuple[nn.Module, ShrinkReport]:
         """Return the smaller model, whose config follows if it can hold the result, and its report."""
         small, report = verified(self.reference, removals_of(plans), fields, by_caller=True)
         if why := self.reference.not_trainable(small):
@@ -88,13 +88,15 @@ class Trials:
             raise SparsityError(NOT_HELD.format(report.not_in_config))
         return small, report
 
-    def tried(self, plans: Sequence[Plan], _: ConfigFields | None) -> tuple[nn.Module, Compaction]:
+    def tried(self, plans: Sequence[Plan], _: ConfigFields | None) -> tuple[nn.Module, ShrinkReport]:
         """Return the masked model and a report without sizes, if removal succeeds: what a dry run says instead."""
         if why := self.problem(plans):
             raise SparsityError(why)
         none = Size(parameters=0, bytes=0, flops=0)
         couplings = kept_units(removals_of(plans))
-        return self._masked, Compaction(couplings=couplings, before=none, after=none, difference=math.nan, manifest={})
+        return self._masked, ShrinkReport(
+            couplings=couplings, before=none, after=none, difference=math.nan, manifest={}
+        )
 
     def divide(self, plans: Sequence[Plan]) -> list[Plan]:
         """Return the plans, some with more attributes; those that cannot be removed with the others are left out."""
@@ -234,7 +236,7 @@ def found_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan],
 
 def removed_together(
     request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
-) -> tuple[list[Plan], nn.Module, Compaction]:
+) -> tuple[list[Plan], nn.Module, ShrinkReport]:
     """Remove the units of the lowest scores, and leave plans out until the others can be carried out together.
 
     A dry run leaves out the same, but copies no values, and its report has no sizes yet.
@@ -258,7 +260,7 @@ def removed_together(
 
 def planned_together(
     request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
-) -> tuple[list[Plan], Compaction]:
+) -> tuple[list[Plan], ShrinkReport]:
     """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
     plans, _, report = removed_together(request, plans, keeps_config)
     lowest = active(plans)

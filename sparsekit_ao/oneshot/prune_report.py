@@ -14,7 +14,7 @@ SHOWN = 6  # names of dense weights in a report
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRow:
-    """A row of a `RecoveryReport`: what training did to one block.
+    """A row of a `RecoverReport`: what training did to one block.
 
     Attributes:
         block: The name of the block; "" is the whole model.
@@ -39,7 +39,7 @@ class BlockRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryReport(Table[BlockRow]):
+class RecoverReport(Table[BlockRow]):
     """What `recover` did to each block; prints as a table.
 
     Attributes:
@@ -50,7 +50,7 @@ class RecoveryReport(Table[BlockRow]):
             returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over all rows||. Outputs that are
             the same for every input have an error of about 1. NaN if it is not known.
 
-    >>> print(RecoveryReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
+    >>> print(RecoverReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
     block     before   after  passes  seconds
     layers.0  0.3000  0.1000       4     2.50
     """
@@ -81,7 +81,7 @@ class RecoveryReport(Table[BlockRow]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneShotReport(Table[LayerRow]):
+class PruneReport(Table[LayerRow]):
     """What `one_shot` or `prune` did to each layer; prints as a table, and `plot` draws it.
 
     Attributes:
@@ -89,17 +89,17 @@ class OneShotReport(Table[LayerRow]):
         seconds: The time of the whole call, in seconds.
         blocks: The number of blocks (repeated modules) that were pruned in order. 0 if the model had none and ran once
             for each layer, None if there were no batches.
-        recovery: The `RecoveryReport` of `recover=True`, or None.
+        recovery: The `RecoverReport` of `recover=True`, or None.
         left_out: {tensor: why `prune` left it out}.
         weights: {tensor: number of elements} of all weights that layers multiply by, except embeddings. The report says
             what share of them was pruned, and which are dense.
         tokens: How many tokens counted, as text; "" if all did.
         error_to_dense: The relative error of the pruned model's outputs on the first batch to those of the dense model;
-            see `RecoveryReport`.
+            see `RecoverReport`.
         call: The call of `prune` as text, for a model card.
 
     >>> rows = (LayerRow(tensor="fc.weight", before=0.3, after=0.1, density=0.5, seconds=0.2),)
-    >>> print(OneShotReport(rows=rows, seconds=0.25))
+    >>> print(PruneReport(rows=rows, seconds=0.25))
     tensor     before   after  density  seconds  note
     fc.weight  0.3000  0.1000   0.5000     0.20
     1 layers in 0.2 s, no blocks
@@ -108,7 +108,7 @@ class OneShotReport(Table[LayerRow]):
     rows: tuple[LayerRow, ...]
     seconds: float
     blocks: int | None = 0
-    recovery: RecoveryReport | None = None
+    recovery: RecoverReport | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, int] = field(default_factory=dict)
     tokens: str = ""
@@ -169,7 +169,7 @@ class OneShotReport(Table[LayerRow]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun(OneShotReport):
+class DryRun(PruneReport):
     """What `prune` would do, as `prune(..., dry_run=True)` returns it; prints as a table.
 
     Attributes:
