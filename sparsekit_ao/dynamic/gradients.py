@@ -158,10 +158,8 @@ class GradientCapture(StepHooks):
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
 
     def watch(self, groups: Sequence[TensorGroup], model: nn.Module | None) -> None:
-        """Work on groups whose masks are new or from a copy of the model, and close these masks."""
+        """Work on these groups, whose masks are new and closed."""
         super().watch(groups, model)
-        for group in groups:
-            mask_of(group).set_open(False)
         self._begin_states(is_open=False)
 
     @property

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..distributed import LocalParts, copy_values, has_process_group, is_sharded, placed_like
 from ..errors import SparsityError
-from ..masking import find_mask, select
+from ..masking import select
 from ..schedules import cut_short
 from ..sparsifiers.base import refuse_meta_masks
 from ..sparsifiers.calibrated import Calibrated
@@ -166,9 +166,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
     def _check_fit(self, group: TensorGroup) -> None:
         super()._check_fit(group)
         place = group["module"], group["tensor_name"]
-        mask = find_mask(*place) if self._resumes else None  # a copy of the model has a mask, which is taken over
-        is_computed = self._phase != "prepared" and parametrize.is_parametrized(*place)
-        if is_computed and (mask is None or len(place[0].parametrizations[place[1]]) > 1):
+        if self._phase != "prepared" and parametrize.is_parametrized(*place):
             raise SparsityError(
                 f"{group['tensor_fqn']}: another parametrization computes this weight, so it has no gradient of its "
                 "own that growth could read. Remove the parametrization first, or leave the tensor out (exclude=[...])."
@@ -178,13 +176,10 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         """Check settings against the groups, distribute the overall budget, and choose the initial masks."""
         if self._capture.optimizers:
             self.settings.check_optimizers(self._capture.optimizers, groups)
-        if self._resumes:
-            refuse_meta(groups, "Unpickled masks cannot be restored there: materialize the model before prepare.")
-        else:
-            budgets = self._budgets(groups)
-            self.settings.check_budgets(budgets)
-            level, later = self.defaults["sparsity_level"], self.settings.extreme_targets()
-            self._initial_masks = initial_masks(budgets, self.init, level, later, self.settings.seed)
+        budgets = self._budgets(groups)
+        self.settings.check_budgets(budgets)
+        level, later = self.defaults["sparsity_level"], self.settings.extreme_targets()
+        self._initial_masks = initial_masks(budgets, self.init, level, later, self.settings.seed)
         super()._begin(groups)
 
     def _levels(self, groups: Sequence[TensorGroup]) -> dict[str, float]:
@@ -212,9 +207,8 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         super()._after_prepare()
         self._capture.watch(self.groups, self.model)
         self._known = []
-        if not self._resumes:
-            self.iteration, self._pending, self.last_update = 0, False, None
-            self._after_update(self.groups)
+        self.iteration, self._pending, self.last_update = 0, False, None
+        self._after_update(self.groups)
         if not any(original(g).is_meta for g in self.groups):
             self._initial_masks = {}
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
@@ -336,12 +330,6 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
             mask = mask_of(group)
             mask.is_initialized |= group["tensor_fqn"] in state_dict["state"] and not mask.mask.is_meta
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the optimizers, which belong to the user; captured gradients are included."""
-        capture, progress = GradientCapture(), self._extra_state()["dynamic"]
-        capture.restore(progress["gradients"], progress["stepped"])
-        return {**super().__getstate__(), "_capture": capture, "_initial_masks": {}}
 
 
 def _overall_level(

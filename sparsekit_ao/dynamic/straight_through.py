@@ -108,9 +108,6 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         super()._end()
         self._hooks.detach()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_hooks": DecayHooks(self.decay)}
-
     def _check_groups(self, groups: Sequence[TensorGroup]) -> None:
         super()._check_groups(groups)
         if not self.backward_level:

@@ -20,16 +20,8 @@ from .. import distributed, masking
 from ..errors import SparsityError, checked_model
 from ..models.names import module_in_copy, sharing_memory
 from ..schedules import check_positive, cut_short
-from .checkpoint import Checkpointed, check_saved
-from .config import (
-    ConfigContext,
-    Exclusion,
-    TensorGroup,
-    copied,
-    make_config,
-    names_in_place_of_modules,
-    resolve_groups,
-)
+from .checkpoint import Checkpointed
+from .config import ConfigContext, Exclusion, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 from .usage import refuse_misaligned_state
 
@@ -95,15 +87,13 @@ class MaskSparsifier(Checkpointed):
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
     _scheduler: Any = None  # the `ScheduleSL` that was constructed last for the prepared model
     _warned: bool = False  # whether `step` has warned about adapted or replaced layers
-    _exclude: tuple[Exclusion, ...] = ()  # of the last `prepare`, with names in place of modules
-    _skip_unfit: bool = False
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         """Return the keys of a config entry for one tensor, completed with the defaults."""
         return {**copied(self.defaults), **entry}
 
     def _after_prepare(self) -> None:
-        """Called at the end of `prepare`, when all masks are registered and a pickled state is loaded."""
+        """Called at the end of `prepare`, when all masks are registered."""
 
     def _check_fit(self, group: TensorGroup) -> None:
         """Raise an error if a group does not fit its tensor. Nothing is changed."""
@@ -139,7 +129,6 @@ class MaskSparsifier(Checkpointed):
         why = {
             "new": "no model has been prepared; call prepare(model, config) first",
             "squashed": "the masks were squashed already; call prepare(model, config) to start again",
-            "detached": "an unpickled sparsifier has no model; call prepare(model) to attach it",
         }
         raise SparsityError(f"{what}: {why[self._phase]}")
 
@@ -193,9 +182,7 @@ class MaskSparsifier(Checkpointed):
                 or a list of these. If several entries name the same tensor, an exact name wins, and then the later
                 entry. A parameter with several names has one mask, under all of them. None (default) takes every
                 Linear, convolution, recurrent layer and packed expert, except adapters, routers, gates of shared
-                experts, the output embedding of a language model and weights tied to another module. In an unpickled
-                sparsifier, None takes the pickled config and restores the pickled masks; the model may be a copy that
-                still has masks.
+                experts, the output embedding of a language model and weights tied to another module.
             exclude: Tensors and modules to leave out: their names, globs or regular expressions, modules, or module
                 classes. A module is left out with everything inside it.
             skip_unfit: If True, tensors that a block, scope or pattern does not fit are left out instead of raising an
@@ -213,22 +200,17 @@ class MaskSparsifier(Checkpointed):
             )
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
-        self._resumes = self._phase == "detached" and config is None
-        is_default = config is None and not self._resumes
-        config, exclude, saved = self._chosen_config(model, config, exclude)
-        skip_unfit |= self._resumes and self._skip_unfit
+        is_default = config is None
+        config = self._default_config(model) if config is None else config
         check = self._check_alone if skip_unfit else None
         options: dict[str, Any] = {"exclude": exclude, "is_default": is_default, "check": check}
-        options |= {"mask_class": self.mask_class if self._resumes else None, "is_registered": bool(self.mask_class)}
+        options["is_registered"] = self.mask_class is not None
         resolved = resolve_groups(model, config, self.keys, self._complete, **options)
         groups = resolved.groups
-        if saved is not None:
-            check_saved(saved, groups, strict=True)
         self._check_groups(groups)
         if distributed.has_process_group():
             distributed.refuse_sharded_first(model, [(g["tensor_fqn"], g["module_fqn"]) for g in groups])
-        unmasked = [g for g in groups if self.mask_class and masking.find_mask(g["module"], g["tensor_name"]) is None]
-        if unmasked and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        if self.mask_class and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise SparsityError(
                 "prepare: the model is wrapped in DistributedDataParallel, which would not see the gradients of "
                 "masked weights; prepare the model inside (model.module), and wrap it anew after that"
@@ -236,42 +218,25 @@ class MaskSparsifier(Checkpointed):
         before = dict(self.__dict__)
         try:
             self._begin(groups)
-            new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in unmasked]
-            self.model, self.groups, self._skip_unfit = model, groups, skip_unfit
-            self._exclude = names_in_place_of_modules(model, exclude)
-            self._resolved = replace(resolved if saved is None else self._resolved, groups=[])
+            new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in groups if self.mask_class]
+            self.model, self.groups, self._resolved = model, groups, replace(resolved, groups=[])
             self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
             self._state, self._phase, self._mask_levels, self._warned = defaultdict(dict), "prepared", None, False
             self._scheduler = None
             with masking.installed(masking.under_all_names(model, new_masks)):
-                if saved is not None:
-                    self.load_state_dict(saved)
                 self._after_prepare()
         except BaseException:
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
 
-    def _chosen_config(
-        self,
-        model: nn.Module,
-        config: Sequence[Mapping[str, Any]] | None,
-        exclude: Sequence[Exclusion],
-        more: Sequence[TensorGroup] = (),
-    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Exclusion], dict[str, Any] | None]:
-        """Return config, exclude and saved state: as given, as pickled, or made from the model and `more`."""
-        if config is not None:
-            return config, exclude, None
-        if self._resumes:
-            if exclude:
-                raise SparsityError("exclude has no effect on the pickled config; give a new config with it")
-            pickled = {"state": self._state, "groups": self.groups, "enable_mask_update": self.enable_mask_update}
-            return self.config or (), self._exclude, {**pickled, **self._extra_state()}
+    def _default_config(self, model: nn.Module, more: Sequence[TensorGroup] = ()) -> Sequence[Mapping[str, Any]]:
+        """Return the config that is made from the model, with `more` entries."""
         self.make_config_from_model(model)
         self.config = [*(self.config or ()), *more]
         if not self.config:
             raise SparsityError("config=None found no Linear or convolution in the model; name tensors in a config")
-        return self.config, exclude, None
+        return self.config
 
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Register the optimizers that train the model; if masks depend on weights alone, they are only checked.

@@ -136,7 +136,7 @@ class Calibrated(MaskSparsifier):
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
-        self._recorder = Recorder(None, {}, self._recorder.collected if self._resumes else {})
+        self._recorder = Recorder(None, {})
 
     def _extra_state(self) -> dict[str, Any]:
         statistics = self._recorder.saved()

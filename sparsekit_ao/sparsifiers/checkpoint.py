@@ -1,7 +1,4 @@
-"""Copies, pickles and state dicts of sparsifiers. A state dict is checked before anything is changed.
-
-A copy has its own model. An unpickled sparsifier has none until `prepare` is called.
-"""
+"""Copies of sparsifiers, each with its own model, and state dicts, which are checked before anything is changed."""
 
 import copy
 import numbers
@@ -26,7 +23,7 @@ _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 class Checkpointed(BaseSparsifier):
     """Mixin that holds a sparsifier's state, and copies, saves, loads and moves it to another model."""
 
-    #: attributes that copies and pickles do not have; a scheduler's wrapper around `step` holds the old instance
+    #: attributes that copies do not have; a scheduler's wrapper around `step` holds the old instance
     not_copied: tuple[str, ...] = ("step", "_scheduler")
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
@@ -37,7 +34,6 @@ class Checkpointed(BaseSparsifier):
     _phase: str = "new"
     _mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
     _resolved: ResolvedConfig = ResolvedConfig()
-    _resumes: bool = False  # whether `prepare` restores pickled masks
     _check_groups: Callable[[Sequence[TensorGroup]], None]
     require_prepared: Callable[[str], nn.Module]
     live_mask: Callable[[TensorGroup], Tensor]
@@ -53,14 +49,13 @@ class Checkpointed(BaseSparsifier):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the model; `prepare` attaches an unpickled sparsifier to a model again."""
-        self._sync_state()
-        attributes = {k: v for k, v in self.__dict__.items() if k not in (*self.not_copied, "model")}
-        attributes["_state"] = {fqn: copied_state(s) for fqn, s in self._state.items()}
-        attributes["groups"] = [{k: v for k, v in g.items() if k != "module"} for g in self.groups]
-        attributes["config"] = [{k: v for k, v in e.items() if not isinstance(v, nn.Module)} for e in self.config or ()]
-        attributes["_phase"] = "detached" if self._phase == "prepared" else self._phase
-        return {**attributes, "model": None}
+        """Return the attributes to pickle; raise if there is a model, whose masks only `state_dict` saves."""
+        if self.model is not None:
+            raise SparsityError(
+                f"a {type(self).__name__} that was prepared cannot be pickled, because it refers to its model. Save "
+                "state_dict(), then construct and prepare another one in the same way, and call its load_state_dict"
+            )
+        return {k: v for k, v in self.__dict__.items() if k not in self.not_copied}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and groups as a plain dict of copies, which `torch.load(weights_only=True)` can read.
@@ -122,7 +117,7 @@ class Checkpointed(BaseSparsifier):
                     f"was prepared with {before}. Prepare with the structure of the state; for another structure "
                     "load the model's weights alone, and call step() to choose new masks."
                 )
-        if self._resumes or "step" in self.__dict__:  # a pickle of its own, or a scheduler that determines the levels
+        if "step" in self.__dict__:  # a scheduler determines the levels
             return
         levels, new_levels = self._levels(self.groups), self._levels(groups)
         changed = [name for name in levels if levels[name] != new_levels[name]]
@@ -136,7 +131,7 @@ class Checkpointed(BaseSparsifier):
             )
 
     def _extra_state(self) -> dict[str, Any]:
-        """What `state_dict` and pickles contain besides masks and groups."""
+        """What `state_dict` contains besides masks and groups."""
         return {}
 
     def _structure(self, group: TensorGroup) -> str:
@@ -185,8 +180,7 @@ class Checkpointed(BaseSparsifier):
     def _sync_state(self, groups: Sequence[TensorGroup] | None = None) -> None:
         distributed.reshard(self.model)
         for group in self.groups if groups is None else groups:
-            module = group.get("module")
-            live = None if module is None else masking.placed_mask(module, group["tensor_name"], group["tensor_fqn"])
+            live = masking.placed_mask(group["module"], group["tensor_name"], group["tensor_fqn"])
             if live is not None:
                 self._state[group["tensor_fqn"]]["mask"] = live.mask
 

@@ -129,7 +129,6 @@ def resolve_groups(
     exclude: Sequence[Exclusion] = (),
     is_default: bool = False,  # the config was made from the model; tied parameters, adapters and so on are left out
     check: Callable[[TensorGroup], None] | None = None,  # where it raises, skip the tensor, if its entry fits another
-    mask_class: type | None = None,  # registered masks of this class are taken over, and any other mask is refused
     is_registered: bool = False,  # whether masks will be registered as parametrizations
 ) -> ResolvedConfig:
     """Return a complete group for each tensor that the config names, in its order; see `MaskSparsifier.prepare`."""
@@ -161,7 +160,7 @@ def resolve_groups(
             try:
                 if fqn in unmaskable:
                     raise SparsityError(f"config[{at}]: {fqn!r} {''.join(unmaskable[fqn])}")
-                group = _group(model, fqn, config[at], complete, f"config[{at}]: ", mask_class)
+                group = _group(model, fqn, config[at], complete, f"config[{at}]: ")
                 if check is not None:
                     check(group)
             except SparsityError as e:
@@ -352,9 +351,7 @@ def _named(exclusions: Iterable[Exclusion]) -> str:
     return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in exclusions)
 
 
-def _group(
-    model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str, mask_class: type | None
-) -> TensorGroup:
+def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:
     """Return the complete group of one tensor, or raise an error if the tensor cannot be masked."""
     prefix, _, name = fqn.rpartition(".")
     module = model.get_submodule(prefix)
@@ -368,8 +365,7 @@ def _group(
             f"{where}{fqn!r} is in a scripted or traced module, whose weights cannot be masked; prune the model before "
             "torch.jit, or leave the tensor out of the config"
         )
-    mask = find_mask(module, name)
-    if mask is not None and type(mask) is not mask_class:
+    if find_mask(module, name) is not None:
         raise SparsityError(f"{where}{fqn!r} already has a sparsity mask; squash it before preparing it again")
     tensor = parameter_of(module, name)
     if tensor.layout != torch.strided:
@@ -396,7 +392,7 @@ def _group(
             "is quantized (export.quantize), or leave the tensor out (exclude=[...])"
         )
     refuse_expanded(tuple(tensor.shape), tensor.stride(), f"{where}{fqn!r}: ")
-    if mask is None and parametrize.is_parametrized(module, name):
+    if parametrize.is_parametrized(module, name):
         refuse_uninvertible(module, name, f"{where}{fqn!r}: ")
     keys = copied({k: v for k, v in entry.items() if k not in _WHERE_KEYS})
     return {**complete(keys, ConfigContext(module, name, fqn, tensor, where)), **place}

@@ -294,10 +294,6 @@ class MovedParameters:
         """Begin with the result that `stepped` had when it was saved."""
         self._moved, self._restored, self._versions = set(), {*stepped}, {}
 
-    def restored(self) -> list[str]:
-        """Return the names that were restored and not used since."""
-        return sorted(self._restored)
-
     def _watch(self) -> None:
         self._handles = [o.register_step_pre_hook(self._before) for o in self.optimizers]
         self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]

@@ -205,15 +205,8 @@ class ProximalSparsifier(BudgetSparsifier):
         self._moved.restore(stepped)
 
     def _extra_state(self) -> dict[str, Any]:
-        is_prepared = self._phase == "prepared"
-        stepped = self._moved.stepped(parameters_of(self.groups)) if is_prepared else self._moved.restored()
+        stepped = self._moved.stepped(parameters_of(self.groups)) if self._phase == "prepared" else []
         return {**super()._extra_state(), "iteration": self.iteration, "stepped": stepped}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the optimizers, which belong to the user."""
-        moved = MovedParameters()
-        moved.restore(self._extra_state()["stepped"])
-        return {**super().__getstate__(), "_moved": moved}
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
         defaults = copied(self.defaults)
@@ -265,16 +258,14 @@ class ProximalSparsifier(BudgetSparsifier):
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
-        if not self._resumes:
-            self.iteration = 0
-            self._moved.restore(())
+        self.iteration = 0
+        self._moved.restore(())
         if self._moved.optimizers:
             check_optimizers(self._moved.optimizers, parameters_of(self.groups), self.conditioner)
 
     def _sync_state(self, groups: Sequence[TensorGroup] | None = None) -> None:
         for group in self.groups if groups is None else groups:
-            if group.get("module") is not None:
-                self.live_mask(group)
+            self.live_mask(group)
 
     def live_mask(self, group: TensorGroup, model: nn.Module | None = None) -> Tensor:
         """Return what the last step kept, a bool mask on the weight's device. Before the first step it is all True."""

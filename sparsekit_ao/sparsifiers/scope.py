@@ -223,8 +223,8 @@ class BudgetSparsifier(MaskSparsifier):
         ['0.weight']
         """
         options: dict[str, Any] = {"is_default": config is None, "check": self._check_alone if config is None else None}
-        config, options["exclude"], _ = self._chosen_config(model, config, exclude, more)
-        resolved = resolve_groups(model, config, self.keys, self._complete, **options)
+        config = self._default_config(model, more) if config is None else config
+        resolved = resolve_groups(model, config, self.keys, self._complete, exclude=exclude, **options)
         self._check_groups(resolved.groups)
         return resolved
 
@@ -488,5 +488,4 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
 
     def _after_prepare(self) -> None:
         super()._after_prepare()
-        if not self._resumes:  # a resumed sparsifier continues its count
-            self._steps = 0
+        self._steps = 0

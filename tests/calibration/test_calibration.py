@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-import pickle
 import sys
 
 import pytest
@@ -200,21 +199,20 @@ def test_movement_is_recorded_while_the_user_trains():
     torch.testing.assert_close(sparsifier.statistics["0.weight"].movement, expected)
 
 
-def test_statistics_are_saved_copied_and_pickled():
+def test_statistics_are_saved_and_copied():
     model = mlp()
     sparsifier, other = prepared(model), prepared(mlp())
     sparsifier.calibrate([torch.randn(8, 8)])
     sparsifier.step()
     other.model.load_state_dict(model.state_dict())
     other.load_state_dict(sparsifier.state_dict())
-    twin, again = copy.deepcopy(sparsifier), pickle.loads(pickle.dumps(sparsifier))
-    again.prepare(mlp())
+    twin = copy.deepcopy(sparsifier)
     other.step()
     twin.step()
     for name in sparsifier.state:
         masks = [s.mask(name) for s in (sparsifier, other, twin)]
         assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
-        assert torch.equal(again.statistics[name].input_square, sparsifier.statistics[name].input_square)
+        assert torch.equal(other.statistics[name].input_square, sparsifier.statistics[name].input_square)
     other.statistics["0.weight"].sums["input_square"].zero_()
     assert sparsifier.statistics["0.weight"].input_square.any()
 

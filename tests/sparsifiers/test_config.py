@@ -1,7 +1,6 @@
 """The front door: which entry a tensor follows, what is left out, what a pattern means on each module, scores."""
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -193,18 +192,7 @@ def test_the_report_names_each_tensors_rule_and_so_does_a_copy_of_the_sparsifier
     expected = {"0.weight": "config[0] ('*.weight')", "2.weight": "config[1] ('2.weight')"}
     assert {r.tensor: r.entry for r in sparsifier.report()} == expected
     assert {r.tensor: r.entry for r in copy.deepcopy(sparsifier).report()} == expected
-    loaded = pickle.loads(pickle.dumps(sparsifier))
-    loaded.prepare(linear_model(8, 8, 8))
-    assert {r.tensor: r.entry for r in loaded.report()} == expected
     assert prepared(linear_model(8, 8)).report()[0].entry == "config=None"
-
-
-def test_a_pickle_remembers_what_was_excluded():
-    loaded = pickle.loads(pickle.dumps(prepared(linear_model(8, 8, 8), exclude=["2"])))
-    with pytest.raises(SparsityError, match="exclude has no effect on the pickled config"):
-        loaded.prepare(linear_model(8, 8, 8), exclude=["0"])
-    loaded.prepare(linear_model(8, 8, 8))
-    assert list(levels(loaded)) == ["0.weight"]
 
 
 # patterns that fit themselves

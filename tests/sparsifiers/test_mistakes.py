@@ -1,7 +1,6 @@
 """Every mistake of a caller raises an error that names it and says what to do, before anything is changed."""
 
 import copy
-import pickle
 from itertools import product
 
 import numpy as np
@@ -390,13 +389,6 @@ def test_masks_that_are_gone():
     nn.utils.parametrize.remove_parametrizations(sparsifier.model[0], "weight")
     with refuses("0.weight: its mask was removed"):
         sparsifier.step()
-
-
-def test_preparing_an_unpickled_sparsifier_with_another_model_leaves_the_model_unchanged():
-    loaded, other = pickle.loads(pickle.dumps(prepared(linear_model(8, 4)))), linear_model(8, 6)
-    with refuses("0.weight: the saved mask is (4, 8), the weight (6, 8)"):
-        loaded.prepare(other)
-    assert list(other.state_dict()) == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, NearlyDiagonalSparsifier])

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 import re
 import warnings
 
@@ -142,7 +141,6 @@ def test_a_schedule_that_is_resumed_knows_where_it_is(name):
     resumed.load_state_dict(sparsifier.state_dict())
     if own is not None:
         own.load_state_dict(scheduler.state_dict())
-    pickle.loads(pickle.dumps(sparsifier))  # although it knows its scheduler
     assert f"with sparsity {level} of" in str(resumed.report())
     with pytest.warns(UserWarning, match=f"with sparsity {level} of .*, but ends with {last}"):
         resumed.squash_mask()
