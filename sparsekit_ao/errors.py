@@ -4,25 +4,21 @@ Both classes are `ValueError`s, so code that catches those keeps working.
 """
 
 import difflib
-import functools
-import inspect
 import numbers
 import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import ParamSpec, TypeGuard, TypeVar
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 __all__ = ["CouplingError", "SparsityError"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _MEANT = {  # what other libraries call an argument
     "sparsity_level": ("sparsity", "level", "amount", "ratio", "pruning_ratio"),
     "ratio": ("sparsity", "sparsity_level", "level", "amount", "pruning_ratio", "kinds"),
@@ -93,21 +89,6 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
     meant = next((known for known, others in _MEANT.items() if name in others and known in names), None)
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def with_hints(function: Callable[P, R]) -> Callable[P, R]:
-    """Say in the TypeError for an unknown keyword argument which one may have been meant."""
-    names = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                meant = "sparsity_level" if name == "pattern" and "sparsity_level" in names else name
-                raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(meant, names)}")
-        return function(*args, **kwargs)
-
-    return call
 
 
 def checked_model(model: object, where: str) -> nn.Module:

@@ -266,14 +266,13 @@ class Recorder:
         needs: Mapping[str, Iterable[str]],
         forward: Forward | None = None,
         token_mask: TokenMask = None,
-        progress: bool = False,
     ) -> None:
         """Record statistics while the model runs on every batch in eval mode; see `ScopeSparsifier.calibrate`."""
         assert self.model is not None
         check_batches(batches, token_mask, forward, "calibrate")
         count = 0
         with self.recording(needs) as recording, eval_mode(self.model):
-            for count, batch in enumerate(progress_bar(batches, "calibrate", "batch", progress=progress), 1):
+            for count, batch in enumerate(progress_bar(batches, "calibrate", "batch"), 1):
                 batch = checked_batch(batch, forward, "calibrate")
                 recording.token_mask = token_masks_of(batch, token_mask, "calibrate")
                 with torch.set_grad_enabled(recording.needs_gradients):

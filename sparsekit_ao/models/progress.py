@@ -1,6 +1,7 @@
-"""Progress of long work: a bar on a terminal or in a notebook, else lines through `logging`."""
+"""Progress of long work: a bar on a terminal or in a notebook, else lines through `logging`, unless a call hides it."""
 
 import functools
+import inspect
 import logging
 import sys
 import time
@@ -10,6 +11,8 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from ..errors import did_you_mean
 
 LARGE = 1 << 26  # elements from which on a bar is worth its cost
 AFTER = 2.0  # seconds of work before it is shown
@@ -31,18 +34,30 @@ def bar_class() -> Any:
     return Bar
 
 
-def hidden_if_asked(function: Callable[P, R]) -> Callable[P, R]:
-    """Show no progress of anything that a function calls if it is called with `progress=False`."""
+def public_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Hide progress in a call with `progress=False`, and say what an unknown keyword argument may have meant."""
+    names = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _is_hidden.set(_is_hidden.get() or not kwargs.get("progress", True))
-        try:
+        for name in kwargs:
+            if name not in names:
+                meant = "sparsity_level" if name == "pattern" and "sparsity_level" in names else name
+                raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(meant, names)}")
+        with hidden(not kwargs.get("progress", True)):
             return function(*args, **kwargs)
-        finally:
-            _is_hidden.reset(token)
 
     return call
+
+
+@contextmanager
+def hidden(is_hidden: bool = True) -> Iterator[None]:
+    """Show no progress inside if `is_hidden`, or if it was hidden before."""
+    token = _is_hidden.set(_is_hidden.get() or is_hidden)
+    try:
+        yield
+    finally:
+        _is_hidden.reset(token)
 
 
 def progress_bar(
@@ -50,15 +65,15 @@ def progress_bar(
     what: str,
     unit: str,
     *,
-    progress: bool = True,
+    is_shown: bool = True,
     total: int | None = None,
     elements: int | None = None,  # of usually quick work: no bar below `LARGE`, nor at first, and none remains
 ) -> Any:
-    """Return the items with a tqdm bar, on a terminal (standard error) or in a notebook, if `progress` is True."""
+    """Return the items with a tqdm bar, on a terminal (standard error) or in a notebook, unless progress is hidden."""
     bar = bar_class()
     is_notebook = any(base.__module__ == "tqdm.notebook" for base in bar.__mro__)
     is_seen = is_notebook or (sys.stderr is not None and sys.stderr.isatty())
-    is_shown = progress and not _is_hidden.get() and is_seen and (elements is None or elements >= LARGE)
+    is_shown &= not _is_hidden.get() and is_seen and (elements is None or elements >= LARGE)
     keys = {} if elements is None else {"delay": AFTER, "leave": False}
     return bar(items, desc=what, unit=unit, total=total, disable=not is_shown, miniters=1, **keys)
 
@@ -76,13 +91,13 @@ def phases(what: str, names: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable[[str, float], None]]:
+def steps(what: str, unit: str, total: int, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
     """Show signs of life of work that may take hours: a bar, else a line for each block, or each tenth of the steps.
 
     Yield a function to be called after each step, with its name and its error (NaN where it has none).
     """
     start, count = time.perf_counter(), 0
-    with progress_bar(None, what, unit, progress=progress, total=total) as bar:
+    with progress_bar(None, what, unit, is_shown=is_shown, total=total) as bar:
 
         def done(name: str, error: float) -> None:
             nonlocal count
@@ -90,7 +105,7 @@ def steps(what: str, unit: str, total: int, progress: bool) -> Iterator[Callable
             bar.update()
             seconds = time.perf_counter() - start
             is_due = unit == "block" or count * LINES // total > (count - 1) * LINES // total
-            if not (progress and bar.disable and is_due) or seconds < AFTER:
+            if not (is_shown and bar.disable and is_due) or seconds < AFTER:
                 return
             parts = [f"{what}: {unit} {count} of {total}, {name}"]
             parts += [f"error {error:.4f}"] if error == error else []

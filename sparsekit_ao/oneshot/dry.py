@@ -16,6 +16,7 @@ from ..distributed import abandon_forward
 from ..models.flops import flop_counter
 from ..models.loading import is_elsewhere, loaded
 from ..models.names import weights_by_name
+from ..models.progress import hidden
 from ..models.running import eval_mode, import_dynamo, tensors_in, unfused_attention
 from .chain import CalibrationData
 from .prune_report import DryRun
@@ -54,7 +55,8 @@ def planned_run(
         seconds *= all_data.one_batch()[1] if layers.gradients() else 1
         runs = 1 + len(chains) + sum(step.is_recorded for step in steps if step.block is None)
         runs += (passes and 1 + passes) * (not chains)
-        flops, outputs = _flops(data, layers, rows)
+        with hidden():
+            flops, outputs = _flops(data, layers, rows)
     memory += outputs + max(of_walk, outputs)  # the dense outputs are kept, and compared with those after the walk
     return DryRun(
         rows=tuple(rows),
@@ -78,7 +80,7 @@ def estimated_walk(layers: Layers, walk: Walk, all_data: CalibrationData, passes
     memory = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
     if not all_data.batches:
         return 0.0, memory
-    with eval_mode(model), without_autocast_cache():
+    with eval_mode(model), without_autocast_cache(), hidden():
         try:
             seconds, held = _measured(layers, walk, steps, all_data, passes)
         finally:
@@ -154,7 +156,7 @@ def _measured(
 
     def match() -> Any:
         if teacher is not None:
-            return teacher.finish([], False) if block is None else teacher.match(at)
+            return teacher.finish([]) if block is None else teacher.match(at)
 
     def hold(tensor: Tensor) -> Tensor:
         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration import GRADIENTS, Recorder, other_matrices
-from ..errors import SparsityError, checked_model, with_hints
+from ..errors import SparsityError, checked_model
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import by_pattern, exists, hint_of, named_tensors, owner_of, parameter_of, weights_by_name
+from ..models.progress import public_call
 from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
@@ -32,7 +33,7 @@ from .teacher import Teacher, check_ranks, passes_of
 from .walk import check_options, checkpoint_of, walk_of
 
 
-@with_hints
+@public_call
 def one_shot(
     sparsifier: ScopeSparsifier,
     batches: Iterable[Any],
@@ -128,10 +129,10 @@ def one_shot(
     dense = recover if isinstance(recover, nn.Module) else None
     teacher = None if recover is False else Teacher(dense, data)
     options = {"blocks": layers, "device": device, "stream_memory": stream_memory}
-    return _pruned(solving, data, teacher, options, checkpoint, progress, start)
+    return _pruned(solving, data, teacher, options, checkpoint, start)
 
 
-@with_hints
+@public_call
 def prune(
     model: nn.Module,
     sparsity_level: float | Pattern | str | None = None,
@@ -226,7 +227,7 @@ def prune(
     others = {"keep_zeros": keep_zeros, "exclude": exclude, "score": score, "compensate": compensate}
     given = {} if masks is None else _checked_masks(pruned, masks, others)
     method = None if batches is None else compensate
-    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, progress, given)
+    layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, given)
     layers.keeps_zeros = keep_zeros
     if given and sparsity_level is not None:
         check_masks(layers.pruning_groups, layers.groups, {name: (mask, False) for name, mask in given.items()})
@@ -236,7 +237,7 @@ def prune(
         _warn_of_dense(plan, bool(given))
         return model, plan
     teacher = Teacher(None, data, passes=passes) if passes else None
-    report = _pruned(layers, data, teacher, options, checkpoint, progress, start)
+    report = _pruned(layers, data, teacher, options, checkpoint, start)
     redo_weight_norms(pruned, normed)
     report = replace(report, left_out=left_out, call=call)
     _warn_of_dense(report, bool(given))
@@ -250,7 +251,6 @@ def _layers_of(
     exclude: Sequence[Exclusion],
     method: str | None,
     token_mask: TokenMask,
-    progress: bool,
     given_masks: Mapping[str, Tensor] = MappingProxyType({}),  # if there are any, only these tensors are pruned
 ) -> tuple[Layers, Mapping[str, str]]:
     """Return the layers that are pruned, and why other tensors are not."""
@@ -264,7 +264,7 @@ def _layers_of(
     layers = Layers(resolved.groups, groups, recorder, method, None, "prune")
     layers.given_masks = {**given_masks}
     if needs := layers.gradients():
-        recorder.run(data.batches, needs, data.forward, token_mask, progress)
+        recorder.run(data.batches, needs, data.forward, token_mask)
     layers.check(has_data=bool(data.batches))
     return layers, resolved.skipped
 
@@ -276,7 +276,6 @@ def _pruned(
     teacher: Teacher | None,
     options: dict[str, Any],
     checkpoint: str | os.PathLike[str] | None,
-    progress: bool,
     start: float,
 ) -> PruneReport:
     """Prune layers in one walk with these `options`; the report counts seconds from `start`."""
@@ -292,10 +291,10 @@ def _pruned(
     walk = walk_of(layers, data, options)
     if layers.shared:
         scoring = Scoring(layers, is_elsewhere(data.model))
-        walk.run(caller, scoring, progress=progress)
+        walk.run(caller, scoring)
         layers.given_masks = scoring.masks_of_all()
-    rows, matched = walk.run(caller, layers, teacher, checkpoint=saved, progress=progress)
-    recovery = None if teacher is None else teacher.finish(matched, progress)
+    rows, matched = walk.run(caller, layers, teacher, checkpoint=saved)
+    recovery = None if teacher is None else teacher.finish(matched)
     return PruneReport(
         rows=tuple(rows),
         seconds=time.perf_counter() - start,

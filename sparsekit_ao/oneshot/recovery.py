@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from .. import masking
-from ..errors import SparsityError, is_number, with_hints
+from ..errors import SparsityError, is_number
 from ..models.loading import Device, is_elsewhere
 from ..models.names import named_tensors, owner_of
+from ..models.progress import public_call
 from ..models.running import TokenMask
 from .chain import CalibrationData
 from .prune_report import RecoverReport
@@ -24,7 +25,7 @@ from .training import PASSES, RATE
 from .walk import Walk, check_options, checkpoint_of
 
 
-@with_hints
+@public_call
 def recover(
     model: nn.Module,
     dense: nn.Module,
@@ -120,7 +121,7 @@ def recover(
         why = "has no repeated blocks" if outputs is None else "is trained on its outputs"
         raise SparsityError(f"recover: the model {why}, so it is trained as a whole; leave out {', '.join(given)}")
     saved = checkpoint_of(data, checkpoint, "recover", teacher.described(), layers, device)
-    report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved, progress=progress)[1], progress)
+    report = teacher.finish(walk.run("recover", None, teacher, checkpoint=saved)[1])
     return replace(report, error_to_dense=data.error_to(replace(data, model=dense).first_output()))
 
 

@@ -123,7 +123,7 @@ class Teacher:
         return self._train(self._walk.names[at], student, lambda k: output_tensor(dense.hidden(k)), "mse", at)
 
     @torch.no_grad()
-    def finish(self, rows: Sequence[BlockRow], progress: bool = True) -> RecoverReport:
+    def finish(self, rows: Sequence[BlockRow]) -> RecoverReport:
         """Train the whole model if the walk had no blocks; return the report of these rows and the whole model's."""
         rows, model, dense = [*rows], self.data.model, self.dense
         if not self._walk.blocks:
@@ -134,18 +134,16 @@ class Teacher:
                 return output_tensor(self._walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
 
             with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
-                rows.append(self._train("", whole, target, self.outputs or "mse", 0, progress))
+                rows.append(self._train("", whole, target, self.outputs or "mse", 0))
         outside = self._walk.outside if self._walk.blocks else ()
         return RecoverReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
 
-    def _train(
-        self, name: str, student: Student, target: Callable[[int], Tensor], metric: str, at: int, progress: bool = False
-    ) -> BlockRow:
+    def _train(self, name: str, student: Student, target: Callable[[int], Tensor], metric: str, at: int) -> BlockRow:
         """Train the block of this number, or the whole model (named "")."""
         of = self._walk.chains[self._walk.chain_of[at]].of_decoder if name else 2  # of the model's outputs
         masks = [masks.masks[of] for masks in self.data.token_masks]
         settings: dict[str, Any] = {"passes": self.passes, "rate": self.rate, "seed": self.seed, "at": at}
-        return Training(name, student, target, masks, metric, **settings).run(progress)
+        return Training(name, student, target, masks, metric, **settings).run()
 
 
 def _check_models(model: nn.Module, dense: nn.Module | None) -> None:

@@ -225,7 +225,7 @@ class Training:
         self.optimizer.step()
         self.schedule.step()
 
-    def run(self, progress: bool = False) -> BlockRow:
+    def run(self) -> BlockRow:
         """Train, and keep the best weights."""
         start, before = time.perf_counter(), self.measured()
         best, best_pass = before, 0
@@ -235,8 +235,9 @@ class Training:
         total, rows = _over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
         scale = float(total / rows.clamp(min=1)) or 1.0
         whole, after = self.batches * self.ranks, before
+        is_shown = not self.name and rank() == 0  # a block is a step of a walk, which shows its own progress
         try:
-            with steps("recover", "step", self.passes * whole, progress and rank() == 0) as done:
+            with steps("recover", "step", self.passes * whole, is_shown) as done:
                 for number in range(1, self.passes + 1):
                     for k in torch.randperm(whole, generator=self.draws, device="cpu").tolist():
                         self.step(k, scale)

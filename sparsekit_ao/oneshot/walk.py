@@ -161,7 +161,6 @@ class Walk:
         matching: Matching | None = None,  # None matches no blocks
         *,
         checkpoint: "Checkpoint | None" = None,
-        progress: bool = True,
     ) -> tuple[list[Any], list[Any]]:
         """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
         self.streams, self.kept = [], Kept(*self._kept_options)
@@ -170,14 +169,14 @@ class Walk:
         matched: list[Any] = []
         finished = 0
         what = "block" if any(True for block in self.blocks for _ in block.children()) else "layer"
-        shows = progress and rank() == 0 and bool(plan)
-        if checkpoint is not None and checkpoint.count and shows:
+        is_shown = rank() == 0 and bool(plan)
+        if checkpoint is not None and checkpoint.count and is_shown:
             say(f"{caller}: continues an earlier call, of which {checkpoint.count} of {len(plan)} steps are finished")
         with (
             eval_mode(self.data.model),
             torch.no_grad(),
             without_autocast_cache(),
-            steps(caller, what, len(plan), shows) as done,
+            steps(caller, what, len(plan), is_shown) as done,
         ):
             try:
                 if matching is not None:  # the dense model may be this one, whose masks must then keep everything

@@ -16,10 +16,10 @@ from ..coupling import BoundCoupling, expert_couplings, expert_scores
 from ..coupling.bound import is_list
 from ..coupling.experts import rated_experts
 from ..distributed import is_sharded
-from ..errors import SparsityError, with_hints
+from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless
 from ..models.names import owner_of
-from ..models.progress import progress_bar
+from ..models.progress import progress_bar, public_call
 from ..models.running import Forward, call, check_batches, eval_mode, first_tensor, kept_generators
 from ..oneshot.chain import CalibrationData, calls_of
 from ..oneshot.walk import Walk
@@ -119,7 +119,7 @@ def _expert_scores(data: CalibrationData, bounds: Sequence[BoundCoupling]) -> di
 
 
 @kept_generators()
-@with_hints
+@public_call
 def shrink_layers(
     model: nn.Module,
     batches: Sequence[Any],

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Coupling
-from ..errors import with_hints
-from ..models.progress import hidden_if_asked, phases
+from ..models.progress import phases, public_call
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from ..sparsifiers.config import Exclusion
@@ -25,8 +24,7 @@ from .trials import planned_together, removed_together
 
 
 @kept_generators()
-@with_hints
-@hidden_if_asked
+@public_call
 def shrink(
     model: nn.Module,
     example_inputs: Any = None,

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..calibration import NEEDS, Recorder, Recording, Statistics
 from ..errors import SparsityError
+from ..models.progress import public_call
 from ..models.running import TokenMask
 from ..scores import needs_of
 from .base import MaskSparsifier
@@ -51,6 +52,7 @@ class Calibrated(MaskSparsifier):
             statistics.name = name
         self._recorder = Recorder(None, {}, collected)
 
+    @public_call
     def calibrate(
         self,
         batches: Iterable[Any] | None = None,
@@ -107,7 +109,7 @@ class Calibrated(MaskSparsifier):
                 "them in needs="
             )
         if batches is not None:
-            self.recorder.run(batches, wanted, forward, token_mask, progress)
+            self.recorder.run(batches, wanted, forward, token_mask)
             return None
         if forward is not None or token_mask is not None:
             raise SparsityError("calibrate: forward and token_mask need batches; in a context set c.token_mask instead")
