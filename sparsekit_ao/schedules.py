@@ -223,7 +223,7 @@ class ScheduleSL(BaseScheduler):
             raise SparsityError(f"ScheduleSL: {len(schedules)} schedules for {count} groups; give one, or one for each")
         self.schedules, self.interval = schedules, interval
         super().__init__(sparsifier, last_epoch, verbose)
-        sparsifier._scheduler = self  # type: ignore[attr-defined]  # which says whether the schedule has ended
+        sparsifier.last_scheduler = self  # type: ignore[attr-defined]  # which says whether the schedule has ended
 
     def get_sl(self) -> list[float]:
         """Return the levels of this step: new ones at a multiple of the interval, else the present ones."""

@@ -254,11 +254,11 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         if self._capture.masked and not was_masked:
             zero_dropped_state(self.groups, optimizers)
 
-    def _unfinished(self) -> str:
+    def unfinished(self) -> str:
         """Return which sparsity a target has reached if it ends with another one."""
         target, every = self.settings.target, self.settings.update_every or 1
         if target is None:
-            return super()._unfinished()
+            return super().unfinished()
         at = min(self.iteration, self.settings.until or self.iteration) // every * every  # of the last update
         return cut_short(target, self.iteration, self.settings.target_at(at), "all tensors")
 

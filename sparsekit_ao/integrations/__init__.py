@@ -51,9 +51,9 @@ class StepCallback:
 
     def _finish(self, warns: bool = True) -> None:
         """Choose the masks once more if schedulers have changed the levels since; masks after `until` stay."""
-        if warns and (text := self.sparsifier._unfinished()):
+        if warns and (text := self.sparsifier.unfinished()):
             warnings.warn(f"SparsifierCallback: training ended, but {text}", stacklevel=3)
-        chosen, levels = self.sparsifier._mask_levels, [g.get("sparsity_level") for g in self.sparsifier.groups]
-        is_frozen = self.sparsifier._is_frozen or self._interval.until is not None
+        chosen, levels = self.sparsifier.mask_levels, [g.get("sparsity_level") for g in self.sparsifier.groups]
+        is_frozen = self.sparsifier.is_frozen or self._interval.until is not None
         if self.schedulers and chosen not in (None, levels) and not is_frozen:
             MaskSparsifier.step(self.sparsifier)

@@ -163,7 +163,7 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         if not self.sparsifier.groups:
             return {"args": {}, "attributes": {}}
         schedulers, is_plain = [s.state_dict() for s in self.schedulers], isinstance(self._model, PreTrainedModel)
-        attributes = {"sparsifier": self.sparsifier._without_masks(), "schedulers": schedulers, "is_plain": is_plain}
+        attributes = {"sparsifier": self.sparsifier.without_masks(), "schedulers": schedulers, "is_plain": is_plain}
         return {"args": {}, "attributes": attributes}
 
     def _load(self, trainer_state: Any, folders: list[Path]) -> None:

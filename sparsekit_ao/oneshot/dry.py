@@ -136,7 +136,7 @@ def _measured(
     at = -1 if step.block is None else step.block
     block = None if step.block is None else walk.blocks[at]
     teacher = Teacher(None, walk.data, passes=1) if passes and (block is not None or not walk.blocks) else None
-    modules = [walk.data.model] if teacher is not None and block is None else walk._modules(step)
+    modules = [walk.data.model] if teacher is not None and block is None else walk.modules_of(step)
     if teacher is not None:
         import_dynamo()  # not when training is timed
         teacher.start(walk)
@@ -145,7 +145,7 @@ def _measured(
     held, start = dict[int, int](), time.perf_counter()
 
     def record() -> dict[str, Statistics]:
-        statistics = walk._statistics(step, layers)
+        statistics = walk.record(step, layers)
         for one in statistics.values():  # rows are summed if all batches together have enough of them
             if one.rows and one.tokens * total >= one.rows[0].shape[2]:
                 one.sum_rows()

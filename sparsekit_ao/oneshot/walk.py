@@ -10,7 +10,7 @@ model. Each is kept in a stream (`chain.Stream`), one for each chain.
         if the step is a block:
             load        its weights, on the device that computes (`loaded`)
             advance x   run the dense block: its outputs are the new x, and the targets of `match` (`Matching.advance`)
-            record      statistics of its layers for the inputs x~ (`_statistics`)
+            record      statistics of its layers for the inputs x~ (`record`)
             solve       masks and kept weights of its layers (`Solving.solve`)
             match       train the kept weights so that the block gives the new x for x~ (`Matching.match`)
             advance x~  run the pruned block: its outputs are the new x~ (`Stream.advance`)
@@ -213,11 +213,11 @@ class Walk:
         with ExitStack() as stack:
             if solving is not None:
                 stack.enter_context(solving.masks(step.tensors))
-            modules, device = self._modules(step), self.device
+            modules, device = self.modules_of(step), self.device
             recorded: dict[str, Statistics] | None = None
             if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
                 is_saved = checkpoint is not None and number < checkpoint.count
-                recorded = {} if solving is None or is_saved else self._statistics(step, solving)
+                recorded = {} if solving is None or is_saved else self.record(step, solving)
                 device = None
             elif (chain := self.chain_of[step.block]) == len(self.streams):
                 like = None if matching is None else matching.streams[chain]
@@ -230,7 +230,7 @@ class Walk:
                 matching.advance(step.block)
             return self._finish(step, number, modules, solving, matching, checkpoint, recorded, step is not last)
 
-    def _modules(self, step: Step) -> list[nn.Module]:
+    def modules_of(self, step: Step) -> list[nn.Module]:
         """Return the modules whose weights a step reads and writes."""
         if step.block is not None:
             return [self.blocks[step.block]]
@@ -260,9 +260,7 @@ class Walk:
         try:
             if saved is None:
                 if solving is not None and step.tensors:
-                    rows = solving.solve(
-                        step.tensors, self._statistics(step, solving) if recorded is None else recorded
-                    )
+                    rows = solving.solve(step.tensors, self.record(step, solving) if recorded is None else recorded)
                 if matching is not None and step.block is not None:
                     row = matching.match(step.block)
             else:
@@ -285,7 +283,7 @@ class Walk:
             raise
         return rows, row
 
-    def _statistics(self, step: Step, solving: Solving) -> dict[str, Statistics]:
+    def record(self, step: Step, solving: Solving) -> dict[str, Statistics]:
         """Record the inputs of all tensors of a step together, in the model as it is now."""
         targets = [solving.target(name) for name in step.tensors] if step.is_recorded else []
         targets = [self._sampled(target) for target in targets if target.needs and target.adapter is not None]

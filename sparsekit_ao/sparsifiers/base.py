@@ -85,7 +85,7 @@ class MaskSparsifier(Checkpointed):
     bool_masks = False
     #: the parametrization that `prepare` registers; None registers nothing
     mask_class: type[masking.WeightMask] | None = masking.WeightMask
-    _scheduler: Any = None  # the `ScheduleSL` that was constructed last for the prepared model
+    last_scheduler: Any = None  # the `ScheduleSL` that was constructed last for the prepared model
     _warned: bool = False  # whether `step` has warned about adapted or replaced layers
 
     def _complete(self, entry: dict[str, Any], place: ConfigContext) -> dict[str, Any]:
@@ -221,8 +221,8 @@ class MaskSparsifier(Checkpointed):
             new_masks = [(g["module"], g["tensor_name"], self._new_mask(g)) for g in groups if self.mask_class]
             self.model, self.groups, self._resolved = model, groups, replace(resolved, groups=[])
             self.config = [dict(e) for e in config if not is_default or e["tensor_fqn"] not in resolved.skipped]
-            self._state, self._phase, self._mask_levels, self._warned = defaultdict(dict), "prepared", None, False
-            self._scheduler = None
+            self._state, self._phase, self.mask_levels, self._warned = defaultdict(dict), "prepared", None, False
+            self.last_scheduler = None
             with masking.installed(masking.under_all_names(model, new_masks)):
                 self._after_prepare()
         except BaseException:
@@ -255,7 +255,7 @@ class MaskSparsifier(Checkpointed):
         return False
 
     @property
-    def _is_frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether `step` will never change masks again."""
         return False
 
@@ -270,7 +270,7 @@ class MaskSparsifier(Checkpointed):
                 self._warned = bool(adapted or replaced)
             with torch.no_grad():
                 self._update_all()
-            self._mask_levels = [g.get("sparsity_level") for g in self.groups]
+            self.mask_levels = [g.get("sparsity_level") for g in self.groups]
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
@@ -321,11 +321,11 @@ class MaskSparsifier(Checkpointed):
         sparse_params = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self.live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
-        if self.enable_mask_update and not self._is_frozen:
-            text = _stale(self.groups, masks, self._mask_levels) or ("" if model is not None else self._miscounted())
+        if self.enable_mask_update and not self.is_frozen:
+            text = _stale(self.groups, masks, self.mask_levels) or ("" if model is not None else self._miscounted())
             if text:
                 warnings.warn(f"squash_mask: {text}", stacklevel=2)
-        if model is None and (text := self._unfinished()):
+        if model is None and (text := self.unfinished()):
             warnings.warn(f"squash_mask: {text}; train until its end, or give it fewer steps", stacklevel=2)
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
@@ -374,9 +374,9 @@ class MaskSparsifier(Checkpointed):
     def _end(self) -> None:  # called when the prepared model has been squashed
         self._phase = "squashed"
 
-    def _unfinished(self) -> str:
+    def unfinished(self) -> str:
         """Return which level a schedule has reached if it ends with another one; "" where a user has set it since."""
-        if (now := self._scheduler) is None:
+        if (now := self.last_scheduler) is None:
             return ""
         groups = zip(now.schedules, now.get_last_sl(), self.groups, strict=True)
         scheduled = ((s, level, g["tensor_fqn"]) for s, level, g in groups if g.get("sparsity_level") == level)
@@ -386,7 +386,7 @@ class MaskSparsifier(Checkpointed):
         """Return a `report.Report` with a row for each mask that tells what it keeps now."""
         model = self.require_prepared("report")
         refuse_meta_masks("report", self.groups, list(map(self.live_mask, self.groups)))
-        return replace(make_report(list(self._rows()), self._resolved, model, self.groups), schedule=self._unfinished())
+        return replace(make_report(list(self._rows()), self._resolved, model, self.groups), schedule=self.unfinished())
 
     def _rows(self) -> Iterator[Row]:
         """Yield a row for each group. Here blocks are single elements; subclasses with scopes count their blocks."""

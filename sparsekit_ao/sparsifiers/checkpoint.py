@@ -24,7 +24,7 @@ class Checkpointed(BaseSparsifier):
     """Mixin that holds a sparsifier's state, and copies, saves, loads and moves it to another model."""
 
     #: attributes that copies do not have; a scheduler's wrapper around `step` holds the old instance
-    not_copied: tuple[str, ...] = ("step", "_scheduler")
+    not_copied: tuple[str, ...] = ("step", "last_scheduler")
     #: config keys that need no default
     optional_keys: tuple[str, ...] = ()
     model: nn.Module | None = None
@@ -32,7 +32,7 @@ class Checkpointed(BaseSparsifier):
     _state: dict[str, dict[str, Any]]
     _positions: Mapping[str, int] = MappingProxyType({})  # of tensors in `groups`, where these have not changed since
     _phase: str = "new"
-    _mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
+    mask_levels: list[Any] | None = None  # the levels at which all masks were chosen last
     _resolved: ResolvedConfig = ResolvedConfig()
     _check_groups: Callable[[Sequence[TensorGroup]], None]
     require_prepared: Callable[[str], nn.Module]
@@ -63,9 +63,9 @@ class Checkpointed(BaseSparsifier):
         Functions in the config (a score or a view) are not saved; after loading, the sparsifier's own ones stay in use.
         Statistics, if there are any, and the counts of steps are saved.
         """
-        return {"state": {fqn: copied_state(s) for fqn, s in self.state.items()}, **self._without_masks()}
+        return {"state": {fqn: copied_state(s) for fqn, s in self.state.items()}, **self.without_masks()}
 
-    def _without_masks(self) -> dict[str, Any]:
+    def without_masks(self) -> dict[str, Any]:
         """Return the entries of `state_dict` besides the masks, for checkpoints whose model has the masks."""
         return {
             "groups": [plain({k: v for k, v in g.items() if k not in _NOT_SAVED}) for g in self.groups],
@@ -105,7 +105,7 @@ class Checkpointed(BaseSparsifier):
                     distributed.copy_values(mask, masks[fqn])
                     beside = {k: v for k, v in state_dict["state"][fqn].items() if k != "mask"}
                     self._state[fqn].update(copied_state(beside))
-        self.enable_mask_update, self._mask_levels = bool(state_dict.get("enable_mask_update", True)), None
+        self.enable_mask_update, self.mask_levels = bool(state_dict.get("enable_mask_update", True)), None
 
     def _check_replaced(self, groups: Sequence[TensorGroup]) -> None:
         """Raise where loaded groups have another structure than the live ones; warn where they have other levels."""

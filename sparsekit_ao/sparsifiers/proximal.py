@@ -142,10 +142,10 @@ class ProximalSparsifier(BudgetSparsifier):
             raise SparsityError(
                 "step: the learning rate is needed, but no optimizer is attached; call sparsifier.attach(optimizer)"
             )
-        chosen_at, iteration = self._mask_levels, self.iteration
+        chosen_at, iteration = self.mask_levels, self.iteration
         super().step(use_path)
         if iteration == self.iteration:
-            self._mask_levels = chosen_at
+            self.mask_levels = chosen_at
 
     def update_mask(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an error, since a proximal step changes weights and has no mask to update."""
@@ -187,7 +187,7 @@ class ProximalSparsifier(BudgetSparsifier):
             for group in target.groups:
                 target.mask(group["tensor_fqn"]).copy_(masks[group["tensor_fqn"]])
             target.enable_mask_update = False
-            target._mask_levels = [g["sparsity_level"] for g in target.groups]
+            target.mask_levels = [g["sparsity_level"] for g in target.groups]
         self._end()
         return target
 
@@ -364,7 +364,7 @@ def diagonals_of(
 def checked_target(sparsifier: BudgetSparsifier | None) -> BudgetSparsifier:
     """Return the sparsifier that turns zeros into masks, by default a new one, or raise an error if it cannot."""
     target = ScopeSparsifier() if sparsifier is None else sparsifier
-    if not isinstance(target, BudgetSparsifier) or target._phase != "new":
+    if not isinstance(target, BudgetSparsifier) or target.model is not None:
         raise SparsityError(
             f"to_masks takes a ScopeSparsifier or a DynamicSparsifier that is not prepared yet, got {target!r}"
         )

@@ -193,7 +193,7 @@ class BudgetSparsifier(MaskSparsifier):
         try:
             return check_masks(pruning_groups, groups_by_name(self.groups), masks)
         except SparsityError:
-            if self._mask_levels is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks.values()):
+            if self.mask_levels is None and all(is_mask and bool(mask.all()) for mask, is_mask in masks.values()):
                 hint = "check: every mask keeps everything, because no masks were chosen yet; call step() or one_shot"
                 raise SparsityError(hint) from None
             raise
@@ -450,7 +450,7 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         self._steps += 1
 
     @property
-    def _is_frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether no later call of `step` chooses masks."""
         return self.interval.is_over(self._steps)
 

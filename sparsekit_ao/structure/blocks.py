@@ -81,7 +81,7 @@ class SparseBlock(Thresholded):
             p: 1, 2 or inf.
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or p not in (1, 2, math.inf):
-            raise SparsityError(f"{self._where()}norms: p must be 1, 2 or inf, got {p!r}")
+            raise SparsityError(f"{self.prefix()}norms: p must be 1, 2 or inf, got {p!r}")
         return block_scores(block_windows(self, values), p, self.grid_ndim)
 
     def min(self, values: Values = None) -> Tensor:
@@ -130,7 +130,7 @@ class SparseBlock(Thresholded):
     def _on_grid(self, t: Tensor) -> Tensor:
         if tuple(t.shape) != self.grid_shape:
             raise SparsityError(
-                f"{self._where()}expected a tensor of the block grid's shape {self.grid_shape}, got {tuple(t.shape)}"
+                f"{self.prefix()}expected a tensor of the block grid's shape {self.grid_shape}, got {tuple(t.shape)}"
             )
         return t
 
@@ -138,7 +138,7 @@ class SparseBlock(Thresholded):
         for b in self.blocks():
             if b.is_partial:
                 raise SparsityError(
-                    f"{b._where()}{what} needs whole blocks; block {b.shape} leaves partial ones on {b.view.shape}"
+                    f"{b.prefix()}{what} needs whole blocks; block {b.shape} leaves partial ones on {b.view.shape}"
                 )
 
 
@@ -166,7 +166,7 @@ class BlockSpec(SparseBlock):
         self.view = View.from_existing(view_or_param, name=name)
         self.name = name if name is not None else self.view.name
         self.edge = edge
-        self.shape = resolve_tile("block", self.view.shape, shape, edge=edge, where=self._where())
+        self.shape = resolve_tile("block", self.view.shape, shape, edge=edge, where=self.prefix())
         self.grid_shape = grid_of(self.view.shape, self.shape)
 
     def members(self) -> "list[tuple[BlockSpec, Shape]]":
@@ -215,7 +215,7 @@ class BlockCoupling(SparseBlock):
         self, specs: Sequence[BlockSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        full, self.grid_shape = aligned_members(BlockSpec, specs, orders, self._where())
+        full, self.grid_shape = aligned_members(BlockSpec, specs, orders, self.prefix())
         self._members = list(zip(specs, full, strict=True))
         self.edge = "partial" if any(spec.edge == "partial" for spec in specs) else "error"
 
@@ -276,12 +276,12 @@ def block_windows(
 ) -> tuple[Window, ...]:
     """A block's members as `selection` takes them: windows on the values, and on the masks ({block: mask}) if given."""
     if isinstance(values, Tensor) and len(block.parameters()) > 1:
-        raise SparsityError(f"{block._where()}coupled blocks take values as a mapping {{parameter: tensor}}")
+        raise SparsityError(f"{block.prefix()}coupled blocks take values as a mapping {{parameter: tensor}}")
     windows = []
     for spec, order in block.members():
         param = spec.view.param
         if isinstance(values, Mapping) and param not in values:
-            raise SparsityError(f"{spec._where()}values hold no tensor for this parameter")
+            raise SparsityError(f"{spec.prefix()}values hold no tensor for this parameter")
         scored = param if values is None else values if isinstance(values, Tensor) else values[param]
         mask = None if masks is None else spec.view.window(masks[spec])
         windows.append(Window(shape=spec.shape, values=spec.view.window(scored), mask=mask, order=order))

@@ -119,7 +119,7 @@ class SparseScope(Thresholded):
 
     def sparsity_to_nnz(self, sparsity: float) -> Budget:
         """Return how many blocks each scope keeps at a level; int64 in the scope grid's shape if scopes differ."""
-        of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self._where())
+        of_full_scope = sparsity_to_nnz(sparsity, self.numblk_per_scope(), self.prefix())
         if not self.is_partial:
             return of_full_scope
         return counts_after_dropping(self.blocks_per_scope(), float(sparsity))
@@ -188,11 +188,11 @@ class SparseScope(Thresholded):
         tensor([[False,  True,  True, False]])
         """
         if values is not None and block_scores is not None:
-            raise SparsityError(f"{self._where()}get_masks: values and block_scores are mutually exclusive")
+            raise SparsityError(f"{self.prefix()}get_masks: values and block_scores are mutually exclusive")
         rows = self._scores(values) if block_scores is None else self._rows_of(block_scores, "block_scores")
         if rows.dtype not in KEY_DTYPES:
             raise SparsityError(
-                f"{self._where()}block_scores must be float16, bfloat16, float32 or float64, got {rows.dtype}"
+                f"{self.prefix()}block_scores must be float16, bfloat16, float32 or float64, got {rows.dtype}"
             )
         allowed = None if candidates is None else self._rows_of(candidates, "candidates").bool()
         kept = self._select(rows, self.budget(nnz), allowed)
@@ -210,7 +210,7 @@ class SparseScope(Thresholded):
             values: The tensors whose norms are compared; None means the parameters.
         """
         if (thresholds is None) == (nnz is None):
-            raise SparsityError(f"{self._where()}hard_threshold needs either thresholds or nnz, not both")
+            raise SparsityError(f"{self.prefix()}hard_threshold needs either thresholds or nnz, not both")
         if nnz is not None:
             for spec, mask in self.get_masks(nnz, values).items():
                 spec.view.param.detach().masked_fill_(~mask, 0)
@@ -222,7 +222,7 @@ class SparseScope(Thresholded):
 
         The values of a tensor on another device than the CPU are not checked: that would wait for the device.
         """
-        where = self._where()
+        where = self.prefix()
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
             raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
         low = high = nnz
@@ -259,14 +259,14 @@ class SparseScope(Thresholded):
                 return per_block.reshape(self.numscp(), in_rows[-1])
             if len(members) > 1:
                 raise SparsityError(
-                    f"{self._where()}{what} must be a mapping {{block: tensor}} for coupled scopes, or of the shape "
+                    f"{self.prefix()}{what} must be a mapping {{block: tensor}} for coupled scopes, or of the shape "
                     f"{in_rows}, got {tuple(per_block.shape)}"
                 )
             per_block = {members[0].block: per_block}
         for m in members:
             if m.block not in per_block or tuple(per_block[m.block].shape) != m.block.grid_shape:
                 shapes = f"the block grid's shape {m.block.grid_shape} or, as block_norms, {in_rows}"
-                raise SparsityError(f"{m.block._where()}{what} must have {shapes}")
+                raise SparsityError(f"{m.block.prefix()}{what} must have {shapes}")
         rows = [to_scopes(per_block[m.block], w, 0) for m, w in zip(members, scope_windows(self), strict=True)]
         return torch.cat(rows, dim=1)
 
@@ -298,7 +298,7 @@ def scope_windows(
 ) -> list[ScopeWindows]:
     """Return a scope's members as `selection` takes them; see `block_windows`."""
     if isinstance(values, Tensor) and len({id(spec.view.param) for spec in scope.blocks()}) > 1:
-        raise SparsityError(f"{scope._where()}coupled scopes take values as a mapping {{parameter: tensor}}")
+        raise SparsityError(f"{scope.prefix()}coupled scopes take values as a mapping {{parameter: tensor}}")
     windows = []
     for m in scope.members():
         windows.append(ScopeWindows(windows=block_windows(m.block, values, masks), shape=m.shape, order=m.order))
@@ -342,7 +342,7 @@ class ScopeSpec(SparseScope):
         self.block = block if isinstance(block, SparseBlock) else BlockSpec(block)
         self.name = name if name is not None else self.block.name
         self.edge = edge or self.block.edge
-        self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self._where())
+        self.shape = resolve_tile("scope", self.block.grid_shape, shape, edge=self.edge, where=self.prefix())
         self.grid_shape = grid_of(self.block.grid_shape, self.shape)
         self.is_partial = math.prod((*self.grid_shape, *self.shape)) != math.prod(self.block.grid_shape)
         is_single = isinstance(self.block, BlockSpec) and math.prod(self.block.shape) == 1
@@ -367,11 +367,11 @@ class ScopeSpec(SparseScope):
         """
         if tuple(t.shape) != self.block.grid_shape:
             raise SparsityError(
-                f"{self._where()}block_to_scope takes the block grid's shape {self.block.grid_shape}, "
+                f"{self.prefix()}block_to_scope takes the block grid's shape {self.block.grid_shape}, "
                 f"got {tuple(t.shape)}"
             )
         if self.is_partial:
-            raise SparsityError(f"{self._where()}block_to_scope needs whole scopes; {self.shape} leaves partial ones")
+            raise SparsityError(f"{self.prefix()}block_to_scope needs whole scopes; {self.shape} leaves partial ones")
         return tiles_of(t, self.shape, reorder, merge)
 
     def scope_to_block(self, t: Tensor, reorder: bool = True) -> Tensor:
@@ -386,7 +386,7 @@ class ScopeSpec(SparseScope):
         taken = [(*grid, *self.shape), (*grid, width)] if reorder else [interleaved]
         if tuple(t.shape) not in taken:
             raise SparsityError(
-                f"{self._where()}scope_to_block takes {' or '.join(map(str, taken))}, got {tuple(t.shape)}"
+                f"{self.prefix()}scope_to_block takes {' or '.join(map(str, taken))}, got {tuple(t.shape)}"
             )
         if not reorder:
             return t.reshape(self.block.grid_shape)
@@ -419,7 +419,7 @@ class ScopeCoupling(SparseScope):
         self, scopes: Sequence[ScopeSpec], orders: Sequence[Sequence[int] | None] | None = None, name: str | None = None
     ) -> None:
         self.name = name
-        full, self.grid_shape = aligned_members(ScopeSpec, scopes, orders, self._where())
+        full, self.grid_shape = aligned_members(ScopeSpec, scopes, orders, self.prefix())
         self._specs, self._members, self.is_partial = list(scopes), [], any(s.is_partial for s in scopes)
         for s, order in zip(scopes, full, strict=True):
             # dimensions that a member lacks have one scope each, so they do not change the order of its scopes
@@ -433,7 +433,7 @@ class ScopeCoupling(SparseScope):
     def block_to_scope(self, t: Mapping[SparseBlock, Tensor], reorder: bool = True, merge: bool = False) -> Tensor:
         """Join tensors of the members' grids as (*scope grid, blocks per scope of all members); needs `merge=True`."""
         if not (reorder and merge):
-            raise SparsityError(f"{self._where()}members may differ in shape; use merge=True")
+            raise SparsityError(f"{self.prefix()}members may differ in shape; use merge=True")
         rows = self._rows_of(t, "t")
         return rows.reshape([*self.grid_shape, rows.shape[1]])
 
@@ -441,7 +441,7 @@ class ScopeCoupling(SparseScope):
         """Return {block: tensor of its grid's shape}: the inverse of `block_to_scope`."""
         want = (*self.grid_shape, self.numblk_per_scope())
         if not reorder or tuple(t.shape) != want:
-            raise SparsityError(f"{self._where()}scope_to_block takes {want}, got {tuple(t.shape)}")
+            raise SparsityError(f"{self.prefix()}scope_to_block takes {want}, got {tuple(t.shape)}")
         return dict(self._grids_of(t.reshape(self.numscp(), want[-1])))
 
     def __repr__(self) -> str:

@@ -99,18 +99,18 @@ class Thresholded(ABC):
         tensor([[2.4000, 3.2000, 0.0000, 0.0000]])
         """
         if not isinstance(thresholds, Tensor) and not is_number(thresholds):
-            raise SparsityError(f"{self._where()}soft_threshold needs a number or a tensor, got {thresholds!r}")
+            raise SparsityError(f"{self.prefix()}soft_threshold needs a number or a tensor, got {thresholds!r}")
         t, scopes = self._thresholds(thresholds), self._live()
         if conditioners is not None:  # passed in the place of masks
             diagonals = (m.values for s in self._windows(conditioners) for m in s.windows)
             scopes = [replace(s, windows=tuple(replace(m, mask=next(diagonals)) for m in s.windows)) for s in scopes]
         least = float(t.amin()) if isinstance(t, Tensor) and t.numel() else 0.0 if isinstance(t, Tensor) else float(t)
         if not least >= 0:
-            raise SparsityError(f"{self._where()}soft_threshold needs thresholds >= 0, got {least}")
+            raise SparsityError(f"{self.prefix()}soft_threshold needs thresholds >= 0, got {least}")
         for m in (m for s in scopes for m in s.windows):
             low = math.inf if m.mask is None or not m.mask.numel() else float(m.mask.amin().to(_dtype([m])) + eps)
             if not low > 0:
-                raise SparsityError(f"{self._where()}soft_threshold needs conditioners > 0, got {low}")
+                raise SparsityError(f"{self.prefix()}soft_threshold needs conditioners > 0, got {low}")
         if max_iter is None and atol is not None:
             max_iter = 50
         soft_threshold_windows(scopes, t, scale=scale, eps=eps, max_iter=max_iter, atol=atol)
@@ -123,12 +123,13 @@ class Thresholded(ABC):
             expanded = thresholds.expand(self.grid_shape)
         except RuntimeError:
             raise SparsityError(
-                f"{self._where()}thresholds must broadcast to the {self._grid_name} {self.grid_shape}, got shape "
+                f"{self.prefix()}thresholds must broadcast to the {self._grid_name} {self.grid_shape}, got shape "
                 f"{tuple(thresholds.shape)}"
             ) from None
         return thresholds.reshape(()) if thresholds.numel() == 1 else expanded
 
-    def _where(self) -> str:
+    def prefix(self) -> str:
+        """Return the first words of an error: the name, if there is one."""
         return f"{self.name}: " if self.name else ""
 
 

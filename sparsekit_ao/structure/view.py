@@ -45,14 +45,14 @@ class View:
         self, param: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0, *, name: str | None = None
     ) -> None:
         self.param, self.offset, self.name = param, offset, name
-        refuse_computed(param, self._where())
+        refuse_computed(param, self.prefix())
         self.shape: Shape = tuple(shape)
         self.stride: Shape = tuple(stride)
         self._strides = param.stride()  # the memory layout that the window's strides refer to
         for what, numbers in (("shape", self.shape), ("stride", self.stride), ("offset", (offset,))):
             if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-                raise SparsityError(f"{self._where()}view {what} must be non-negative ints, got {numbers}")
-        _check_window(tuple(param.shape), self._strides, self.shape, self.stride, offset, self._where())
+                raise SparsityError(f"{self.prefix()}view {what} must be non-negative ints, got {numbers}")
+        _check_window(tuple(param.shape), self._strides, self.shape, self.stride, offset, self.prefix())
 
     @classmethod
     def from_existing(cls, param: "Tensor | View", *, name: str | None = None) -> "View":
@@ -97,7 +97,7 @@ class View:
         """
         if t.shape != self.param.shape:
             raise SparsityError(
-                f"{self._where()}values must have the parameter's shape {tuple(self.param.shape)}, got {tuple(t.shape)}"
+                f"{self.prefix()}values must have the parameter's shape {tuple(self.param.shape)}, got {tuple(t.shape)}"
             )
         t = t.detach()
         if t.stride() != self._strides and not self.is_aligned(t):
@@ -118,7 +118,7 @@ class View:
         """The window's elements in the parameter's own memory, outside autograd; assigning to `data` writes them."""
         if not self.is_aligned(self.param):
             raise SparsityError(
-                f"{self._where()}the parameter's strides changed from {self._strides} to {self.param.stride()} since "
+                f"{self.prefix()}the parameter's strides changed from {self._strides} to {self.param.stride()} since "
                 "this view was made; make the view again"
             )
         return self.window(self.param)
@@ -157,7 +157,7 @@ class View:
         if isinstance(idx, Tensor):
             return self.offset + (self._checked(idx) * idx.new_tensor(self.stride, dtype=torch.int64)).sum(-1)
         if len(idx) != self.ndim or any(not 0 <= i < s for i, s in zip(idx, self.shape, strict=True)):
-            raise SparsityError(f"{self._where()}index {tuple(idx)} is out of bounds for the view {self.shape}")
+            raise SparsityError(f"{self.prefix()}index {tuple(idx)} is out of bounds for the view {self.shape}")
         return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))
 
     def to_param_rc(self, idx: Sequence[int] | Tensor) -> tuple[Any, Any]:
@@ -181,13 +181,13 @@ class View:
         """Return indices as int64. Raise an error unless they are integers [..., ndim] inside the window."""
         if idx.is_floating_point() or idx.dtype == torch.bool or not idx.ndim or idx.shape[-1] != self.ndim:
             raise SparsityError(
-                f"{self._where()}indices must be an integer tensor [..., {self.ndim}], got {idx.dtype} "
+                f"{self.prefix()}indices must be an integer tensor [..., {self.ndim}], got {idx.dtype} "
                 f"{tuple(idx.shape)}"
             )
         outside = ((idx < 0) | (idx >= idx.new_tensor(self.shape))).any(-1)
         if bool(outside.any()):
             first = tuple(idx[outside][0].tolist())
-            raise SparsityError(f"{self._where()}index {first} is out of bounds for the view {self.shape}")
+            raise SparsityError(f"{self.prefix()}index {first} is out of bounds for the view {self.shape}")
         return idx.long()
 
     def block_view_of(self, t: Tensor, block_shape: Sequence[int], reorder: bool = True, merge: bool = False) -> Tensor:
@@ -222,7 +222,7 @@ class View:
             values = values.expand(grid)
         except RuntimeError:
             raise SparsityError(
-                f"{self._where()}block values must have the grid's shape {grid}, got {tuple(values.shape)}"
+                f"{self.prefix()}block values must have the grid's shape {grid}, got {tuple(values.shape)}"
             ) from None
         spread = values[tuple(i for _ in grid for i in (slice(None), None))]
         spread = spread.expand([n for g, b in zip(grid, tile, strict=True) for n in (g, b)])
@@ -237,7 +237,7 @@ class View:
         """Zero the parameter's blocks where `mask` (bool, of the grid's shape) is True, unlike other masks."""
         if mask.dtype != torch.bool:
             raise SparsityError(
-                f"{self._where()}apply_mask needs a bool mask (True = zero the block), got {mask.dtype}; "
+                f"{self.prefix()}apply_mask needs a bool mask (True = zero the block), got {mask.dtype}; "
                 "compare it first, such as mask != 0"
             )
         tiles = split(self.data, self._tile(block_shape))
@@ -252,9 +252,10 @@ class View:
         target.detach().copy_(full)
 
     def _tile(self, block_shape: Sequence[int]) -> Shape:
-        return resolve_tile("block", self.shape, block_shape, where=self._where())
+        return resolve_tile("block", self.shape, block_shape, where=self.prefix())
 
-    def _where(self) -> str:
+    def prefix(self) -> str:
+        """Return the first words of an error: the name, if there is one."""
         return f"{self.name}: " if self.name else ""
 
     def __eq__(self, other: object) -> bool:

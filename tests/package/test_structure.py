@@ -53,6 +53,22 @@ def test_there_are_no_import_circles():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
+def test_private_attributes_are_used_in_the_file_of_their_class_alone():
+    defined, used = {}, {}
+    for path in ALL_FILES:
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        members = [n for c in nodes if isinstance(c, ast.ClassDef) for n in c.body]
+        private = [n for n in nodes if isinstance(n, ast.Attribute) and re.match("_[^_]", n.attr)]
+        own = [n for n in private if ast.unparse(n.value) in ("self", "cls", "super()")]
+        defined[path] = {n.attr for n in own if isinstance(n.ctx, ast.Store)}
+        defined[path] |= {n.name for n in members if isinstance(n, ast.FunctionDef)}
+        defined[path] |= {ast.unparse(n.target) for n in members if isinstance(n, ast.AnnAssign)}
+        used[path] = {n.attr for n in private if n not in own}
+    for path in ALL_FILES:
+        of_others = set().union(*(names for other, names in defined.items() if other != path))
+        assert not (used[path] & of_others) - defined[path], path
+
+
 def test_no_two_files_have_one_name():
     assert not [name for name, count in Counter(p.name for p in FILES).items() if count > 1]
 

@@ -44,7 +44,7 @@ def test_steps_that_update_masks(options, expected):
     torch.manual_seed(0)
     sparsifier = prepared(**options)
     assert changes(sparsifier, lambda _: sparsifier.step(), 8) == expected
-    assert sparsifier._is_frozen is ("until" in options)
+    assert sparsifier.is_frozen is ("until" in options)
     sparsifier.squash_mask()
     settings = DynamicSparsifier(**{"update_every": 1, **options}).settings
     assert [step - 1 for step in range(1, 9) if settings.is_due(step)] == expected

@@ -63,7 +63,7 @@ class Trace(TorchDispatchMode):
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
         self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
         self._normed: dict[str, str] = {}  # {parameter: the plain attribute that a hook computes from it}
-        self._modules: list[tuple[str, nn.Module]] = []
+        self._running: list[tuple[str, nn.Module]] = []
         self._passed: list[tuple[str, Any]] = []  # (module, arguments or results that its forward has)
         self._steps: list[tuple[AxisRule | None, Operation]] = []
         self._lines: dict[int, str] = {}  # {number of a step that reads values: the line of code}
@@ -86,17 +86,17 @@ class Trace(TorchDispatchMode):
             module.register_forward_hook(self._leave)
 
     def _enter(self, name: str, module: nn.Module, *inputs: Any) -> None:
-        self._modules.append((name, module))
+        self._running.append((name, module))
         self._passed.append((self.where, inputs))
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._modules.pop()
+        self._running.pop()
         self._passed.append((self.where, output))
 
     @property
     def where(self) -> str:
         """The name of the running module."""
-        return self._modules[-1][0] or "the model" if self._modules else "the model"
+        return self._running[-1][0] or "the model" if self._running else "the model"
 
     def label_of(self, tensor: Tensor) -> Label:
         """The axes of a tensor; an unknown one was created by the model itself, and is frozen."""
@@ -128,7 +128,7 @@ class Trace(TorchDispatchMode):
             values += [value] if value not in values else []
             self._lines[len(self._steps)] = line
         if reads_tensors or rule is filled:
-            is_norm = partial(self._is_norm, self._modules[-1][1] if self._modules else None)
+            is_norm = partial(self._is_norm, self._running[-1][1] if self._running else None)
             self._steps.append((rule, Operation(func, args, kwargs, out, self.where, self.label_of, is_norm)))
         return out
 
@@ -142,7 +142,7 @@ class Trace(TorchDispatchMode):
             model.train()
             return run()
         except Exception:  # it needs labels, for example
-            del self._steps[steps:], self._passed[passed:], self._modules[:]
+            del self._steps[steps:], self._passed[passed:], self._running[:]
 
     def follow(self, inputs: Any, outputs: dict[str, Any]) -> None:
         """Apply the rules of all operations in their order; the outputs decide which results are used."""
