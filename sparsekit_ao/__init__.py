@@ -16,8 +16,7 @@ from .removal import shrink
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
 from .structure import BlockCoupling, BlockSpec, ScopeCoupling, ScopeSpec, View
-
-__version__ = "0.2.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "GMP",

@@ -27,6 +27,7 @@ from ..oneshot.prune_report import PruneReport
 from ..removal.manifest import cut_to
 from ..removal.removal_report import ShrinkReport
 from ..removal.sizes import Change, apply_changes, undone
+from ..version import __version__
 from .card import CARD, is_unchanged, model_card
 from .conversion import Conversion
 from .masks import MASKS, Masks, adapted, masked_tensors, save_masks
@@ -205,8 +206,6 @@ def _write_card(
     evaluation: Evaluation,
 ) -> tuple[str, ...]:
     """Write a model card; return a note instead if the folder has one of somebody else."""
-    from .. import __version__
-
     if (card := folder / CARD).exists() and not is_unchanged(card.read_text("utf-8", "replace")):
         return (f"{card} is not as save_pretrained wrote it, so it is kept; it may describe another model",)
     base = str(getattr(getattr(model, "config", None), "_name_or_path", ""))

@@ -35,12 +35,13 @@ def imports_of(path: pathlib.Path) -> set[tuple[str, ...]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = (*folder[: len(folder) - node.level + 1], *(node.module.split(".") if node.module else ()))
             imported |= {(*base, a.name) if (*base, a.name) in MODULES else base for a in node.names}
-    return imported - {()}
+    return imported
 
 
 def test_modules_import_only_from_layers_above():
     assert sorted({m[0] for m in MODULES if m}) == sorted(LAYERS)
     for path in ALL_FILES:
+        assert () not in imports_of(path), f"{path} imports from the package's __init__"
         for layer in {imported[0] for imported in imports_of(path)} if module_of(path) else ():
             own = module_of(path)[0]
             assert layer == own or LAYERS.index(layer) < LAYERS.index(own), f"{path} imports {layer}"
@@ -92,5 +93,5 @@ def test_no_absolute_imports_of_the_package_no_experimental_torch_and_torch_ao_i
 def test_one_version():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in settings["project"]["dynamic"] and "version" not in settings["project"]
-    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsekit_ao.__version__"}
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsekit_ao.version.__version__"}
     assert f"## [{sparsekit_ao.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
