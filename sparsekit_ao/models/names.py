@@ -1,10 +1,10 @@
-"""Names of a model's tensors: listing them, looking them up, matching them with globs and regular expressions."""
+"""Names of a model's tensors: listing, looking up and excluding them, by globs and regular expressions too."""
 
 import difflib
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import SparsityError, folded
 from ..masking import parameters_under, parametrized_names
 
 T = TypeVar("T")
+Exclusion = str | type[nn.Module] | nn.Module  # an entry of `exclude`
 _WRAPPED = "_checkpoint_wrapped_module"  # as torch names it
 _SHOWN = 5  # names in an error
 _QUANTIZED = (torch.int8, torch.uint8)
@@ -201,6 +202,61 @@ def matcher(rule: str, where: str) -> Callable[[str], bool]:
     except (re.error, OverflowError, RecursionError) as e:
         raise SparsityError(f"{where}{rule!r} is not a regular expression: {e}") from None
     return lambda name: pattern.fullmatch(name) is not None
+
+
+def names_in_place_of_modules(model: nn.Module, exclude: Sequence[Exclusion]) -> tuple[Exclusion, ...]:
+    """Return `exclude` with the names of modules in place of modules, so that it also holds for a copy of the model."""
+    if isinstance(exclude, str) or not isinstance(exclude, Sequence):
+        raise SparsityError(f"exclude must be a list of names, globs, modules and module classes, got {exclude!r}")
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    return tuple(names.get(entry) or entry if isinstance(entry, nn.Module) else entry for entry in exclude)
+
+
+def excluded_names(
+    model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str], kinds: Collection[str] = ()
+) -> dict[str, str]:
+    """Return {tensor_fqn or kind: reason} of what is excluded. A module is excluded with everything inside it."""
+    exclude = names_in_place_of_modules(model, exclude)
+    reasons: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
+    paths: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        paths.setdefault(id(module), []).append(name)
+    around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
+    for at, excluded in enumerate(exclude):
+        where = f"exclude[{at}]"
+        if isinstance(excluded, nn.Module):  # the model itself, or a module of another one
+            left_out = [*names] if excluded is model else []
+            if not left_out:
+                raise SparsityError(f"{where}, a {type(excluded).__name__}, is not in the model, or has no parameters")
+        elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
+            left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
+        elif isinstance(excluded, str) and excluded:
+            is_name = any(excluded in names for names in around.values())  # keys of a ModuleDict may have "*" and "[0]"
+            is_match = excluded.__eq__ if is_name else matcher(excluded, f"{where} ")
+            left_out = [n for n in names if any(map(is_match, around[n]))] + [n for n in kinds if n == excluded]
+            if not left_out:
+                raise SparsityError(f"{where} {excluded!r} matches no parameter or module of the model")
+        else:
+            raise SparsityError(
+                f"{where} must be a name, a glob, 're:...', a module or a module class, got {excluded!r}"
+            )
+        reasons |= dict.fromkeys(left_out, f"left out by {where} ({describe((excluded,))})")
+    return reasons
+
+
+def _around(fqn: str, paths: Iterable[str]) -> list[str]:
+    """Return the names of a tensor and of the modules that contain it; `paths` are the names of its module."""
+    names = []
+    for path in paths:
+        parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")
+        names += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return names
+
+
+def describe(exclusions: Iterable[Exclusion]) -> str:
+    """Return names, modules and module classes as text."""
+    return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in exclusions)
 
 
 def adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

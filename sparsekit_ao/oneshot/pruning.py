@@ -16,12 +16,22 @@ from ..calibration import GRADIENTS, Recorder, other_matrices
 from ..errors import SparsityError, checked_model
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
-from ..models.names import by_pattern, exists, hint_of, named_tensors, owner_of, parameter_of, weights_by_name
+from ..models.names import (
+    Exclusion,
+    by_pattern,
+    exists,
+    hint_of,
+    named_tensors,
+    names_in_place_of_modules,
+    owner_of,
+    parameter_of,
+    weights_by_name,
+)
 from ..models.progress import public_call
 from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
-from ..sparsifiers.config import Exclusion, TensorGroup, make_config, names_in_place_of_modules
+from ..sparsifiers.config import TensorGroup, make_config
 from ..sparsifiers.report import check_masks
 from ..sparsifiers.scope import ScopeSparsifier
 from ..tables import call_text

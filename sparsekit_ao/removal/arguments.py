@@ -12,11 +12,11 @@ from ..calibration import GRADIENTS
 from ..coupling import Coupling
 from ..errors import SparsityError, checked_model
 from ..masking.normalized import plain_copy, refuse_uncopyable, undo_weight_norms
+from ..models.names import Exclusion, names_in_place_of_modules
 from ..models.running import Forward, TokenMask, check_example, token_masks_of
 from ..oneshot.chain import CalibrationData
 from ..oneshot.teacher import passes_of
 from ..scores import Score, needs_of, parse_score
-from ..sparsifiers.config import Exclusion, names_in_place_of_modules
 from ..structure import checked_level
 from .compaction import check_comparable
 from .config_fields import ConfigFields

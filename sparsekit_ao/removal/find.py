@@ -15,10 +15,9 @@ from ..coupling import BoundCoupling, Coupling, Discovery, discover
 from ..coupling.bound import match_names
 from ..errors import SparsityError
 from ..masking.normalized import plain_copy
-from ..models.names import named_tensors
+from ..models.names import Exclusion, excluded_names, named_tensors, names_in_place_of_modules
 from ..models.progress import progress_bar
 from ..models.running import keyed_generator
-from ..sparsifiers.config import Exclusion, excluded_names, names_in_place_of_modules
 from ..structure import sparsity_to_nnz
 from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable

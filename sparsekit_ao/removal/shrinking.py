@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from ..coupling import Coupling
+from ..models.names import Exclusion
 from ..models.progress import phases, public_call
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
-from ..sparsifiers.config import Exclusion
 from ..tables import call_text
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from .. import distributed, masking
 from ..errors import SparsityError, checked_model
-from ..models.names import module_in_copy, sharing_memory
+from ..models.names import Exclusion, module_in_copy, sharing_memory
 from ..schedules import check_positive, cut_short
 from .checkpoint import Checkpointed
-from .config import ConfigContext, Exclusion, TensorGroup, copied, make_config, resolve_groups
+from .config import ConfigContext, TensorGroup, copied, make_config, resolve_groups
 from .report import Report, Row, make_report, make_row
 from .usage import refuse_misaligned_state
 

@@ -18,8 +18,11 @@ from ..calibration.adapters import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, packed
 from ..errors import SparsityError, by_reason, did_you_mean
 from ..masking import find_mask, refuse_uninvertible
 from ..models.names import (
+    Exclusion,
     adapters,
     computed_names,
+    describe,
+    excluded_names,
     exists,
     hint_of,
     is_of_transformers,
@@ -33,7 +36,6 @@ from ..structure.view import refuse_expanded
 
 TensorGroup = dict[str, Any]
 Classes = tuple[type[nn.Module], ...]
-Exclusion = str | type[nn.Module] | nn.Module  # an entry of `exclude`
 _WHERE_KEYS = ("tensor_fqn", "module", "module_fqn", "tensor_name")
 _OF_OTHERS = {  # keys of other sparsifiers
     **dict.fromkeys(("score", "member_scores", "stages", "max_sparsity"), "ScopeSparsifier"),
@@ -209,7 +211,7 @@ def _owners(
     for at, entry in enumerate(config):
         where = f"config[{at}]: "
         patterns, classes = _checked_entry(model, entry, keys, where)
-        labels.append(f"config[{at}] ({', '.join(map(repr, patterns)) or _named(classes)})")
+        labels.append(f"config[{at}] ({', '.join(map(repr, patterns)) or describe(classes)})")
         tensor = entry.get("tensor_name", "weight")
         for fqn, is_exact in _matches(model, patterns, classes, tensor, names, where).items():
             owner = owners.get(fqn)
@@ -290,65 +292,11 @@ def _matches(
     of_classes = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
     outside = [n for n, is_exact in matched.items() if is_exact and n not in of_classes]
     if outside:
-        raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {_named(classes)}")
+        raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {describe(classes)}")
     kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes}
     if not kept:
-        raise SparsityError(f"{where}the model has no module of class {_named(classes)} with a tensor {tensor!r}")
+        raise SparsityError(f"{where}the model has no module of class {describe(classes)} with a tensor {tensor!r}")
     return kept
-
-
-def names_in_place_of_modules(model: nn.Module, exclude: Sequence[Exclusion]) -> tuple[Exclusion, ...]:
-    """Return `exclude` with the names of modules in place of modules, so that it also holds for a copy of the model."""
-    if isinstance(exclude, str) or not isinstance(exclude, Sequence):
-        raise SparsityError(f"exclude must be a list of names, globs, modules and module classes, got {exclude!r}")
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
-    return tuple(names.get(entry) or entry if isinstance(entry, nn.Module) else entry for entry in exclude)
-
-
-def excluded_names(
-    model: nn.Module, exclude: Sequence[Exclusion], names: Collection[str], kinds: Collection[str] = ()
-) -> dict[str, str]:
-    """Return {tensor_fqn or kind: reason} of what is excluded. A module is excluded with everything inside it."""
-    exclude = names_in_place_of_modules(model, exclude)
-    reasons: dict[str, str] = {}
-    modules = dict(model.named_modules(remove_duplicate=False)) if exclude else {}
-    paths: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        paths.setdefault(id(module), []).append(name)
-    around = {n: _around(n, paths[id(modules[n.rpartition(".")[0]])]) for n in names} if exclude else {}
-    for at, excluded in enumerate(exclude):
-        where = f"exclude[{at}]"
-        if isinstance(excluded, nn.Module):  # the model itself, or a module of another one
-            left_out = [*names] if excluded is model else []
-            if not left_out:
-                raise SparsityError(f"{where}, a {type(excluded).__name__}, is not in the model, or has no parameters")
-        elif isinstance(excluded, type) and issubclass(excluded, nn.Module):
-            left_out = [n for n in names if any(isinstance(modules.get(name), excluded) for name in ("", *around[n]))]
-        elif isinstance(excluded, str) and excluded:
-            is_name = any(excluded in names for names in around.values())  # keys of a ModuleDict may have "*" and "[0]"
-            is_match = excluded.__eq__ if is_name else matcher(excluded, f"{where} ")
-            left_out = [n for n in names if any(map(is_match, around[n]))] + [n for n in kinds if n == excluded]
-            if not left_out:
-                raise SparsityError(f"{where} {excluded!r} matches no parameter or module of the model")
-        else:
-            raise SparsityError(
-                f"{where} must be a name, a glob, 're:...', a module or a module class, got {excluded!r}"
-            )
-        reasons |= dict.fromkeys(left_out, f"left out by {where} ({_named((excluded,))})")
-    return reasons
-
-
-def _around(fqn: str, paths: Iterable[str]) -> list[str]:
-    """Return the names of a tensor and of the modules that contain it; `paths` are the names of its module."""
-    names = []
-    for path in paths:
-        parts = f"{path}.{fqn.rpartition('.')[2]}".removeprefix(".").split(".")
-        names += [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return names
-
-
-def _named(exclusions: Iterable[Exclusion]) -> str:
-    return ", ".join(repr(r) if isinstance(r, str) else getattr(r, "__name__", type(r).__name__) for r in exclusions)
 
 
 def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:

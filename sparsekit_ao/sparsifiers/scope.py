@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import distributed, masking
 from ..calibration import Statistics
 from ..errors import SparsityError
-from ..models.names import connected
+from ..models.names import Exclusion, connected
 from ..models.progress import progress_bar
 from ..patterns import Pattern
 from ..scores import Score
@@ -19,7 +19,7 @@ from ..structure import Budget, checked_level
 from .base import MaskSparsifier, UpdateInterval, refuse_meta_masks
 from .calibrated import Calibrated
 from .checkpoint import saved_count
-from .config import ConfigContext, Exclusion, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
+from .config import ConfigContext, ResolvedConfig, TensorGroup, copied, hint_of_key, resolve_groups
 from .groups import (
     PruningGroup,
     choose_masks,
