@@ -13,9 +13,14 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "sparsekit_ao"
 ALL_FILES = sorted(PACKAGE.rglob("*.py"))
 FILES = [p for p in ALL_FILES if p.name != "__init__.py"]
+README = (PACKAGE / "README.md").read_text()
 
-# The layers, top to bottom: the first column of the package README's table.
-LAYERS = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+# The layers, top to bottom, in three parts: the first columns of the tables under "Layers" in the package's README.
+COMMON, TRAINING, TRAINED = [
+    re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
+    for table in re.findall(r"^### (?:Common|Training|Trained models)\n\n((?:\|.+\n)+)", README, re.MULTILINE)
+]
+LAYERS = [*COMMON, *TRAINING, *TRAINED]
 
 
 def module_of(path: pathlib.Path) -> tuple[str, ...]:
@@ -45,6 +50,12 @@ def test_modules_import_only_from_layers_above():
         for layer in {imported[0] for imported in imports_of(path)} if module_of(path) else ():
             own = module_of(path)[0]
             assert layer == own or LAYERS.index(layer) < LAYERS.index(own), f"{path} imports {layer}"
+
+
+def test_training_imports_nothing_of_trained_models():
+    imported = {p: {m[0] for m in imports_of(p)} for p in ALL_FILES if module_of(p)[:1] and module_of(p)[0] in TRAINING}
+    assert {"sparsifiers", "dynamic", "integrations"} < {module_of(p)[0] for p in imported}
+    assert not {p: names for p, names in imported.items() if names & {*TRAINED}}
 
 
 def test_there_are_no_import_circles():
