@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal or in a notebook, else lines through `logging`, unless a call hides it."""
+"""Public calls, and the progress of long ones: a bar on a terminal or in a notebook, else lines through `logging`."""
 
 import functools
 import inspect
@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ..errors import did_you_mean
+from ..tables import call_text
 
 LARGE = 1 << 26  # elements from which on a bar is worth its cost
 AFTER = 2.0  # seconds of work before it is shown
@@ -21,6 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger("sparsekit_ao")
 _is_hidden = ContextVar("_is_hidden", default=False)
+_text_of_call = ContextVar[Callable[[], str]]("_text_of_call")  # of the public call that runs now
 
 
 @functools.cache
@@ -35,19 +37,29 @@ def bar_class() -> Any:
 
 
 def public_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Hide progress in a call with `progress=False`, and say what an unknown keyword argument may have meant."""
-    names = inspect.signature(function).parameters
+    """Say what an unknown argument may have meant, hide progress with `progress=False`, and note the call as text."""
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
-            if name not in names:
-                meant = "sparsity_level" if name == "pattern" and "sparsity_level" in names else name
-                raise TypeError(f"{function.__name__}() has no argument {name!r}.{did_you_mean(meant, names)}")
-        with hidden(not kwargs.get("progress", True)):
-            return function(*args, **kwargs)
+            if name not in signature.parameters:
+                meant = "sparsity_level" if name == "pattern" and "sparsity_level" in signature.parameters else name
+                hint = did_you_mean(meant, signature.parameters)
+                raise TypeError(f"{function.__name__}() has no argument {name!r}.{hint}")
+        token = _text_of_call.set(lambda: call_text(function, signature.bind(*args, **kwargs).arguments))
+        try:
+            with hidden(not kwargs.get("progress", True)):
+                return function(*args, **kwargs)
+        finally:
+            _text_of_call.reset(token)
 
     return call
+
+
+def text_of_call() -> str:
+    """Return the public call that runs now as text, for its report."""
+    return _text_of_call.get()()
 
 
 @contextmanager

@@ -27,14 +27,13 @@ from ..models.names import (
     parameter_of,
     weights_by_name,
 )
-from ..models.progress import public_call
+from ..models.progress import public_call, text_of_call
 from ..models.running import TokenMask
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import TensorGroup, make_config
 from ..sparsifiers.report import check_masks
 from ..sparsifiers.scope import ScopeSparsifier
-from ..tables import call_text
 from .chain import CalibrationData
 from .dry import planned_run
 from .prune_report import PruneReport
@@ -211,7 +210,7 @@ def prune(
     >>> int((pruned[0].weight == 0).sum()), int((model[0].weight == 0).sum()), [row.density for row in report]
     (256, 0, [0.5, 0.5])
     """
-    call, start = call_text(prune, locals()), time.perf_counter()
+    start = time.perf_counter()
     checked_model(model, "prune")
     passes = passes_of(recover, "prune")
     if batches is None and (recover or forward is not None or token_mask is not None):
@@ -249,7 +248,7 @@ def prune(
     teacher = Teacher(None, data, passes=passes) if passes else None
     report = _pruned(layers, data, teacher, options, checkpoint, start)
     redo_weight_norms(pruned, normed)
-    report = replace(report, left_out=left_out, call=call)
+    report = replace(report, left_out=left_out, call=text_of_call())
     _warn_of_dense(report, bool(given))
     return pruned, report
 

@@ -9,10 +9,9 @@ from torch import nn
 
 from ..coupling import Coupling
 from ..models.names import Exclusion
-from ..models.progress import phases, public_call
+from ..models.progress import phases, public_call, text_of_call
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
-from ..tables import call_text
 from .arguments import ShrinkRequest
 from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
 from .compensation import compensated, estimated, recovered
@@ -134,8 +133,25 @@ def shrink(
     >>> same is model, plan.before.parameters, plan.after.parameters
     (True, 450, 162)
     """
-    arguments, start = locals(), time.perf_counter()
-    request = ShrinkRequest(**{name: arguments[name] for name in arguments.keys() - {"progress"}})
+    start = time.perf_counter()
+    request = ShrinkRequest(
+        model=model,
+        example_inputs=example_inputs,
+        ratio=ratio,
+        score=score,
+        exclude=exclude,
+        batches=batches,
+        token_mask=token_mask,
+        compensate=compensate,
+        recover=recover,
+        budget=budget,
+        couplings=couplings,
+        forward=forward,
+        max_sparsity=max_sparsity,
+        multiple_of=multiple_of,
+        keep_config=keep_config,
+        dry_run=dry_run,
+    )
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
@@ -172,4 +188,4 @@ def shrink(
     next(phase, None)  # ends the last phase
     report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
     report = recovered(request, small, report, layers)
-    return small, replace(report, call=call_text(shrink, arguments))
+    return small, replace(report, call=text_of_call())

@@ -75,8 +75,14 @@ class WeightNormSparsifier(MaskSparsifier):
         **kwargs: Any,
     ) -> None:
         """Choose the mask of one tensor anew, in place; the arguments are the keys of its group."""
-        group = {k: v for k, v in locals().items() if k not in ("self", "kwargs")}
-        group["tensor_fqn"] = _prepared_name(self, module, tensor_name, kwargs)
+        group = {
+            "module": module,
+            "tensor_name": tensor_name,
+            "tensor_fqn": _prepared_name(self, module, tensor_name, kwargs),
+            "sparsity_level": sparsity_level,
+            "sparse_block_shape": sparse_block_shape,
+            "zeros_per_block": zeros_per_block,
+        }
         self._check_fit(group)
         with torch.no_grad():
             self._fill([group])

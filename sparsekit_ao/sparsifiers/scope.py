@@ -434,12 +434,29 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
         until: int | None = None,
         **unknown: Any,
     ) -> None:
-        structure = {**locals()}
-        for name in ("self", "sparsity_level", "nnz", "update_every", "until", "unknown", "__class__"):
-            structure.pop(name)
-        structure |= unknown
         self.interval, self._steps = UpdateInterval(update_every, until), 0
-        super().__init__(sparsity_level, nnz=nnz, **structure)
+        super().__init__(
+            sparsity_level,
+            nnz=nnz,
+            pattern=pattern,
+            block_shape=block_shape,
+            scope_shape=scope_shape,
+            view=view,
+            axes=axes,
+            unit=unit,
+            scope=scope,
+            sizes=sizes,
+            norm=norm,
+            score=score,
+            edge=edge,
+            block_coupling=block_coupling,
+            coupling_order=coupling_order,
+            scope_coupling=scope_coupling,
+            member_scores=member_scores,
+            max_sparsity=max_sparsity,
+            stages=stages,
+            **unknown,
+        )
 
     def step(self, use_path: bool = True) -> None:
         """Choose the masks anew, unless `update_every` or `until` exclude this call or updates are disabled."""
