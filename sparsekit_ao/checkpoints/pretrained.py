@@ -26,7 +26,7 @@ from ..models.names import is_of_transformers, owner_of, uncompiled_name
 from ..oneshot.prune_report import PruneReport
 from ..removal.manifest import cut_to
 from ..removal.removal_report import ShrinkReport
-from ..removal.sizes import Change, apply_changes, undone
+from ..removal.sizes import Change, apply_changes, reverse_changes
 from ..version import __version__
 from .card import CARD, is_unchanged, model_card
 from .conversion import Conversion
@@ -353,7 +353,7 @@ def _save_with_manifest(model: Any, report: ShrinkReport, folder: Path, **kwargs
     if "save_original_format" in inspect.signature(model.save_pretrained).parameters:
         # Tensors keep the names that they have in the model, since `load_pretrained` does not convert names.
         kwargs = {"save_original_format": False} | kwargs
-    apply_changes(model, undone(config_changes))
+    apply_changes(model, reverse_changes(config_changes))
     try:
         model.save_pretrained(folder, **kwargs)
     finally:

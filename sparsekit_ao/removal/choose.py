@@ -23,9 +23,9 @@ from ..oneshot.walk import Walk
 from .arguments import ShrinkRequest
 from .compaction import check_names
 from .config_fields import ConfigFields
-from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, with_own_names, without_layers
+from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, give_own_names, leave_out_layers
 from .remove import plain_tensor
-from .trials import Trials, with_random_units
+from .trials import Trials, drop_random_units
 from .twin import make_twin
 
 # A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
@@ -99,7 +99,7 @@ def numbers_of_layers(
     return [[number(plan, bound) for bound in plan.bound] for plan in plans]
 
 
-def with_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
+def set_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
     """Give all plans their level, limit and multiple; those whose layers are given different ones are divided."""
     ratio = request.ratio if request.cost_of is None else request.level
     arguments = {"ratio": ratio, "max_sparsity": request.max_sparsity, "multiple_of": request.multiple_of}
@@ -115,7 +115,7 @@ def with_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
             if multiple is None:
                 multiple = _default_multiple(request.model, layer, request.cost_of is not None)
             parts.append(replace(layer, multiple=multiple))
-    return with_own_names(parts)
+    return give_own_names(parts)
 
 
 def _check_named(model: nn.Module, plans: Sequence[Plan], arguments: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
+def keep_inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
     """Leave out layers of plans whose units pass between the blocks with most of the `layers`, or leave the last."""
     # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
     # modules of several places, the outputs of the blocks between them have its units.
@@ -174,10 +174,10 @@ def inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterabl
     def why_not(bound: BoundCoupling) -> str:
         return why if len({at for m in bound.members for at in places_of(m.fqn.rpartition(".")[0])}) > 1 else ""
 
-    return without_layers(plans, why_not)
+    return leave_out_layers(plans, why_not)
 
 
-def that_config_holds(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
+def fit_to_config(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
     """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done."""
     fields = request.fields
     if fields is None or not (request.is_open if request.keep_config is None else request.keep_config):
@@ -198,9 +198,9 @@ def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan], fields: Confi
     trials, twin = None, make_twin(request.model, plans, fields)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
-            short = Trials(twin.model, with_random_units(twin.plans, ratio), request.reference_of, fields=fields)
+            short = Trials(twin.model, drop_random_units(twin.plans, ratio), request.reference_of, fields=fields)
             trials = None if short.problem([]) else short
-    trials = trials or Trials(request.model, with_random_units(plans, ratio), request.reference_of, fields=fields)
+    trials = trials or Trials(request.model, drop_random_units(plans, ratio), request.reference_of, fields=fields)
     reasons = dict.fromkeys(plans, NOT_HELD.format("no field of it counts these units alone"))
     for group, covers in fields.together([plan.bound for plan in plans]):
         for counting in covers:
@@ -218,7 +218,7 @@ def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan], fields: Confi
     return [held.get(plan, replace(plan, left_out=why)) for plan, why in reasons.items()]
 
 
-def without_rivals(model: nn.Module, plans: Sequence[Plan]) -> list[Plan]:
+def leave_out_rivals(model: nn.Module, plans: Sequence[Plan]) -> list[Plan]:
     """Leave out plans that drop nothing, and all but one of those that divide one dimension of a tensor."""
     why = "ratio is 0 for it, or does not name it"
     plans = [plan if plan.left_out or plan.level else replace(plan, left_out=why) for plan in plans]
@@ -268,7 +268,7 @@ def _removed_parameters(model: nn.Module, plans: Collection[Plan], places: Mappi
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())
 
 
-def divided_by_size(request: ShrinkRequest, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
+def divide_by_size(request: ShrinkRequest, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
     """Divide plans whose layers differ in size into layers, or all if one budget may give each layer its own number."""
     may_differ = request.keep_config is False or (request.is_open and not keeps_config)
     each = request.cost_of is not None and (may_differ or not hasattr(request.model, "config"))
@@ -276,4 +276,4 @@ def divided_by_size(request: ShrinkRequest, plans: Iterable[Plan], keeps_config:
     for plan in plans:
         differ = len({bound.grid for bound in plan.bound}) > 1
         parts += plan.layers() if not plan.left_out and (differ or each) else [plan]
-    return with_own_names(parts)
+    return give_own_names(parts)

@@ -97,7 +97,7 @@ def compact(
     removals = outside_dropped([*found])
     reference = Reference(model, example_inputs, tolerance)
     reference.check_lengths()
-    small, report = verified(reference, removals)
+    small, report = verify_removal(reference, removals)
     why = "no unit is zero in all of its weights (or multiple_of keeps all); prune by its entries, then squash_mask"
     return small, replace(report, left_out=tuple(f"{r.bound.name}: {why}" for r in removals if r.is_empty))
 
@@ -116,7 +116,7 @@ def check_comparable(where: str, model: nn.Module, tolerance: object = 1e-5) -> 
         )
 
 
-def verified(
+def verify_removal(
     reference: Reference, removals: Sequence[Removal], fields: ConfigFields | None = None, *, by_caller: bool = False
 ) -> tuple[nn.Module, ShrinkReport]:
     """Return the model of a reference without some units, if it gives the same outputs; see `compact`.
@@ -125,12 +125,12 @@ def verified(
     finds out what causes a problem.
     """
     model = reference.model
-    small, changes, notes, unrounded = without_units(model, removals)
+    small, changes, notes, unrounded = make_smaller(model, removals)
     reference.unrounded = unrounded | redo_weight_norms(small, reference.normed)
-    comparison = compared(reference, small)
+    comparison = compare_models(reference, small)
     problem = comparison.problem
     others = reference.with_other_inputs() if reference.tolerance < 1 and not problem else None
-    if others is not None and (problem := compared(others, small).problem):
+    if others is not None and (problem := compare_models(others, small).problem):
         problem += " with other values of inputs that are equal along a dimension (pass typical inputs)"
     if problem:
         reference.check_repeats()
@@ -189,7 +189,7 @@ def _fused_notes(reference: Reference, small: nn.Module) -> list[str]:
     """Return a note if outputs differ when torch fuses attention: an encoder then gives zeros at padded positions."""
     with warnings.catch_warnings(action="ignore"):  # about nested tensors in the encoder
         fused = reference.with_fused_attention() if reference.tolerance < 1 else None
-        problem = "" if fused is None else compared(fused, small).problem
+        problem = "" if fused is None else compare_models(fused, small).problem
     note = (
         "in eval mode without gradients torch fuses an nn.TransformerEncoder, which then gives zeros at padded "
         f"positions. With fewer heads it is not fused, so the smaller model {problem}. Let nothing read padded "
@@ -202,8 +202,8 @@ def _causes(reference: Reference, removals: Sequence[Removal]) -> list[str]:
     """Return what is wrong with each coupling by itself, as text."""
     lines = []
     for removal in (removal for removal in removals if not removal.is_empty):
-        single = without_units(reference.model, [removal], single_use=True)[0]
-        problem = compared(reference, single, single_use=True).problem
+        single = make_smaller(reference.model, [removal], single_use=True)[0]
+        problem = compare_models(reference, single, single_use=True).problem
         lines += [f"coupling {removal.bound.name!r} by itself {problem}"] if problem else []
     return lines or ["each coupling by itself is right, so some of them contradict each other"]
 
@@ -241,7 +241,7 @@ def _assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> li
     return assigned
 
 
-def without_units(
+def make_smaller(
     model: nn.Module, removals: Sequence[Removal], *, single_use: bool = False
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
@@ -265,7 +265,7 @@ def without_units(
     return small, changes + folded, notes, unrounded
 
 
-def compared(reference: Reference, small: nn.Module, *, single_use: bool = False) -> Comparison:
+def compare_models(reference: Reference, small: nn.Module, *, single_use: bool = False) -> Comparison:
     """Compare a smaller model, and describe what is wrong with it; see `Reference.compare`."""
     try:
         comparison = reference.compare(small, single_use=single_use)

@@ -17,7 +17,7 @@ from ..oneshot.solving import LayerRow, Layers, may_change
 from ..oneshot.teacher import Teacher
 from ..oneshot.walk import Walk, checkpoint_of
 from .arguments import ShrinkRequest
-from .compaction import verified
+from .compaction import verify_removal
 from .plan import Plan, active, removals_of
 from .removal_report import ShrinkReport, text_of_zeros
 from .remove import Removal, kept_elements, masked_copy, plain_tensor
@@ -26,17 +26,17 @@ from .verify import count_flops
 _VERIFIED = 8  # forward passes on the example inputs by which results are compared, about
 
 
-def compensated(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Module, ShrinkReport]:
+def compensate_weights(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Module, ShrinkReport]:
     """Return the smaller model, whose weights make up for the removed units, and its report."""
     removals = removals_of(plans)
     better, rows = _best_weights(request.model, removals, request.data)
     reference = request.reference_of(masked_copy(better, removals), dense=better)
-    small, report = verified(reference, removals, request.fields, by_caller=True)
+    small, report = verify_removal(reference, removals, request.fields, by_caller=True)
     return small, replace(report, compensation=tuple(rows))
 
 
 @torch.no_grad()
-def estimated(
+def estimate_call(
     request: ShrinkRequest, plans: Sequence[Plan], report: ShrinkReport, trials: float, scoring: float
 ) -> tuple[float, int]:
     """Return the seconds and bytes that the call takes, from what trials and scoring took in a dry run of it."""
@@ -99,7 +99,9 @@ def _walk_of_readers(
     return copied, layers, Walk(replace(data, model=copied), [layers.target(name) for name in masks])
 
 
-def recovered(request: ShrinkRequest, small: nn.Module, report: ShrinkReport, layers: Iterable[str]) -> ShrinkReport:
+def recover_blocks(
+    request: ShrinkRequest, small: nn.Module, report: ShrinkReport, layers: Iterable[str]
+) -> ShrinkReport:
     """Train the blocks that have most of these layers in place, if asked for; return the report with output errors."""
     data = replace(request.data, model=small)
     if request.recover:

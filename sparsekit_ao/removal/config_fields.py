@@ -18,7 +18,7 @@ from ..models.names import connected
 from ..models.running import seeded
 from .modules import layer_fields
 from .remove import Removal
-from .sizes import Change, apply_changes, has_config, integers_of, products_of, read_again, undone, value_at
+from .sizes import Change, apply_changes, has_config, integers_of, products_of, read_again, reverse_changes, value_at
 from .verify import Reference
 
 _NEW = -1  # in place of a dimension: modules of this list are new, or this tensor is
@@ -111,7 +111,7 @@ class ConfigFields:
             apply_changes(small, more)
             if not (problem := _difference(small, reference, single_use)):
                 return more, ""
-            apply_changes(small, undone(more))
+            apply_changes(small, reverse_changes(more))
         return [], problem
 
     def changes(self, removals: Sequence[Removal]) -> tuple[list[Change], str]:

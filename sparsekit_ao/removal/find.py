@@ -22,9 +22,9 @@ from ..structure import sparsity_to_nnz
 from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
 from .config_fields import ConfigFields
-from .plan import Plan, active, with_own_names, without_layers
-from .remove import check_multiple, rounded
-from .trials import Failures, Trials, found_together, with_random_units
+from .plan import Plan, active, give_own_names, leave_out_layers
+from .remove import check_multiple, round_up
+from .trials import Failures, Trials, drop_random_units, find_together
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
@@ -153,7 +153,7 @@ def _tried(
     """
     kinds = {"width", *(coupling.kind for coupling in discovery.couplings)}
     excluded = excluded_names(model, exclude, dict(named_tensors(model)), kinds)
-    plans = with_own_names([Plan.of(coupling, model) for coupling in discovery.couplings])
+    plans = give_own_names([Plan.of(coupling, model) for coupling in discovery.couplings])
     plans = [replace(plan, left_out=_why_not_tried(model, plan, excluded, ratio, named)) for plan in plans]
     # If `multiple_of` gives the layers of one coupling different numbers, the trials take that of the first layer.
     multiples = [layers[0] for layers in numbers_of_layers(model, active(plans), multiple_of, 1, "multiple_of")]
@@ -163,7 +163,7 @@ def _tried(
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
         def make_trials(running: nn.Module, of_plans: Sequence[Plan], failures: Failures | None = None) -> Trials:
-            random = with_random_units(of_plans, ratio)
+            random = drop_random_units(of_plans, ratio)
             try:
                 return Trials(_for_trials(running), random, reference_of, bar.update, failures)
             except SparsityError:  # a model may not run with random values, as of probabilities
@@ -171,7 +171,7 @@ def _tried(
 
         def tried_in(twin: Twin) -> list[Plan] | None:
             try:
-                found = found_together(twin.plans, partial(make_trials, twin.model))
+                found = find_together(twin.plans, partial(make_trials, twin.model))
                 found = [plan if plan.left_out else twin.in_whole(plan, model) for plan in found]
                 trials = make_trials(model, active(found)) if verify_whole else None
             except SparsityError:  # such as: the twin, or the whole model, does not run
@@ -183,8 +183,8 @@ def _tried(
         if found is None and not may_try_whole:
             return None
         if found is None:
-            found = found_together(to_try, partial(make_trials, model))
-    found = without_layers(found, partial(_why_excluded, excluded=excluded))
+            found = find_together(to_try, partial(make_trials, model))
+    found = leave_out_layers(found, partial(_why_excluded, excluded=excluded))
     return [*(plan for plan in plans if plan.left_out), *found]
 
 
@@ -221,7 +221,7 @@ def _why_not_tried(
         if not names.union(*(names_of_outputs(model, bound) for bound in plan.bound)) & {*named}:
             return _PASSES_ON
     numbers = [bound.grid[-1] for bound in plan.bound]
-    if all(rounded(sparsity_to_nnz(ratio, units, "ratio: "), units, 1) == units for units in numbers):
+    if all(round_up(sparsity_to_nnz(ratio, units, "ratio: "), units, 1) == units for units in numbers):
         return f"a ratio of {ratio} drops none of its units: {plan.units} in each scope"
     return ""
 

@@ -25,11 +25,11 @@ from ..oneshot.chain import CalibrationData, calls_of
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
 from ..structure import checked_level, sparsity_to_nnz
-from .compaction import verified
+from .compaction import verify_removal
 from .config_fields import ConfigFields
 from .modules import config_of
 from .removal_report import ShrinkReport
-from .remove import Removal, check_multiple, rounded
+from .remove import Removal, check_multiple, round_up
 from .sizes import has_config
 from .verify import Reference
 
@@ -93,7 +93,7 @@ def shrink_experts(
                 f"shrink_experts: scores must be what expert_scores returns for this model, with a tensor of "
                 f"{bound.units} for {names[0]!r}, got {tuple(found.shape) if isinstance(found, Tensor) else found}"
             )
-        kept = rounded(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
+        kept = round_up(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
         keep = keep_mask(found.reshape(-1, units), kept).reshape(bound.grid)
         removals.append(Removal(bound=bound, keep=keep))
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
@@ -218,7 +218,7 @@ def _without(
         (forward or call)(model, batches[0])
     # Outputs change, so this reference accepts any finite difference, and only measures it.
     dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
-    small, report = verified(dense, removals, ConfigFields.of(model), by_caller=True)
+    small, report = verify_removal(dense, removals, ConfigFields.of(model), by_caller=True)
     kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
     notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
     return small, replace(report, notes=(*report.notes, *notes), left_out=tuple(kept))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..coupling import BoundCoupling, Coupling
 from ..structure import sparsity_to_nnz
-from .remove import Removal, rounded
+from .remove import Removal, round_up
 
 LIMIT = 0.9  # the largest fraction of its units that a coupling loses, unless another one is given
 EVEN = 32  # kernels like such numbers of units in an MLP, and llama.cpp quantizes no rows of other lengths
@@ -76,7 +76,7 @@ class Plan:
         return self._rounded(self.limit, "max_sparsity: ")
 
     def _rounded(self, level: float, where: str) -> int:
-        return rounded(sparsity_to_nnz(level, self.units, where), self.units, self.multiple)
+        return round_up(sparsity_to_nnz(level, self.units, where), self.units, self.multiple)
 
     @property
     def tensors(self) -> set[str]:
@@ -108,7 +108,7 @@ class Plan:
         return plans
 
 
-def with_own_names(plans: Sequence[Plan]) -> list[Plan]:
+def give_own_names(plans: Sequence[Plan]) -> list[Plan]:
     """Give plans that are not left out different names: equal ones get the kind, or the first axes, or a number."""
     renamed = list(plans)
     for name, count in Counter(plan.name for plan in active(plans)).items():
@@ -124,7 +124,7 @@ def with_own_names(plans: Sequence[Plan]) -> list[Plan]:
     return renamed
 
 
-def without_layers(plans: Iterable[Plan], why_not: Callable[[BoundCoupling], str]) -> list[Plan]:
+def leave_out_layers(plans: Iterable[Plan], why_not: Callable[[BoundCoupling], str]) -> list[Plan]:
     """Leave out plans, or those of their layers, for which there is a reason."""
     parts = list[Plan]()
     for plan in plans:
@@ -132,7 +132,7 @@ def without_layers(plans: Iterable[Plan], why_not: Callable[[BoundCoupling], str
         layers = plan.layers() if any(reasons) and not all(reasons) else [plan]
         pairs = zip(layers, reasons or [plan.left_out], strict=False)  # there are more, all "", if it is not divided
         parts += [replace(layer, left_out=why) for layer, why in pairs]
-    return with_own_names(parts)
+    return give_own_names(parts)
 
 
 def active(plans: Iterable[Plan]) -> list[Plan]:

@@ -213,7 +213,7 @@ def text_of_zeros(*models: nn.Module) -> str:
     return f"weights that are zero: {was:,} of {n:,} before, {now:,} of {m:,} now" if was > n / 100 else ""
 
 
-def with_reasons(
+def add_reasons(
     report: ShrinkReport, whole: nn.Module, discovery: Discovery, plans: Sequence[Plan], has_one_budget: bool
 ) -> ShrinkReport:
     """Return the report with what was left out, what is frozen, and the reasons."""

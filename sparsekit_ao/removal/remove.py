@@ -23,7 +23,7 @@ from ..models.names import owner_of
 from ..models.progress import progress_bar
 from ..structure import AxisPattern
 from ..structure.tiles import Shape
-from .verify import Computed, in_format_of, light_copy, replace_tensors
+from .verify import Computed, light_copy, match_format, replace_tensors
 
 _KeptOf = Sequence[tuple[AxisPattern, int]]  # axes of each coupling of a tensor, and its kept units of a scope
 
@@ -82,7 +82,7 @@ def find_removal(model: nn.Module, coupling: BoundCoupling, multiple_of: int) ->
             f"scope {at} keeps {int(counts[at])}; a dense layer needs the same number in each. Prune with the "
             "coupling's own entries, which give every scope the same budget."
         )
-    wanted = rounded(most, units, multiple_of)
+    wanted = round_up(most, units, multiple_of)
     # Scopes that keep fewer units also keep the first of their dropped ones, until each scope keeps as many as wanted.
     keep = keep | ((~keep).cumsum(1) <= (wanted - counts)[:, None])
     partly = int((zero.any(0) & ~dropped).sum())
@@ -95,10 +95,10 @@ def check_multiple(multiple_of: object, where: str) -> None:
         raise SparsityError(f"{where}multiple_of must be a positive int, got {multiple_of!r}")
 
 
-def rounded(kept: int, units: int, multiple: int) -> int:
+def round_up(kept: int, units: int, multiple: int) -> int:
     """Return a number of kept units as a multiple (at least one), or all of them.
 
-    >>> rounded(5, 12, 4), rounded(0, 12, 4), rounded(11, 11, 4)
+    >>> round_up(5, 12, 4), round_up(0, 12, 4), round_up(11, 11, 4)
     (8, 4, 11)
     """
     return min(-(-max(kept, 1) // multiple) * multiple, units)
@@ -194,7 +194,7 @@ def _smaller(tensor: Tensor, cuts: Sequence[tuple[Member, Removal]]) -> Tensor:
         data = member.pattern.undo(units.reshape(*removal.keep.shape[:-1], removal.kept, *units.shape[1:]))
     else:
         data = _without_all(tensor.detach(), cuts, shape)
-    data = in_format_of(tensor, data)
+    data = match_format(tensor, data)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 

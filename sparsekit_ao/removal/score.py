@@ -23,7 +23,7 @@ from ..scores import Score, needs_of, parse_score
 from ..selection import keep_mask
 from ..sparsifiers import ScopeSparsifier
 from .plan import Plan, active
-from .remove import Removal, plain_tensor, remove_units, rounded
+from .remove import Removal, plain_tensor, remove_units, round_up
 from .sizes import apply_changes, find_changes
 from .verify import count_flops, light_copy, plain_weights
 
@@ -34,7 +34,7 @@ CostOf = Callable[[Sequence[Plan], Sequence[int]], float]  # of plans, and the k
 T = TypeVar("T")
 
 
-def scored(
+def score_units(
     model: nn.Module, plans: Sequence[Plan], score: Score | str | None, data: CalibrationData, token_mask: TokenMask
 ) -> list[Plan]:
     """Give plans the scores of their units; those that the score does not fit, or rates 0, are left out."""
@@ -132,7 +132,7 @@ def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def without_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: float) -> list[Plan]:
+def drop_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: float) -> list[Plan]:
     """Return the plans with removals of the units of the lowest scores, as their levels or one budget require."""
     kept = [plan.kept for plan in plans] if cost_of is None else kept_within(plans, cost_of, ratio)
     chosen = list[Plan]()
@@ -229,7 +229,7 @@ def _steps(plans: Sequence[Plan], saved_with: Callable[[int], float]) -> list[tu
     least = replace(plans[0], limit=min(plan.limit for plan in plans), multiple=multiple).least
     if least == units or any(plan.units != units for plan in plans):
         return []  # one integer cannot count different numbers unless equal fractions are dropped
-    half = max(least, rounded(units // 2, units - multiple, multiple))
+    half = max(least, round_up(units // 2, units - multiple, multiple))
     saved = saved_with(half) / (units - half)
     scores = torch.cat([rows.double().cpu().reshape(-1, units) for plan in plans for rows in plan.scores])
     scores = scores - scores.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative

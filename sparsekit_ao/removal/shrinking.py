@@ -13,13 +13,13 @@ from ..models.progress import phases, public_call, text_of_call
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from .arguments import ShrinkRequest
-from .choose import divided_by_size, inside_blocks, layers_of, that_config_holds, with_numbers, without_rivals
-from .compensation import compensated, estimated, recovered
+from .choose import divide_by_size, fit_to_config, keep_inside_blocks, layers_of, leave_out_rivals, set_numbers
+from .compensation import compensate_weights, estimate_call, recover_blocks
 from .find import find_plans
 from .plan import active
-from .removal_report import ShrinkReport, with_reasons
-from .score import Cost, scored
-from .trials import planned_together, removed_together
+from .removal_report import ShrinkReport, add_reasons
+from .score import Cost, score_units
+from .trials import plan_together, remove_together
 
 
 @kept_generators()
@@ -165,27 +165,27 @@ def shrink(
         fields=request.fields,
         caller_verifies=True,
     )
-    plans = with_numbers(request, plans)
+    plans = set_numbers(request, plans)
     layers = layers_of(request.model, plans)
     if recover or "width" in request.exclude:
-        plans = inside_blocks(request, plans, layers)
+        plans = keep_inside_blocks(request, plans, layers)
     next(phase)
-    plans, keeps_config = that_config_holds(request, plans)
-    plans = divided_by_size(request, without_rivals(request.model, plans), keeps_config)
+    plans, keeps_config = fit_to_config(request, plans)
+    plans = divide_by_size(request, leave_out_rivals(request.model, plans), keeps_config)
     next(phase)
     scoring = time.perf_counter()
-    plans = scored(request.model, plans, score, request.data, token_mask)
+    plans = score_units(request.model, plans, score, request.data, token_mask)
     if dry_run:
         next(phase, None)
         scoring = time.perf_counter() - scoring
-        plans, report = planned_together(request, plans, keeps_config)
-        seconds, memory = estimated(request, plans, report, time.perf_counter() - start - scoring, scoring)
-        report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
+        plans, report = plan_together(request, plans, keeps_config)
+        seconds, memory = estimate_call(request, plans, report, time.perf_counter() - start - scoring, scoring)
+        report = add_reasons(report, model, discovery, plans, request.cost_of is not None)
         return model, replace(report, seconds=seconds, memory=memory)
-    plans, small, report = removed_together(request, plans, keeps_config)
+    plans, small, report = remove_together(request, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):
-        small, report = compensated(request, active(plans))
+        small, report = compensate_weights(request, active(plans))
     next(phase, None)  # ends the last phase
-    report = with_reasons(report, model, discovery, plans, request.cost_of is not None)
-    report = recovered(request, small, report, layers)
+    report = add_reasons(report, model, discovery, plans, request.cost_of is not None)
+    report = recover_blocks(request, small, report, layers)
     return small, replace(report, call=text_of_call())

@@ -33,7 +33,7 @@ class Change:
     now: Any
 
 
-def undone(changes: Sequence[Change]) -> list[Change]:
+def reverse_changes(changes: Sequence[Change]) -> list[Change]:
     """Return the changes that restore the values before some changes."""
     return [Change(path=change.path, was=change.now, now=change.was) for change in reversed(changes)]
 

@@ -19,12 +19,12 @@ from ..masking.normalized import redo_weight_norms
 from ..models.names import connected
 from ..structure import sparsity_to_nnz
 from .arguments import ShrinkRequest
-from .compaction import compared, kept_units, verified, without_units
+from .compaction import compare_models, kept_units, make_smaller, verify_removal
 from .config_fields import ConfigFields
 from .plan import ENOUGH, NOT_HELD, NOT_TRIED, Plan, active, removals_of
 from .removal_report import ShrinkReport, Size, size_of
-from .remove import Removal, masked_copy, rounded
-from .score import cost_with, without_lowest
+from .remove import Removal, masked_copy, round_up
+from .score import cost_with, drop_lowest
 from .sizes import candidate_attrs, width_attrs
 from .verify import Reference, count_flops
 
@@ -66,10 +66,10 @@ class Trials:
 
     def _problem(self, plans: Sequence[Plan]) -> str:
         try:
-            small = without_units(self._masked, removals_of(plans), single_use=True)[0]
+            small = make_smaller(self._masked, removals_of(plans), single_use=True)[0]
         except SparsityError as e:
             return str(e)
-        problem = compared(self.reference, small, single_use=True).problem
+        problem = compare_models(self.reference, small, single_use=True).problem
         if problem and not self._problems:  # the first trial
             self.reference.check_repeats()
         problem = problem or (self.reference.not_trainable(small) if self.in_training else "")
@@ -81,7 +81,7 @@ class Trials:
 
     def removed(self, plans: Sequence[Plan], fields: ConfigFields | None) -> tuple[nn.Module, ShrinkReport]:
         """Return the smaller model, whose config follows if it can hold the result, and its report."""
-        small, report = verified(self.reference, removals_of(plans), fields, by_caller=True)
+        small, report = verify_removal(self.reference, removals_of(plans), fields, by_caller=True)
         if why := self.reference.not_trainable(small):
             raise SparsityError(f"the smaller model {why}")
         if self._fields is not None and report.not_in_config:
@@ -200,7 +200,7 @@ class Trials:
         return plans
 
 
-def found_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]) -> list[Plan]:
+def find_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan], Failures], Trials]) -> list[Plan]:
     """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
     failures = Failures(list)
     trials = make_trials(plans, failures)
@@ -234,7 +234,7 @@ def found_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan],
     return [*make_trials(good, failures).with_unread(), *(plan for plan in found if plan.left_out)]
 
 
-def removed_together(
+def remove_together(
     request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
 ) -> tuple[list[Plan], nn.Module, ShrinkReport]:
     """Remove the units of the lowest scores, and leave plans out until the others can be carried out together.
@@ -244,7 +244,7 @@ def removed_together(
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        rated = without_lowest(rated, request.cost_of, request.highest)
+        rated = drop_lowest(rated, request.cost_of, request.highest)
         trials = Trials(request.model, rated, request.reference_of, fields=request.fields if keeps_config else None)
         trials.in_training, removed = request.dry_run, trials.tried if request.dry_run else trials.removed
         try:
@@ -258,11 +258,9 @@ def removed_together(
                 return [*rated, *left_out], *removed(rated, request.fields)
 
 
-def planned_together(
-    request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool
-) -> tuple[list[Plan], ShrinkReport]:
+def plan_together(request: ShrinkRequest, plans: Sequence[Plan], keeps_config: bool) -> tuple[list[Plan], ShrinkReport]:
     """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
-    plans, _, report = removed_together(request, plans, keeps_config)
+    plans, _, report = remove_together(request, plans, keeps_config)
     lowest = active(plans)
 
     def size(model: nn.Module) -> Size:
@@ -279,7 +277,7 @@ def _family(plan: Plan, together: int = 1) -> str:
     return re.sub(r"\d+|\*+", "*", " ".join(members)) + f"{[*members.values()]} {together}"
 
 
-def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
+def drop_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
     """Return the plans without a fraction of random units: at least one if `multiple` allows, and always the same."""
     generator, random = torch.Generator().manual_seed(0), list[Plan]()
     for plan in plans:
@@ -287,7 +285,7 @@ def with_random_units(plans: Sequence[Plan], ratio: float) -> list[Plan]:
         for bound in plan.bound:
             units = bound.grid[-1]
             kept = sparsity_to_nnz(ratio, units, "ratio: ")
-            kept = rounded(min(kept, units - plan.multiple) if units > plan.multiple else kept, units, plan.multiple)
+            kept = round_up(min(kept, units - plan.multiple) if units > plan.multiple else kept, units, plan.multiple)
             keep = torch.rand(bound.grid, generator=generator, device="cpu").argsort(-1) < kept
             removals.append(Removal(bound=bound, keep=keep))
         random.append(replace(plan, removals=tuple(removals)))

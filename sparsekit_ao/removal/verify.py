@@ -375,7 +375,7 @@ class Computed(Tensor):
         data = self.source.detach()
         for d, indices in sorted(self.kept.items()):
             data = data.index_select(d, indices)
-        data = in_format_of(self.source, data.to(self.dtype, copy=not self.kept))
+        data = match_format(self.source, data.to(self.dtype, copy=not self.kept))
         for d, mask in self.zero.items():
             inside = mask[self.kept[d]] if d in self.kept else mask
             data.index_fill_(d, inside.nonzero()[:, 0], 0)
@@ -422,7 +422,7 @@ class Computed(Tensor):
         return func(*args, **kwargs)
 
 
-def in_format_of(tensor: Tensor, data: Tensor) -> Tensor:
+def match_format(tensor: Tensor, data: Tensor) -> Tensor:
     """Return the data in the memory format of the tensor: channels-last, or contiguous for all others."""
     last = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
     is_last = tensor.ndim in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
