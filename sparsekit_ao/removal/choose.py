@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -211,9 +210,8 @@ def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan], fields: Confi
     if request.cost_of is not None:
         for plan in held:
             steps = [m for m in range(plan.multiple, plan.units, plan.multiple) if plan.units % m == 0]
-            kept = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
-            fractions = {multiple: Fraction(n, plan.units) for multiple, n in kept.items() if n}
-            fitting = (m for m, fraction in fractions.items() if fields.allows(held[plan].fields, fraction))
+            largest = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
+            fitting = (m for m, n in largest.items() if n and fields.allows(held[plan].fields, n, plan.units))
             held[plan] = replace(held[plan], multiple=next(fitting, plan.units))
     return [held.get(plan, replace(plan, left_out=why)) for plan, why in reasons.items()]
 

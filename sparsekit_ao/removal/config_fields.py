@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -85,15 +84,15 @@ class ConfigFields:
         fields = {[*plans][at]: covers[0] for group, covers in groups for at in group}
         return [replace(removal, fields=fields.get(removal.source, ())) for removal in removals]
 
-    def allows(self, paths: Iterable[str], fraction: Fraction) -> bool:
-        """Return whether the class takes a fraction of these fields, and the tensors then have as much less."""
-        values = {path: self._value(path) * fraction for path in paths}
-        if any(value.denominator > 1 for value in values.values()):
+    def allows(self, paths: Iterable[str], kept: int, units: int) -> bool:
+        """Return whether the class takes `kept` of `units` parts of these fields, and tensors then lack the others."""
+        values = {path: self._value(path) for path in paths}
+        if any(value * kept % units for value in values.values()):
             return False
         gained = sum((self._gained_by(path) for path in values), Entries())
-        shapes = self._constructed({path: int(value) for path, value in values.items()})
-        wanted = Entries({place: -int(n * (1 - fraction)) for place, n in gained.items()})
-        return shapes is not None and self._difference_of(shapes) == wanted
+        shapes = self._constructed({path: value * kept // units for path, value in values.items()})
+        lacking = Entries({place: -(n * (units - kept) // units) for place, n in gained.items()})
+        return shapes is not None and self._difference_of(shapes) == lacking
 
     def fit(
         self, small: nn.Module, removals: Sequence[Removal], reference: Reference, *, single_use: bool = False
@@ -120,12 +119,14 @@ class ConfigFields:
         for path in dict.fromkeys(path for removal in removals for path in removal.fields):
             was = self._value(path)
             rows = [r for r in removals if path in r.fields and was in products_of(r.bound)]
-            fractions = {Fraction(r.kept, r.scope_units): r for r in rows}
-            if len(fractions) != 1 or (was * next(iter(fractions))).denominator > 1:
-                kept = ", ".join(f"{r.kept} of {r.scope_units} {r.bound.name!r}" for r in fractions.values())
+            first, *others = {removal.kept / removal.scope_units: removal for removal in rows}.values()
+            if others or was * first.kept % first.scope_units:
+                kept = ", ".join(f"{r.kept} of {r.scope_units} {r.bound.name!r}" for r in (first, *others))
                 return [], f"{path} is one number for {kept}"
-            changes.append(Change(path=path, was=None if path in filled else was, now=int(was * next(iter(fractions)))))
-        return [change for change in changes if change.was != change.now], ""
+            if not first.is_empty:
+                now = was * first.kept // first.scope_units
+                changes.append(Change(path=path, was=None if path in filled else was, now=now))
+        return changes, ""
 
     def _value(self, path: str) -> int:
         return next((change.now for change in self.filled if change.path == path), value_at(self._model, path))
