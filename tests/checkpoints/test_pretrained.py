@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from export_models import TWO_FOUR, looks, masked, mlp, pruned, same
+from grids import grid, turns
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -94,9 +95,10 @@ def test_a_masked_model_is_saved_and_read_back_with_the_memory_of_one_shard(squa
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])  # with an output layer of its own, and with a tied one
-@pytest.mark.parametrize("place", ["device_map", "disk_offload", "cpu_offload"])
-@pytest.mark.parametrize("not_in_config", ["", "it was not tried"])
+@pytest.mark.parametrize(
+    ("place", "name", "not_in_config"),  # GPT-2 has no output layer of its own
+    grid(["device_map", "disk_offload", "cpu_offload"], ["Llama", "GPT-2"], ["", "it was not tried"]),
+)
 def test_an_offloaded_model_without_some_layers_is_saved(place, name, not_in_config, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, inputs = hf_models.make(name)
@@ -634,9 +636,14 @@ def results():
 
 
 @pytest.mark.parametrize(
-    ("before", "now"), [("2:4", "0.9"), ("0.9", "smaller"), ("smaller", "masks"), ("masks", "2:4")]
+    ("before", "now", "last"),
+    [
+        ("2:4", "0.9", "fewer layers"),
+        ("0.9", "smaller", "without a config"),
+        ("smaller", "masks", "fewer layers"),
+        ("masks", "2:4", "without a config"),
+    ],
 )
-@pytest.mark.parametrize("last", ["fewer layers", "without a config"])
 def test_the_card_of_another_model_is_replaced(before, now, last, results, tmp_path):
     for at, name in enumerate((before, now, last)):
         model, report = results[name]
@@ -669,8 +676,10 @@ def test_a_card_that_was_changed_is_kept_and_a_note_says_so(change, results, tmp
         assert card.read_bytes() == changed and notes[-1].endswith("it is kept; it may describe another model")
 
 
-@pytest.mark.parametrize("name", ["2:4", "without a config"])
-@pytest.mark.parametrize("path", [".", "./", "sub/..", "./sub/../.", "sub/../../here", "..", "new/deep", "link"])
+PATHS = [".", "./", "sub/..", "./sub/../.", "sub/../../here", "..", "new/deep", "link"]
+
+
+@pytest.mark.parametrize(("path", "name"), turns(PATHS, [("2:4",), ("without a config",)]))
 def test_a_folder_may_be_given_by_any_path(path, name, results, tmp_path, monkeypatch):
     (tmp_path / "here/sub").mkdir(parents=True)
     (tmp_path / "here/link").symlink_to("sub")
@@ -683,8 +692,10 @@ def test_a_folder_may_be_given_by_any_path(path, name, results, tmp_path, monkey
     assert same(looks(model), export.load_pretrained(written, type(model)))
 
 
-@pytest.mark.parametrize("name", ["masks", "without a config"])
-@pytest.mark.parametrize("path", ["file", "file/deep/er", "/proc/here", "x" * 300, "a\0b", "circle/a"])
+UNWRITABLE = ["file", "file/deep/er", "/proc/here", "x" * 300, "a\0b", "circle/a"]
+
+
+@pytest.mark.parametrize(("path", "name"), turns(UNWRITABLE, [("masks",), ("without a config",)]))
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(
     path, name, results, tmp_path, monkeypatch
 ):

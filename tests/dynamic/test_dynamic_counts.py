@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from grids import covering
+from grids import covering, turns
 from growing import masks, prepared, train
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,8 +114,8 @@ def built(structure, **arguments):
     return list(model.parameters()), optimizer, sparsifier
 
 
-@pytest.mark.parametrize(  # each criterion of one kind with each structure and each criterion of another kind
-    ("structure", "prune", "grow", "redistribute"), covering((s, *rules) for s in STRUCTURES for rules in RULES)
+@pytest.mark.parametrize(  # each criterion with each of another kind, and two of these with each structure
+    ("structure", "prune", "grow", "redistribute"), turns(STRUCTURES, covering(RULES), each=2)
 )
 def test_nonzeros_never_change(structure, prune, grow, redistribute):
     names = {"prune": prune, "grow": grow, "redistribute": redistribute}

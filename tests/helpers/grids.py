@@ -28,6 +28,13 @@ def covering(rows):
     return [rows[k] for k in sorted(chosen)]
 
 
+def turns(values, rows, each=1):
+    """Each of the values with the next `each` of the rows, which take turns."""
+    rows = list(rows)
+    left = itertools.cycle(rows)
+    return [(value, *row) for value in values for row in (rows if EXHAUSTIVE else itertools.islice(left, each))]
+
+
 def grid(*axes):
     """`covering` of the product of these axes."""
     return covering(itertools.product(*axes))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from grids import grid, turns
 from growing import batch, mlp
 from stock import same
 from torch.nn import functional as F
@@ -403,17 +404,14 @@ def test_lightning_with_several_optimizers_stepped_by_hand(kind, tmp_path):
 LIBRARIES = {"transformers": hugging_face, "lightning": lightning}
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize(("library", "kind", "clip"), grid(LIBRARIES, KINDS, [0.0, 0.05]))
 def test_a_trainer_trains_as_by_hand(library, kind, clip, tmp_path):
     model, sparsifier = LIBRARIES[library](tmp_path, kind, clip, STEPS)
     want, other = by_hand(kind, clip)
     agree(model, want, (sparsifier, other))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("library", "kind"), turns(LIBRARIES, [("scheduled",), ("SNFS",), ("RigL",)], each=2))
 def test_a_trainer_resumes_in_the_middle_of_a_window(library, kind, tmp_path):
     LIBRARIES[library](tmp_path, kind, 0.0, 5)
     (saved,) = [*tmp_path.glob("*.ckpt"), *tmp_path.glob("checkpoint-5")]

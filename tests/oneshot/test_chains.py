@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from grids import turns
 from networks import Net
 from torch import nn
 from torch.nn import functional as F
@@ -350,14 +351,13 @@ def test_equal_modules_in_a_row_of_a_sequential_are_blocks(what, monkeypatch):
     exclude += [f"{name}.self_attn" for name in names if hasattr(dense.get_submodule(name), "self_attn")]
     pruned, report = prune(dense, "2:4", batches=data, exclude=exclude)
     assert report.blocks == len(names)
-    rows = recover(pruned, dense, data, passes=1)
+    rows = recover(copy.deepcopy(pruned), dense, data, passes=1)
     assert [row.block for row in rows] == (names or [""])
     recovered = prune(dense, "2:4", batches=data, exclude=exclude, recover=1)[1]
     assert [row.block for row in recovered.recovery] == (names or [""])
     assert prune(dense, "2:4", batches=data, exclude=exclude, dry_run=True)[1].chains == (
         (tuple(names),) if names else ()
     )
-    pruned = prune(dense, "2:4", batches=data, exclude=exclude)[0]
     monkeypatch.setattr(walk, "find_chains", lambda *_: [])
     whole = prune(dense, "2:4", batches=data, exclude=exclude)[0]
     for a, b in zip(pruned.state_dict().values(), whole.state_dict().values(), strict=True):
@@ -394,8 +394,7 @@ def test_blocks_of_a_sequential_match_those_of_the_dense_model(at):
     assert all(row.before < 1e-6 for row in rows[:first]) and rows[first].before > 1e-3
 
 
-@pytest.mark.parametrize("recovers", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(("name", "recovers"), turns(TRANSFORMERS, [(False,), (True,)]))
 def test_blocks_run_in_the_model_a_few_times_for_each_batch_whatever_its_chains(name, recovers, monkeypatch):
     config, keys, count = TRANSFORMERS[name]
     torch.manual_seed(0)

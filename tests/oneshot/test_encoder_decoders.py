@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from grids import grid
 from networks import Net
 from torch import nn
 
@@ -191,10 +192,14 @@ def check(tokens, decoded):
     assert tokens and tokens == {name: wanted(name, decoded) for name in tokens}
 
 
-@pytest.mark.parametrize("call", ["calibrate", "prune"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", BATCHES)
-def test_each_layer_counts_the_tokens_that_it_reads(name, what, call):
+WITH_CALLS = ["calibrate", "prune"]
+COUNTED = grid(BATCHES, ["plain", "of torch"], WITH_CALLS)
+OTHERS = [name for name in MODELS if name not in ("plain", "of torch")]
+COUNTED += grid(["as many", "as many, no mask of the decoder"], OTHERS, WITH_CALLS)
+
+
+@pytest.mark.parametrize(("what", "name", "call"), COUNTED)
+def test_each_layer_counts_the_tokens_that_it_reads(what, name, call):
     make, decoded = BATCHES[what]
     check(CALLS[call](model_of(name), [make()]), decoded)
 
@@ -266,7 +271,10 @@ def _recovered(model, batches, **options):
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [*((n, call) for n in ("T5", "Bart", "of torch") for call in PADDED if call != "shrink"), ("plain", "shrink")],
+    [
+        *(("T5", "prune"), ("Bart", "prune"), ("of torch", "recovered"), ("Bart", "recover")),
+        *(("T5", "outputs"), ("of torch", "outputs"), ("plain", "shrink")),
+    ],
 )
 def test_what_padding_holds_changes_nothing(name, call):
     model, batches = model_of(name), [batch_of(seed=k) for k in range(3)]

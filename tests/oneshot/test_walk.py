@@ -250,7 +250,7 @@ def mixture(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("place", ["disk", "all on disk", "cpu"])
+@pytest.mark.parametrize("place", ["disk", pytest.param("all on disk", marks=pytest.mark.nightly), "cpu"])
 def test_experts_of_an_offloaded_model_are_removed_in_one_walk_and_recovered(place, mixture, tmp_path):
     here, report = removal.shrink_experts(in_memory(mixture), BATCHES, 0.5)
     dense = PLACES[place](mixture, tmp_path)

@@ -2,11 +2,12 @@
 
 import contextlib
 import copy
+import itertools
 import sys
 
 import pytest
 import torch
-from grids import grid
+from grids import grid, turns
 from hf_models import make
 from kernel_cases import generator
 from torch import nn
@@ -128,8 +129,12 @@ def masks_of(name, dtype, setting):
     return masks, said, [layer.weight == 0 for layer in model]
 
 
+IN_TURN = ["float64", "meta", "inference", "bfloat16", "meta", "flush"]  # three of them with each pattern
+SETTING_OF = list(zip(itertools.cycle(DTYPES), IN_TURN)) + list(zip(itertools.cycle(DTYPES[::-1]), IN_TURN))
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype", "setting"), grid(PATTERNS, DTYPES, list(SETTINGS)[1:]) + grid(OTHERS, DTYPES, SETTINGS)
+    ("name", "dtype", "setting"), turns(PATTERNS, SETTING_OF, each=3) + grid(OTHERS, DTYPES, list(SETTINGS)[1:])
 )
 def test_masks_are_the_same_under_every_default(name, dtype, setting, monkeypatch):
     monkeypatch.setattr(cpu, "LONG", 1024)  # small scopes too are taken in parts

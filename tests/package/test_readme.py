@@ -21,6 +21,7 @@ PAGES = {
     if "_generated" not in path.parts
 }
 README = PAGES["README.md"]
+LONG = [f"docs/{name}.md" for name in ("compact", "experts", "integrations/checkpoints", "integrations/trainer")]
 
 
 def table_rows(name):
@@ -98,7 +99,14 @@ def test_what_pages_say_about_tables_is_true():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of lightning, peft and DDP's broadcast_buffers
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if printed.BLOCK.search(text)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in LONG else [])
+        for name, text in PAGES.items()
+        if printed.BLOCK.search(text)
+    ],
+)
 def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     outputs = printed.run(name, PAGES[name])

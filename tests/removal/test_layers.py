@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from discovered import fill
+from grids import turns
 from torch import nn
 
 from sparsekit_ao import SparsityError, recover, shrink_vocabulary
@@ -56,7 +57,7 @@ def test_blocks_whose_config_has_lists_by_layer_are_saved(tmp_path):
 
 
 def test_what_cannot_be_loaded_again_leaves_the_folder_as_it_was(tmp_path):
-    model, inputs = deep("Llama")
+    model, inputs = deep("Llama", 2)
     once, report = shrink(model, inputs, 0.25, keep_config=False, budget="parameters")
     save_pretrained(once, report, tmp_path / "new")
     before = {file.name: file.read_bytes() for file in (tmp_path / "new").iterdir()}
@@ -97,8 +98,10 @@ def test_experts_whose_router_has_a_bias_of_one_row_are_removed(tmp_path):
     assert torch.equal(again.double()(ids).logits, small(ids).logits)
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(0.5, (2, 2)), (0.7, (2, 1))])
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"])
+@pytest.mark.parametrize(
+    ("name", "ratio", "kept"),
+    turns(["MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"], [(0.5, (2, 2)), (0.7, (2, 1))]),
+)
 def test_layers_that_differ_in_their_number_of_experts_lose_a_fraction_of_their_own(name, ratio, kept):
     keys = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     model, ids = tiny(name, **keys, num_hidden_layers=2), torch.arange(3, 12)[None]
@@ -165,8 +168,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("dropped", [0, 1])
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(("name", "dropped"), turns(MIXED, [(0,), (1,)]))
 def test_models_whose_layers_differ_are_recovered_after_their_blocks_left(name, dropped):
     model = tiny(name, **MIXED[name]).float()
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 4)
@@ -215,7 +217,13 @@ EQUAL = {"n_shared_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_
 MIXTURES = ["Mixtral", "Qwen2-MoE", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS", *hf_models._MIXTURES]
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*MIXTURES[:5], "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in MIXTURES[5:]),
+    ],
+)
 def test_every_integer_that_counts_experts_follows(name, tmp_path):
     if name in MIXTURES:
         model, inputs = hf_models.make(name)

@@ -400,7 +400,12 @@ CONVOLUTIONAL |= {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONAL)
+IN_EVERY_RUN = {*POOLED, "VGG", "MobileNet v3", "DenseNet", "U-Net", "GroupNorm"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.nightly) for n in CONVOLUTIONAL]
+)
 def test_the_same_is_removed_in_both_layouts(name):
     make, inputs = CONVOLUTIONAL[name]
     model, x = fill(make()), inputs()

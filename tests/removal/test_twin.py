@@ -96,8 +96,8 @@ class FixedLength(Stack):
         return self.head(x)
 
 
-def marked(*values, by=pytest.mark.slow):
-    return pytest.param(*values, marks=by)
+def nightly(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def states(model):
@@ -137,11 +137,11 @@ def compared(model, inputs, monkeypatch, **keys):
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
-        (llama, {"model.layers.": [0, 1]}),
-        (gemma, {"model.layers.": [0, 1, 3, 4]}),
-        marked(t5, {"encoder.block.": [0, 1, 2], "decoder.block.": [0, 1, 2]}, by=pytest.mark.nightly),
+        nightly(llama, {"model.layers.": [0, 1]}),
+        nightly(gemma, {"model.layers.": [0, 1, 3, 4]}),
+        nightly(t5, {"encoder.block.": [0, 1, 2], "decoder.block.": [0, 1, 2]}),
         (vit, {"vit.layers.": [0, 1]}),
-        marked(resnet, {"resnet.encoder.stages.0.layers.": [0, 1], "resnet.encoder.stages.1.layers.": [0, 1, 2]}),
+        (resnet, {"resnet.encoder.stages.0.layers.": [0, 1], "resnet.encoder.stages.1.layers.": [0, 1, 2]}),
     ],
 )
 def test_the_smaller_model_and_the_report_are_those_of_trials_of_the_whole(make, kept, monkeypatch):
@@ -162,11 +162,9 @@ ONE_BLOCK = [Coupling({f"model.layers.3.mlp.{name}": axes for name, axes in MLP.
 @pytest.mark.parametrize(
     "how",
     [
-        *(
-            {"keep_config": False},
-            {"ratio": 0.5, "budget": "flops", "max_sparsity": {"width": 0.9}},
-            {"exclude": ["*.v_proj.weight"]},
-        ),
+        nightly({"keep_config": False}),
+        nightly({"ratio": 0.5, "budget": "flops", "max_sparsity": {"width": 0.9}}),
+        nightly({"exclude": ["*.v_proj.weight"]}),
         {"couplings": ONE_BLOCK, "keep_config": False},
     ],
 )
@@ -177,7 +175,7 @@ def test_arguments_of_shrink_give_the_same_model(how, monkeypatch):
     assert report.after.parameters < report.before.parameters
 
 
-@pytest.mark.parametrize("make", [llama, vit])
+@pytest.mark.parametrize("make", [nightly(llama), vit])
 def test_what_is_found_in_a_short_model_is_what_the_whole_has(make, monkeypatch):
     model, inputs = make()
     found = find.discover_in_twin(model.eval(), inputs, None)
@@ -237,13 +235,13 @@ def test_a_model_that_is_a_sequence_itself():
 
 
 def test_most_forwards_run_two_blocks():
-    model, inputs = llama(layers=9)
+    model, inputs = llama(layers=5)
     runs = []
     hook = lambda module, *_: runs.append(len(module.layers))  # noqa: E731
     model.model.register_forward_pre_hook(hook)  # copies keep it
     removable(model.eval(), inputs)
-    assert runs.count(9) == 4  # discovery, and the dense, the masked and the smaller model that are compared at the end
-    assert runs.count(2) > 5 and {*runs} == {2, 9}
+    assert runs.count(5) == 4  # discovery, and the dense, the masked and the smaller model that are compared at the end
+    assert runs.count(2) > 5 and {*runs} == {2, 5}
 
 
 def test_attributes_are_found_for_all_blocks():

@@ -111,13 +111,11 @@ def test_what_lost_heads_is_shrunk_again_scored_recovered_and_trained():
     assert type(small(x)) is torch.Tensor
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.export
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_compiled_as_one_graph_and_exported(kind):
+def test_it_is_compiled_as_one_graph(kind):
     x = torch.randn(2, 7, 8)
     small, _ = shrink(make(kind), x, EVERYTHING)
     torch.testing.assert_close(torch.compile(small, fullgraph=True, backend="aot_eager")(x), small(x))
-    torch.testing.assert_close(torch.export.export(small, (x,), strict=True).module()(x), small(x))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.export
@@ -138,7 +136,7 @@ def test_what_does_not_export_it_says_what_does(kind, tmp_path):
         torch.testing.assert_close(again(x), small(x))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")  # of torch.onnx
 def test_onnxruntime_runs_it(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -182,7 +180,9 @@ def transformers_model(name):
 @pytest.mark.parametrize(
     ("name", "heads", "kept"),
     [
-        ("PvtV2Model", "encoder.layers.1.blocks.0.attention.num_attention_heads", 2),
+        pytest.param(
+            *("PvtV2Model", "encoder.layers.1.blocks.0.attention.num_attention_heads", 2), marks=pytest.mark.nightly
+        ),
         ("LongT5EncoderModel", "encoder.block.1.layer.0.LocalSelfAttention.n_heads", 2),
     ],
 )

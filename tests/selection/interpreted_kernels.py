@@ -70,6 +70,13 @@ def agree(groups, keep, path="fused", norm=2, **how):
         return kernel_cases.agree(groups, keep, norm, impl="triton", **how)
 
 
+def test_a_2_4_and_a_row_of_64():
+    """What every run of the tests interprets, on each path."""
+    for path in PATHS:
+        agree([scopes(integers((6, 16), torch.bfloat16), (1, 1), (1, 4))], 2, path)
+        agree([scopes(integers((2, 64)), (1, 1), (1, 64))], 24, path)
+
+
 # rows of scores
 
 

@@ -8,6 +8,7 @@ import sys
 from fractions import Fraction
 
 import bits_child
+import pytest
 import torch
 
 from sparsekit_ao import BlockSpec
@@ -23,6 +24,8 @@ SETTINGS = [  # the second one without assert statements
 ]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_bits():
     children = [
         subprocess.Popen(

@@ -80,6 +80,7 @@ def test_memory_that_is_missing_for_the_second_tensor_leaves_both_masks_as_they_
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_runs_go_on_bit_for_bit(tmp_path):
     kills = 20 if EXHAUSTIVE else 1

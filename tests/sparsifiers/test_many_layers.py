@@ -33,17 +33,6 @@ def operations(call):
     return count
 
 
-def calibration(model):
-    sparsifier = prepared(model, score="wanda")
-    return lambda: sparsifier.calibrate([torch.ones(2, 2)], progress=False)
-
-
-def step_with_statistics(model):
-    sparsifier = prepared(model, score="wanda")
-    sparsifier.calibrate([torch.ones(2, 2)], progress=False)
-    return sparsifier.step
-
-
 def masks_of(kind):
     def masks(model):
         sparsifier = prepared(model, kind=kind)
@@ -58,11 +47,8 @@ KINDS = {
     "dynamic": partial(SET, 0.5, until=100),
     "blocks": WeightNormSparsifier,
 }
-CALLS = {
+CALLS = {  # other calls are in package/test_growth.py
     **{f"masks of {name}": masks_of(kind) for name, kind in KINDS.items()},
-    "step": lambda model: prepared(model, score=lambda weight, name: weight.abs()).step,
-    "step with statistics": step_with_statistics,
-    "calibrate": calibration,
     "dense_state_dict": lambda model: (prepared(model), lambda: export.dense_state_dict(model))[1],
 }
 
