@@ -1,5 +1,6 @@
 """What the integer fields of a config count: the model's class is constructed with one of them doubled, and tells."""
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -17,7 +18,17 @@ from ..models.names import connected
 from ..models.running import seeded
 from .modules import layer_fields
 from .remove import Removal
-from .sizes import Change, apply_changes, has_config, integers_of, products_of, read_again, reverse_changes, value_at
+from .sizes import (
+    Change,
+    apply_changes,
+    has_config,
+    integers_of,
+    products_of,
+    read_again,
+    reverse_changes,
+    value_at,
+    value_of,
+)
 from .verify import Reference
 
 _NEW = -1  # in place of a dimension: modules of this list are new, or this tensor is
@@ -41,10 +52,14 @@ class ConfigFields:
         first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         self._names = {name: first[id(tensor)] for name, tensor in tensors.items()}  # tied tensors have several names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._parts = _parts_of(model.config)
+        read = dict[str, Any]()
+        with contextlib.suppress(Exception):  # a config that cannot be read has no fields that count anything
+            read |= _parts_of(read_again(model.config))
+        # What is read otherwise, such as how a file was quantized, is no part of the model's sizes.
+        self._parts = [(path, part) for path, part in _parts_of(model.config) if type(read.get(path)) is type(part)]
         self._lists = {name: len(m) for name, m in model.named_modules() if is_list(m)}
         sizes = {vars(m)["head_dim"] for m in model.modules() if type(vars(m).get("head_dim")) is int}
-        unset = [f"{path}.head_dim" for path, part in self._parts if getattr(part, "head_dim", None) is None]
+        unset = [f"{path}.head_dim" for path, part in self._parts if value_of(part, "head_dim") is None]
         self.filled = [Change(path=path, was=None, now=n) for path in unset for n in sizes if len(sizes) == 1]
 
     @classmethod
@@ -133,7 +148,7 @@ class ConfigFields:
 
     def _fill(self, numbers: Iterable[int]) -> None:
         """Find what the config computes for the width of an MLP (`n_inner`) that is None, if it is one of `numbers`."""
-        paths = [f"{path}.n_inner" for path, part in self._parts if getattr(part, "n_inner", ...) is None]
+        paths = [f"{path}.n_inner" for path, part in self._parts if value_of(part, "n_inner", ...) is None]
         for path in paths if not any(change.path.endswith("n_inner") for change in self.filled) else ():
             shapes = ((n, self._constructed({path: n})) for n in numbers)
             fitting = (n for n, made in shapes if made is not None and not self._difference_of(made))
