@@ -19,7 +19,7 @@ from sparsekit_ao.selection import keep_mask
 @interprets_kernels
 @pytest.mark.parametrize(
     ("chosen", "least"),
-    [("a_2_4_and_a_row_of_64", 1), pytest.param("test", 170, marks=[pytest.mark.nightly, pytest.mark.slow])],
+    [("a_2_4_and_a_row_of_64", 1), pytest.param("test", 160, marks=[pytest.mark.nightly, pytest.mark.slow])],
 )
 def test_kernels_equal_the_reference_bit_for_bit(chosen, least, tmp_path):
     pytest_ = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
