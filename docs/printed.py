@@ -81,6 +81,6 @@ def page(name: str, text: str) -> str:
         if len(lines) > LINES:
             lines[LINES - 10 : -9] = ["..."]
         shown = "\n".join(line.rstrip() for line in lines)
-        return PRINTS.sub("", found[0]) + (f"\n```text\n{shown}\n```\n" if lines and not found[1] else "")
+        return PRINTS.sub("", found[0]) + (f"\n````text\n{shown}\n````\n" if lines and not found[1] else "")
 
     return BLOCK.sub(with_output, text)

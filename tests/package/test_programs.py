@@ -157,7 +157,8 @@ def test_a_real_language_model_is_pruned_and_made_smaller(run, tmp_path):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}, of the extra [llm]")
     printed = run("prune_smollm2.py", "--tiny", "--threads", "1", cwd=tmp_path)
-    rows = re.findall(r"^\| ([^|]+) \| (\w*) \| \d+ \| \d \| (\d+\.\d\d) \| \d+ \| \d\.\d\d \| [^|]+ \|$", printed, re.M)
+    row = r"^\| ([^|]+) \| (\w*) \| \d+ \| \d \| (\d+\.\d\d) \| \d+ \| \d\.\d\d \| [^|]+ \|$"
+    rows = re.findall(row, printed, re.M)
     assert [row[:2] for row in rows] == [
         ("dense", ""),
         ("2:4", "magnitude"),
