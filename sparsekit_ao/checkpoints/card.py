@@ -64,7 +64,8 @@ def model_card(
             "`sparsekit_ao.export.to_2_4(model.half().cuda())` runs those in 2:4 on the sparse tensor cores of NVIDIA\n"
             "GPUs (Ampere or newer). A compressor such as zstd makes the files smaller."
         )
-    rows = [f"| {what} | {before:.4g} | {after:.4g} |" for what, (before, after) in evaluation.items()]
+    names = {what: " ".join(str(what).split()).replace("|", "\\|") for what in evaluation}
+    rows = [f"| {names[what]} | {before:.4g} | {after:.4g} |" for what, (before, after) in evaluation.items()]
     sections = {
         "How it was made": f"```python\n{call}\n```\n\n{used}" if call else used,
         "Report": "\n".join(["```text", *lines, "```"]),

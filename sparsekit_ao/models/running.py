@@ -5,6 +5,7 @@ inspected; `opaque_in` lists them.
 """
 
 import contextlib
+import copy
 import dataclasses
 import enum
 import hashlib
@@ -119,7 +120,10 @@ def checked_batch(batch: Any, forward: Forward | None, caller: str) -> Any:
         )
     others = {id(x) for x in _inputs(batch, False).values()}
     shared = {key: x.view_as(x) for key, x in _inputs(batch, True).items() if id(x) in others}
-    return type(batch)({**batch, **shared}) if shared else batch
+    if shared:
+        batch = copy.copy(batch)  # of its own class, whatever its constructor takes
+        batch.update(shared)
+    return batch
 
 
 class TokenMasks:

@@ -25,7 +25,6 @@ from .sizes import (
     integers_of,
     products_of,
     read_again,
-    reverse_changes,
     value_at,
     value_of,
 )
@@ -121,11 +120,14 @@ class ConfigFields:
         changes, problem = self.changes(removals if is_counted else self.counted(removals))
         changes = [change for change in changes if value_at(small, change.path) == change.was]  # others follow already
         filled = [change for change in self.filled if all(change.path != other.path for other in changes)]
+        before = [(part, dict(vars(part))) for _, part in _parts_of(small.config)]
         for more in [changes, *([[*filled, *changes]] if filled else [])] if not problem else ():
             apply_changes(small, more)
             if not (problem := _difference(small, reference, single_use)):
                 return more, ""
-            apply_changes(small, reverse_changes(more))
+            for part, fields in before:  # a field that was None is not missing afterwards
+                vars(part).clear()
+                vars(part).update(fields)
         return [], problem
 
     def changes(self, removals: Sequence[Removal]) -> tuple[list[Change], str]:
@@ -250,10 +252,12 @@ def _exact_covers(entries: Entries, fields: Mapping[str, Entries]) -> Iterator[t
             yield from ((path, *paths) for paths in _exact_covers(entries - added, others))
 
 
-def _parts_of(config: Any, path: str = "config") -> list[tuple[str, Any]]:
-    """Return (path, config) of a config and of the configs in it."""
+def _parts_of(config: Any, path: str = "config", above: Sequence[Any] = ()) -> list[tuple[str, Any]]:
+    """Return (path, config) of a config and of the configs in it, which may refer back to it."""
+    above = [*above, config]
     inner = [(f"{path}.{name}", value) for name, value in vars(config).items() if hasattr(value, "to_dict")]
-    return [(path, config), *(part for place, value in inner for part in _parts_of(value, place))]
+    inner = [(place, value) for place, value in inner if all(value is not one for one in above)]
+    return [(path, config), *(part for place, value in inner for part in _parts_of(value, place, above))]
 
 
 def _difference(small: nn.Module, reference: Reference, single_use: bool) -> str:

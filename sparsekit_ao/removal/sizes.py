@@ -341,5 +341,6 @@ def read_again(config: Any) -> Any:
     for written, read in pairs:  # the loop appends; a file lacks private fields: how attention is implemented
         vars(read).update({key: copy.deepcopy(value) for key, value in vars(written).items() if key.startswith("_")})
         inner = [(value, vars(read).get(key)) for key, value in vars(written).items() if hasattr(value, "to_dict")]
-        pairs += [(value, other) for value, other in inner if type(other) is type(value)]
+        known = {id(one) for one, _ in pairs}
+        pairs += [(one, other) for one, other in inner if type(other) is type(one) and id(one) not in known]
     return again

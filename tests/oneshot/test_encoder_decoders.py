@@ -2,6 +2,7 @@
 
 import copy
 
+import hf_models
 import pytest
 import torch
 import transformers
@@ -281,3 +282,15 @@ def test_what_padding_holds_changes_nothing(name, call):
     first, second = (PADDED[call](copy.deepcopy(model), b) for b in (batches, [*map(changed, batches)]))
     for (key, a), b in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_a_batch_of_any_class_of_mappings_may_have_labels_that_are_its_inputs():
+    class Batch(dict):
+        def __init__(self, ids):
+            super().__init__(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+
+    model, batch = hf_models.make("Llama")[0], Batch(torch.randint(3, 50, (3, 9)))
+    pruned, _ = prune(model, 0.5, batches=[batch])
+    same, _ = prune(model, 0.5, batches=[dict(batch)])
+    assert batch["labels"] is batch["input_ids"]
+    assert all(torch.equal(a, b) for a, b in zip(pruned.parameters(), same.parameters(), strict=True))

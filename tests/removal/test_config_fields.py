@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from discovered import fill
+from torch import nn
 
 from sparsekit_ao import shrink
 from sparsekit_ao.removal import shrink_layers
@@ -80,3 +81,43 @@ def test_the_field_that_counts_blocks_follows_them(heads):
     small, report = shrink_layers(model, [{"input_ids": IDS}], 0.25)
     assert report.not_in_config == "" and small.config.num_hidden_layers == 3
     assert small.config.num_attention_heads == heads
+
+
+class OwnConfig(transformers.PretrainedConfig):
+    """A config whose size of heads is None unless it is given, and which may refer back to itself."""
+
+    model_type = "own_of_this_test"
+
+    def __init__(self, size=32, heads=4, head_dim=None, **keys):
+        self.size, self.heads, self.head_dim = size, heads, head_dim
+        super().__init__(**keys)
+
+
+class OwnModel(transformers.PreTrainedModel):
+    """One attention whose scale is that of the dense number of heads, so that no config describes fewer heads."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.heads, self.head_dim = config.heads, config.head_dim or config.size // config.heads
+        inner = self.heads * self.head_dim
+        self.q, self.k, self.v = (nn.Linear(config.size, inner) for _ in range(3))
+        self.o, self.scale = nn.Linear(inner, config.size), (config.size // config.heads) ** -0.5
+        self.post_init()
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.o(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("refers_back", [False, True])
+def test_a_config_that_cannot_follow_keeps_its_fields(refers_back):
+    model = fill(OwnModel(OwnConfig()))
+    if refers_back:
+        model.config.to_dict = lambda: {"size": 32, "heads": 4}  # without the reference
+        model.config.parent = model.config
+    before = {key: value for key, value in vars(model.config).items() if key in ("size", "heads", "head_dim")}
+    small, report = shrink(model, {"x": torch.randn(2, 5, 32)}, 0.5, keep_config=False)
+    assert report.not_in_config and small.q.out_features == 16
+    assert {key: vars(small.config)[key] for key in before} == before
