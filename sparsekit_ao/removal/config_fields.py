@@ -203,15 +203,19 @@ class ConfigFields:
             value = self._value(path)
             # Fields with an entry for each block must be as long as there are blocks.
             lists = [name for name, length in self._lists.items() if length == value]
-            entries = {key: 2 * kinds for name in lists for key, kinds in layer_fields(self._model, name).items()}
+            entries = {key: kinds for name in lists for key, kinds in layer_fields(self._model, name).items()}
             # The same config may be reached from the model and from one of its modules.
             pairs = [(key.rpartition("."), kinds) for key, kinds in entries.items()]
             places = {id(part): place for place, part in self._parts}
             longer = {f"{places.get(id(value_at(self._model, h)), h)}.{key}": kinds for (h, _, key), kinds in pairs}
-            shapes = self._constructed({path: 2 * value})
-            if shapes is None and longer:
-                shapes = self._constructed({path: 2 * value, **longer})
-            self._gains[path] = self._difference_of(shapes or self._shapes)
+            for factor in (2, 3):  # the double may be what another field is, so that a ResNet has no shortcut there
+                shapes = self._constructed({path: factor * value})
+                if shapes is None and longer:
+                    shapes = self._constructed({path: factor * value, **{key: factor * k for key, k in longer.items()}})
+                gained = self._difference_of(shapes or self._shapes)
+                self._gains[path] = Entries({place: -(-n // (factor - 1)) for place, n in gained.items()})
+                if shapes is None or self._shapes.keys() <= shapes.keys():
+                    break
         return self._gains[path]
 
     def _difference_of(self, shapes: Shapes) -> Entries:

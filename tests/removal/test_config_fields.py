@@ -83,6 +83,12 @@ def test_the_field_that_counts_blocks_follows_them(heads):
     assert small.config.num_attention_heads == heads
 
 
+def test_a_field_whose_double_changes_which_tensors_there_are_is_tripled():
+    model, inputs = hf_models.make("ResNet")  # twice its embedding_size is the first hidden size: no shortcut there
+    _, report = shrink(model, inputs, 0.5)
+    assert changes(report) == {"config.embedding_size: 8 -> 4"} and report.not_in_config == ""
+
+
 class OwnConfig(transformers.PretrainedConfig):
     """A config whose size of heads is None unless it is given, and which may refer back to itself."""
 
