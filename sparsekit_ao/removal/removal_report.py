@@ -95,8 +95,8 @@ class ShrinkReport(Table[KeptUnits]):
             batch or the example inputs; set by `shrink`. See `RecoverReport`.
         zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by `shrink`.
         call: The call of `shrink` as text, for a model card.
-        seconds, memory: Of a dry run, the seconds that the call would take and, at the peak, the bytes that it would
-            need beside what is in memory, estimated.
+        seconds, memory: How many seconds the call would take, and how many bytes it would need at the peak beside what
+            is in memory, as a dry run estimates it.
         manifest: Plain data for `cut_to`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
