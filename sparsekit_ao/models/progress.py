@@ -103,7 +103,7 @@ def phases(what: str, names: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def steps(what: str, unit: str, total: int, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
+def signs_of_life(what: str, unit: str, total: int, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
     """Show signs of life of work that may take hours: a bar, else a line for each block, or each tenth of the steps.
 
     Yield a function to be called after each step, with its name and its error (NaN where it has none).

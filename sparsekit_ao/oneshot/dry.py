@@ -23,7 +23,7 @@ from .prune_report import DryRun
 from .solving import LayerRow, Layers
 from .teacher import Teacher
 from .training import EVERY, MEASURED
-from .walk import Step, Walk, steps_of, walk_of, without_autocast_cache
+from .walk import Visit, Walk, visits_of, walk_of, without_autocast_cache
 
 # Copies of a block in float32 in memory if weights are only dropped, or computed (examples/benchmarks/walk_memory.py).
 DROPPED, TRAINED = 2, 8
@@ -41,8 +41,8 @@ def planned_run(
 ) -> DryRun:
     """Return what `prune` would do with all data."""
     walk = walk_of(layers, data, options)
-    model, steps, chains = data.model, steps_of(walk, passes > 0), walk.names_of_chains
-    rows = [layers.planned(name) for step in steps for name in step.tensors]
+    model, visits, chains = data.model, visits_of(walk, passes > 0), walk.names_of_chains
+    rows = [layers.planned(name) for visit in visits for name in visit.tensors]
     total = sum(p.numel() for p in model.parameters())
     dropped = sum(round(_numel(layers, row.tensor) * (1 - row.density)) for row in rows)
     memory = outputs = 0
@@ -53,7 +53,7 @@ def planned_run(
     more, of_walk = estimated_walk(layers, walk, all_data, passes)
     if all_data.batches:
         seconds *= all_data.one_batch()[1] if layers.gradients() else 1
-        runs = 1 + len(chains) + sum(step.is_recorded for step in steps if step.block is None)
+        runs = 1 + len(chains) + sum(visit.is_recorded for visit in visits if visit.block is None)
         runs += (passes and 1 + passes) * (not chains)
         with hidden():
             flops, outputs = _flops(data, layers, rows)
@@ -72,9 +72,9 @@ def planned_run(
 
 def estimated_walk(layers: Layers, walk: Walk, all_data: CalibrationData, passes: int) -> tuple[float, int]:
     """Return the seconds and bytes of a walk over all data; one block or layer is pruned on one batch, and put back."""
-    steps, model = steps_of(walk, passes > 0), walk.data.model
+    visits, model = visits_of(walk, passes > 0), walk.data.model
     sizes = [sum(p.numel() for p in block.parameters()) for block in walk.blocks]
-    sizes += [sum(_numel(layers, name) for name in step.tensors) for step in steps if step.block is None]
+    sizes += [sum(_numel(layers, name) for name in visit.tensors) for visit in visits if visit.block is None]
     total = sum(p.numel() for p in model.parameters())
     largest = total if passes and not walk.blocks else max(sizes, default=0)
     memory = (DROPPED if layers.method is None and not passes else TRAINED) * 4 * largest
@@ -82,7 +82,7 @@ def estimated_walk(layers: Layers, walk: Walk, all_data: CalibrationData, passes
         return 0.0, memory
     with eval_mode(model), without_autocast_cache(), hidden():
         try:
-            seconds, held = _measured(layers, walk, steps, all_data, passes)
+            seconds, held = _measured(layers, walk, visits, all_data, passes)
         finally:
             abandon_forward(model)
     return seconds, memory + held
@@ -121,22 +121,22 @@ def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> t
 def _measured(
     layers: Layers,
     walk: Walk,
-    steps: Sequence[Step],
+    visits: Sequence[Visit],
     all_data: CalibrationData,
     passes: int,
 ) -> tuple[float, int]:
     """Prune one block or layer on one batch, and put it back; return seconds and bytes for all batches and blocks."""
-    numel = {name: _numel(layers, name) for step in steps for name in step.tensors}
+    numel = {name: _numel(layers, name) for visit in visits for name in visit.tensors}
     _, total, largest = all_data.one_batch()
-    steps = [step for step in steps if step.tensors and step.is_recorded]
-    steps = [step for step in steps if step.block is not None] or steps
-    if not steps:
+    visits = [visit for visit in visits if visit.tensors and visit.is_recorded]
+    visits = [visit for visit in visits if visit.block is not None] or visits
+    if not visits:
         return 0.0, 0
-    step = steps[0 if walk.blocks else len(steps) // 2]  # blocks are alike; of layers, the one in the middle
-    at = -1 if step.block is None else step.block
-    block = None if step.block is None else walk.blocks[at]
+    visit = visits[0 if walk.blocks else len(visits) // 2]  # blocks are alike; of layers, the one in the middle
+    at = -1 if visit.block is None else visit.block
+    block = None if visit.block is None else walk.blocks[at]
     teacher = Teacher(None, walk.data, passes=1) if passes and (block is not None or not walk.blocks) else None
-    modules = [walk.data.model] if teacher is not None and block is None else walk.modules_of(step)
+    modules = [walk.data.model] if teacher is not None and block is None else walk.modules_of(visit)
     if teacher is not None:
         import_dynamo()  # not when training is timed
         teacher.start(walk)
@@ -145,7 +145,7 @@ def _measured(
     held, start = dict[int, int](), time.perf_counter()
 
     def record() -> dict[str, Statistics]:
-        statistics = walk.record(step, layers)
+        statistics = walk.record(visit, layers)
         for one in statistics.values():  # rows are summed if all batches together have enough of them
             if one.rows and one.tokens * total >= one.rows[0].shape[2]:
                 one.sum_rows()
@@ -169,7 +169,7 @@ def _measured(
         if teacher is not None and block is not None:
             teacher.advance(at)
         statistics = record()  # everything but solving is done twice, as the first time is slower
-        recording, solving = seconds_of(record), seconds_of(lambda: layers.solve(step.tensors, statistics))
+        recording, solving = seconds_of(record), seconds_of(lambda: layers.solve(visit.tensors, statistics))
         run()
         forward = seconds_of(run)
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
@@ -179,9 +179,9 @@ def _measured(
             held.pop(p.untyped_storage().data_ptr(), None)  # what remains are the activations that training keeps
     counts = [sum(p.numel() for p in b.parameters()) for b in walk.blocks] or [1]
     alike = sum(counts) / counts[at]
-    seconds = solving * sum(numel.values()) / sum(numel[name] for name in step.tensors)
+    seconds = solving * sum(numel.values()) / sum(numel[name] for name in visit.tensors)
     if block is None:
-        seconds += len(steps) * (total * recording + 2 * loading)
+        seconds += len(visits) * (total * recording + 2 * loading)
     else:
         seconds += alike * (total * (recording + forward * (2 if passes else 1)) + 2 * loading)
     if teacher is not None:  # one pass: a step, two runs before it and one after it, which measure the error

@@ -242,9 +242,9 @@ def prune(
         check_masks(layers.pruning_groups, layers.groups, {name: (mask, False) for name, mask in given.items()})
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
-        plan = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
-        _warn_of_dense(plan, bool(given))
-        return model, plan
+        dry = replace(planned_run(layers, data, all_data, options, passes, not inplace, start), left_out=left_out)
+        _warn_of_dense(dry, bool(given))
+        return model, dry
     teacher = Teacher(None, data, passes=passes) if passes else None
     report = _pruned(layers, data, teacher, options, checkpoint, start)
     redo_weight_norms(pruned, normed)

@@ -15,7 +15,7 @@ from ..calibration import token_rows
 from ..calibration.gram import is_finite
 from ..distributed import full_tensor, has_process_group, rank
 from ..errors import SparsityError
-from ..models.progress import steps
+from ..models.progress import signs_of_life
 from ..models.running import first_tensor, import_dynamo, keyed_generator
 from .prune_report import BlockRow
 from .solving import may_change
@@ -237,7 +237,7 @@ class Training:
         whole, after = self.batches * self.ranks, before
         is_shown = not self.name and rank() == 0  # a block is a step of a walk, which shows its own progress
         try:
-            with steps("recover", "step", self.passes * whole, is_shown) as done:
+            with signs_of_life("recover", "step", self.passes * whole, is_shown) as done:
                 for number in range(1, self.passes + 1):
                     for k in torch.randperm(whole, generator=self.draws, device="cpu").tolist():
                         self.step(k, scale)

@@ -6,8 +6,8 @@ pass. Once a chain is finished its blocks run no more: what comes later reads wh
 Below, x stands for the inputs of the next block in the dense model, for all batches, and x~ for those in the pruned
 model. Each is kept in a stream (`chain.Stream`), one for each chain.
 
-    for step in the order of the forward pass (`steps_of`):
-        if the step is a block:
+    for visit in the order of the forward pass (`visits_of`):
+        if the visit is a block:
             load        its weights, on the device that computes (`loaded`)
             advance x   run the dense block: its outputs are the new x, and the targets of `match` (`Matching.advance`)
             record      statistics of its layers for the inputs x~ (`record`)
@@ -45,7 +45,7 @@ from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, of_all_ranks, rank
 from ..errors import SparsityError, check_writable, is_number
 from ..models.loading import Device, is_elsewhere, loaded
-from ..models.progress import say, steps
+from ..models.progress import say, signs_of_life
 from ..models.running import eval_mode, kept_generators
 from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
 from .identity import SETTINGS, digest_of
@@ -57,7 +57,7 @@ Solving = Layers | Scoring  # what a walk calls to prune layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Visit:
     """A part of the model that is finished before the next: a block, or layers outside of blocks with one input."""
 
     name: str  # of the block, or of the first tensor
@@ -100,7 +100,7 @@ class Walk:
         with eval_mode(data.model), torch.no_grad():
             self.reached, self.unreached, self._repeated = order(data, targets) if targets else ([], [], set())
             layers = [target.module for target, _ in self.reached] if layers is None else layers
-            # without blocks there is no stream, and the whole model runs anew in each step
+            # without blocks there is no stream, and the whole model runs anew in each visit
             self.chains = find_chains(data, layers, blocks)
         names = {id(module): name for name, module in data.model.named_modules()}
         if has_process_group():
@@ -164,37 +164,37 @@ class Walk:
     ) -> tuple[list[Any], list[Any]]:
         """Visit all steps, and return the rows of pruned tensors and the rows of matched blocks."""
         self.streams, self.kept = [], Kept(*self._kept_options)
-        plan = steps_of(self, matching is not None)
+        visits = visits_of(self, matching is not None)
         solved: list[Any] = []
         matched: list[Any] = []
         finished = 0
         what = "block" if any(True for block in self.blocks for _ in block.children()) else "layer"
-        is_shown = rank() == 0 and bool(plan)
+        is_shown = rank() == 0 and bool(visits)
         if checkpoint is not None and checkpoint.count and is_shown:
-            say(f"{caller}: continues an earlier call, of which {checkpoint.count} of {len(plan)} steps are finished")
+            say(f"{caller}: continues an earlier call, of which {checkpoint.count} of {len(visits)} steps are finished")
         with (
             eval_mode(self.data.model),
             torch.no_grad(),
             without_autocast_cache(),
-            steps(caller, what, len(plan), is_shown) as done,
+            signs_of_life(caller, what, len(visits), is_shown) as done,
         ):
             try:
                 if matching is not None:  # the dense model may be this one, whose masks must then keep everything
-                    names = [name for step in plan for name in step.tensors]
+                    names = [name for visit in visits for name in visit.tensors]
                     with nullcontext() if solving is None else solving.masks(names):
                         matching.start(self)
-                for step in plan:
-                    rows, row = self._visit(step, plan[-1], finished, solving, matching, checkpoint)
+                for visit in visits:
+                    rows, row = self._visit(visit, visits[-1], finished, solving, matching, checkpoint)
                     solved += rows
                     matched += [] if row is None else [row]
                     finished += 1
                     errors = [r.after for r in rows if not math.isnan(r.after)] if row is None else [row.after]
-                    done(step.name, sum(errors) / len(errors) if errors else math.nan)
+                    done(visit.name, sum(errors) / len(errors) if errors else math.nan)
             except BaseException as error:
                 if finished:
                     again = "Load the model as it was before and make the same call again, which goes on from there"
                     text = again if checkpoint else "With checkpoint=folder, the same call would go on from there"
-                    error.add_note(f"{caller}: {finished} of {len(plan)} steps are finished. {text}.")
+                    error.add_note(f"{caller}: {finished} of {len(visits)} steps are finished. {text}.")
                 raise
             finally:
                 abandon_forward(self.data.model)  # an error may have interrupted a forward pass
@@ -202,44 +202,44 @@ class Walk:
 
     def _visit(
         self,
-        step: Step,
-        last: Step,
+        visit: Visit,
+        last: Visit,
         number: int,
         solving: Solving | None,
         matching: Matching | None,
         checkpoint: "Checkpoint | None",
     ) -> tuple[list[Any], Any]:
-        """Load the weights of the step of this number, finish it, and return the rows of its tensors and its block."""
+        """Load the weights of the visit of this number, finish it, and return the rows of its tensors and its block."""
         with ExitStack() as stack:
             if solving is not None:
-                stack.enter_context(solving.masks(step.tensors))
-            modules, device = self.modules_of(step), self.device
+                stack.enter_context(solving.masks(visit.tensors))
+            modules, device = self.modules_of(visit), self.device
             recorded: dict[str, Statistics] | None = None
-            if step.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
+            if visit.block is None:  # the model runs as it is, offloaded or sharded, before weights are loaded
                 is_saved = checkpoint is not None and number < checkpoint.count
-                recorded = {} if solving is None or is_saved else self.record(step, solving)
+                recorded = {} if solving is None or is_saved else self.record(visit, solving)
                 device = None
-            elif (chain := self.chain_of[step.block]) == len(self.streams):
+            elif (chain := self.chain_of[visit.block]) == len(self.streams):
                 like = None if matching is None else matching.streams[chain]
-                # Nothing has changed before the first step of a model without masks, and so both streams begin alike.
+                # Nothing has changed before the first visit of a model without masks, and so both streams begin alike.
                 is_masked = any(map(parametrize.is_parametrized, self.data.model.modules()))
                 is_same = matching is not None and matching.dense is None and number == 0 and not is_masked
                 self.begin_stream(chain, like, is_same)
             stack.enter_context(loaded(self.data.model, modules, device, writes=not isinstance(solving, Scoring)))
-            if matching is not None and step.block is not None:
-                matching.advance(step.block)
-            return self._finish(step, number, modules, solving, matching, checkpoint, recorded, step is not last)
+            if matching is not None and visit.block is not None:
+                matching.advance(visit.block)
+            return self._finish(visit, number, modules, solving, matching, checkpoint, recorded, visit is not last)
 
-    def modules_of(self, step: Step) -> list[nn.Module]:
-        """Return the modules whose weights a step reads and writes."""
-        if step.block is not None:
-            return [self.blocks[step.block]]
-        owners = [self.data.model.get_submodule(name.rpartition(".")[0]) for name in step.tensors]
+    def modules_of(self, visit: Visit) -> list[nn.Module]:
+        """Return the modules whose weights a visit reads and writes."""
+        if visit.block is not None:
+            return [self.blocks[visit.block]]
+        owners = [self.data.model.get_submodule(name.rpartition(".")[0]) for name in visit.tensors]
         return list(dict.fromkeys(owners))
 
     def _finish(
         self,
-        step: Step,
+        visit: Visit,
         number: int,
         modules: Sequence[nn.Module],
         solving: Solving | None,
@@ -248,21 +248,21 @@ class Walk:
         recorded: dict[str, Statistics] | None,
         moves_on: bool,
     ) -> tuple[list[Any], Any]:
-        """Prune and match what a step has loaded, or restore what an interrupted walk saved of the step."""
+        """Prune and match what a visit has loaded, or restore what an interrupted walk saved of the visit."""
         parts = enumerate(modules)
         named: dict[str, Tensor] = {f"{at}.{name}": p for at, part in parts for name, p in part.named_parameters()}
-        was = "" if checkpoint is None else digest_of(named, step.name)
-        saved = None if checkpoint is None else checkpoint.read(number, step.name, was)
+        was = "" if checkpoint is None else digest_of(named, visit.name)
+        saved = None if checkpoint is None else checkpoint.read(number, visit.name, was)
         # Without `solving`, the caller is `recover`, which keeps what it has improved before an error.
         is_undone = self._is_in_place and solving is not None
         before = {name: p.clone() for name, p in named.items()} if is_undone else {}
         rows, row = [], None
         try:
             if saved is None:
-                if solving is not None and step.tensors:
-                    rows = solving.solve(step.tensors, self.record(step, solving) if recorded is None else recorded)
-                if matching is not None and step.block is not None:
-                    row = matching.match(step.block)
+                if solving is not None and visit.tensors:
+                    rows = solving.solve(visit.tensors, self.record(visit, solving) if recorded is None else recorded)
+                if matching is not None and visit.block is not None:
+                    row = matching.match(visit.block)
             else:
                 for name, p in named.items():
                     p.copy_(saved["weights"][name])
@@ -271,10 +271,10 @@ class Walk:
                     rows = [LayerRow(**one) for one in saved["solved"]]
                 if matching is not None and saved["matched"]:
                     row = matching.row(**saved["matched"])
-            if moves_on and step.block is not None:  # inside `try`, so that an error here restores the weights too
-                self.advance(step.block)
+            if moves_on and visit.block is not None:  # inside `try`, so that an error here restores the weights too
+                self.advance(visit.block)
             if checkpoint is not None and saved is None:
-                masks = {} if solving is None else {n: solving.chosen[n] for n in step.tensors if n in solving.chosen}
+                masks = {} if solving is None else {n: solving.chosen[n] for n in visit.tensors if n in solving.chosen}
                 state = {"was": was, "weights": dict(named), "masks": masks, "solved": [asdict(r) for r in rows]}
                 checkpoint.write(number, {**state, "matched": None if row is None else asdict(row)})
         except BaseException:
@@ -283,9 +283,9 @@ class Walk:
             raise
         return rows, row
 
-    def record(self, step: Step, solving: Solving) -> dict[str, Statistics]:
-        """Record the inputs of all tensors of a step together, in the model as it is now."""
-        targets = [solving.target(name) for name in step.tensors] if step.is_recorded else []
+    def record(self, visit: Visit, solving: Solving) -> dict[str, Statistics]:
+        """Record the inputs of all tensors of a visit together, in the model as it is now."""
+        targets = [solving.target(name) for name in visit.tensors] if visit.is_recorded else []
         targets = [self._sampled(target) for target in targets if target.needs and target.adapter is not None]
         if not targets:
             return {}
@@ -298,9 +298,9 @@ class Walk:
 
         with ExitStack() as stack:
             layers, skips = list[nn.Module](), False
-            if step.block is None:
+            if visit.block is None:
                 layers = [target.adapter.module for target in targets if target.adapter is not None]
-                if not self._repeated.intersection(step.tensors):  # otherwise a layer may be called again later
+                if not self._repeated.intersection(visit.tensors):  # otherwise a layer may be called again later
                     for module in layers:
                         stack.enter_context(module.register_forward_hook(finish))
                     skips = self._may_skip_blocks(layers)
@@ -308,8 +308,8 @@ class Walk:
             for index, masks in enumerate(self.data.token_masks):
                 recording.token_mask = masks
                 pending.update(layers)
-                if step.block is not None:
-                    self.streams[-1].output(self.blocks[step.block], index, masks)
+                if visit.block is not None:
+                    self.streams[-1].output(self.blocks[visit.block], index, masks)
                 else:
                     with self._skipping_blocks(index) if skips else nullcontext():
                         self.data.run(index)
@@ -375,8 +375,8 @@ def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> W
     return walk
 
 
-def steps_of(walk: Walk, visits_all: bool) -> list[Step]:
-    """Return the steps of the walk, in order: those that have tensors, and the blocks between them, or all blocks."""
+def visits_of(walk: Walk, visits_all: bool) -> list[Visit]:
+    """Return the visits of the walk, in order: those that have tensors, and the blocks between them, or all blocks."""
     block_of = {id(m): k for k, block in enumerate(walk.blocks) for m in block.modules()}
     inside: dict[int, list[str]] = {}  # {block: names}
     outside: dict[int, tuple[int, list[str]]] = {}  # {number of the tensor they read: (last block before them, names)}
@@ -397,16 +397,16 @@ def steps_of(walk: Walk, visits_all: bool) -> list[Step]:
     visits_all |= any(after == reached >= 0 for after, _ in outside.values())
     count = len(walk.blocks) if visits_all else max(inside, default=-1) + 1
     places = [(after if after < reached or reached < 0 else count - 1, names) for after, names in outside.values()]
-    plan: list[Step] = []
+    visits: list[Visit] = []
     for k in range(-1, count):  # place -1 is before the first block
         if k >= 0:
-            plan.append(Step(name=walk.names[k], block=k, tensors=tuple(inside.get(k, ()))))
-        plan += [Step(name=names[0], block=None, tensors=tuple(names)) for place, names in places if place == k]
-    return [*plan, *(Step(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
+            visits.append(Visit(name=walk.names[k], block=k, tensors=tuple(inside.get(k, ()))))
+        visits += [Visit(name=names[0], block=None, tensors=tuple(names)) for place, names in places if place == k]
+    return [*visits, *(Visit(name=name, block=None, tensors=(name,), is_recorded=False) for name in alone)]
 
 
 class Checkpoint:
-    """A folder with a file for each finished step of a walk, which rank 0 writes and the same call made again restores.
+    """A folder with a file for each finished visit of a walk, which rank 0 writes and the same call restores.
 
     `call` are digests that identify this call, one for each of `_DIFFERENCES`.
     """
@@ -416,10 +416,10 @@ class Checkpoint:
         self._writes = rank() == 0
         with alike():
             count = self._begin(call, f"{caller}: checkpoint={str(folder)!r}") if self._writes else 0
-        self.count: int = of_all_ranks(count)[0]  # steps that an earlier call finished
+        self.count: int = of_all_ranks(count)[0]  # visits that an earlier call finished
 
     def _begin(self, call: Sequence[str], where: str) -> int:
-        """Return how many steps an earlier call finished, and write the digests of the call if there is none."""
+        """Return how many visits an earlier call finished, and write the digests of the call if there is none."""
         call_file, count = self._folder / "call.txt", 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -442,7 +442,7 @@ class Checkpoint:
         return count
 
     def read(self, number: int, name: str, was: str) -> dict[str, Any] | None:
-        """Return what an earlier call saved of a step, or None; refuse it unless it began with the digest `was`."""
+        """Return what an earlier call saved of a visit, or None; refuse it unless it began with the digest `was`."""
         if number >= self.count:
             return None
         path = self._path(number)
@@ -465,7 +465,7 @@ class Checkpoint:
         return saved
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Save a finished step."""
+        """Save a finished visit."""
         with alike():
             try:
                 if self._writes:

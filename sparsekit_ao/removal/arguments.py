@@ -1,4 +1,4 @@
-"""`ShrinkRequest`: the arguments of `shrink`, checked, and the models and data that follow from them."""
+"""`ShrinkCall`: the arguments of `shrink`, checked, and the models and data that follow from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _ROWS, _TOKENS = 2, 64  # of the inputs of the trials of a dry run, at most
 
 
 @dataclass(kw_only=True, eq=False)
-class ShrinkRequest:
+class ShrinkCall:
     """The arguments of a call of `shrink`, checked, and what follows from them.
 
     Attributes:
@@ -85,16 +85,6 @@ class ShrinkRequest:
         """The names in `ratio` and `max_sparsity`, or None if the call gives the couplings themselves."""
         by_name = [numbers for numbers in (self.ratio, self.max_sparsity) if isinstance(numbers, Mapping)]
         return set[str]().union(*by_name) if self.couplings is None else None
-
-    @property
-    def highest(self) -> float:
-        """The largest of the ratios."""
-        return max(self.ratio.values()) if isinstance(self.ratio, Mapping) else self.ratio
-
-    @property
-    def level(self) -> float:
-        """The fraction of units that trials remove: to meet one budget, a coupling may lose more than the ratio."""
-        return self.highest if self.cost_of is None else max(self.highest, 0.5)
 
     @property
     def is_open(self) -> bool:

@@ -19,10 +19,10 @@ from ..models.names import connected, named_tensors, owner_of
 from ..models.running import eval_mode
 from ..oneshot.training import refuse_unfit
 from ..oneshot.walk import Walk
-from .arguments import ShrinkRequest
+from .arguments import ShrinkCall
 from .compaction import check_names
 from .config_fields import ConfigFields
-from .plan import EVEN, LIMIT, NOT_HELD, Plan, active, give_own_names, leave_out_layers
+from .plan import EVEN, HALF, LIMIT, NOT_HELD, Plan, active, give_own_names, leave_out_layers
 from .remove import plain_tensor
 from .trials import Trials, drop_random_units
 from .twin import make_twin
@@ -98,13 +98,13 @@ def numbers_of_layers(
     return [[number(plan, bound) for bound in plan.bound] for plan in plans]
 
 
-def set_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
+def set_numbers(call: ShrinkCall, plans: Sequence[Plan]) -> list[Plan]:
     """Give all plans their level, limit and multiple; those whose layers are given different ones are divided."""
-    ratio = request.ratio if request.cost_of is None else request.level
-    arguments = {"ratio": ratio, "max_sparsity": request.max_sparsity, "multiple_of": request.multiple_of}
-    _check_named(request.model, plans, arguments)
+    ratio = call.ratio if call.cost_of is None else HALF
+    arguments = {"ratio": ratio, "max_sparsity": call.max_sparsity, "multiple_of": call.multiple_of}
+    _check_named(call.model, plans, arguments)
     tried, defaults = active(plans), {"ratio": 0.0, "max_sparsity": LIMIT, "multiple_of": None}
-    columns = [numbers_of_layers(request.model, tried, n, defaults[what], what) for what, n in arguments.items()]
+    columns = [numbers_of_layers(call.model, tried, n, defaults[what], what) for what, n in arguments.items()]
     parts = [plan for plan in plans if plan.left_out]
     for plan, *rows in zip(tried, *columns, strict=True):
         numbers = [*zip(*rows, strict=True)]  # of each layer
@@ -112,7 +112,7 @@ def set_numbers(request: ShrinkRequest, plans: Sequence[Plan]) -> list[Plan]:
         for layer, (level, limit, multiple) in zip(layers, numbers, strict=False):
             layer = replace(layer, level=level, limit=limit)
             if multiple is None:
-                multiple = _default_multiple(request.model, layer, request.cost_of is not None)
+                multiple = _default_multiple(call.model, layer, call.cost_of is not None)
             parts.append(replace(layer, multiple=multiple))
     return give_own_names(parts)
 
@@ -142,12 +142,12 @@ def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def keep_inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
+def keep_inside_blocks(call: ShrinkCall, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
     """Leave out layers of plans whose units pass between the blocks with most of the `layers`, or leave the last."""
     # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
     # modules of several places, the outputs of the blocks between them have its units.
-    model, finished, places = request.model, 0, defaultdict[nn.Module, set[int]](set)
-    walk = Walk(replace(request.data, model=model), (), layers=[model.get_submodule(name) for name in layers])
+    model, finished, places = call.model, 0, defaultdict[nn.Module, set[int]](set)
+    walk = Walk(replace(call.data, model=model), (), layers=[model.get_submodule(name) for name in layers])
 
     def record(module: nn.Module, *_: Any) -> None:  # called before and after the module, which may contain blocks
         places[module].add(finished)
@@ -163,9 +163,9 @@ def keep_inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: It
         for block in walk.blocks:
             stack.enter_context(block.register_forward_hook(finish))
         output = walk.data.output(0)
-    if request.recover and not walk.blocks:
+    if call.recover and not walk.blocks:
         refuse_unfit(output, output, "the model")
-    why = "it passes between blocks, whose outputs recover=True matches" if request.recover else "left out by 'width'"
+    why = "it passes between blocks, whose outputs recover=True matches" if call.recover else "left out by 'width'"
 
     def places_of(path: str) -> set[int]:  # those of the innermost module that is called and contains this one
         return places.get(model.get_submodule(path)) or (places_of(path.rpartition(".")[0]) if path else {0, finished})
@@ -176,30 +176,29 @@ def keep_inside_blocks(request: ShrinkRequest, plans: Sequence[Plan], layers: It
     return leave_out_layers(plans, why_not)
 
 
-def fit_to_config(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
+def fit_to_config(call: ShrinkCall, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
     """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done."""
-    fields = request.fields
-    if fields is None or not (request.is_open if request.keep_config is None else request.keep_config):
+    fields = call.fields
+    if fields is None or not (call.is_open if call.keep_config is None else call.keep_config):
         return [*plans], False
-    held = [*(plan for plan in plans if plan.left_out), *_held_by_config(request, active(plans), fields)]
-    is_kept = bool(request.keep_config or active(held))
+    held = [*(plan for plan in plans if plan.left_out), *_held_by_config(call, active(plans), fields)]
+    is_kept = bool(call.keep_config or active(held))
     return held if is_kept else [*plans], is_kept
 
 
-def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan], fields: ConfigFields) -> list[Plan]:
+def _held_by_config(call: ShrinkCall, plans: Sequence[Plan], fields: ConfigFields) -> list[Plan]:
     """Return the plans, with the fields of the config that count their units; those without such fields are left out.
 
     With one budget, plans may later keep any multiple of their `multiple`. It is then raised until the config can
     express its largest multiple below the number of units, or else to the number of units.
     """
-    # With one budget, the numbers are not known yet. Half of the units is tried, which a config can often express.
-    ratio, held = request.level if request.cost_of is None else 0.5, dict[Plan, Plan]()
-    trials, twin = None, make_twin(request.model, plans, fields)
+    held = dict[Plan, Plan]()
+    trials, twin = None, make_twin(call.model, plans, fields)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
-            short = Trials(twin.model, drop_random_units(twin.plans, ratio), request.reference_of, fields=fields)
+            short = Trials(twin.model, drop_random_units(twin.plans), call.reference_of, fields=fields)
             trials = None if short.problem([]) else short
-    trials = trials or Trials(request.model, drop_random_units(plans, ratio), request.reference_of, fields=fields)
+    trials = trials or Trials(call.model, drop_random_units(plans), call.reference_of, fields=fields)
     reasons = dict.fromkeys(plans, NOT_HELD.format("no field of it counts these units alone"))
     for group, covers in fields.together([plan.bound for plan in plans]):
         for counting in covers:
@@ -207,7 +206,7 @@ def _held_by_config(request: ShrinkRequest, plans: Sequence[Plan], fields: Confi
                 held |= {plans[at]: replace(plans[at], fields=counting) for at in group}
                 break
             reasons |= {plans[at]: why for at in group}
-    if request.cost_of is not None:
+    if call.cost_of is not None:
         for plan in held:
             steps = [m for m in range(plan.multiple, plan.units, plan.multiple) if plan.units % m == 0]
             largest = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
@@ -266,10 +265,10 @@ def _removed_parameters(model: nn.Module, plans: Collection[Plan], places: Mappi
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())
 
 
-def divide_by_size(request: ShrinkRequest, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
+def divide_by_size(call: ShrinkCall, plans: Iterable[Plan], keeps_config: bool) -> list[Plan]:
     """Divide plans whose layers differ in size into layers, or all if one budget may give each layer its own number."""
-    may_differ = request.keep_config is False or (request.is_open and not keeps_config)
-    each = request.cost_of is not None and (may_differ or not hasattr(request.model, "config"))
+    may_differ = call.keep_config is False or (call.is_open and not keeps_config)
+    each = call.cost_of is not None and (may_differ or not hasattr(call.model, "config"))
     parts = list[Plan]()
     for plan in plans:
         differ = len({bound.grid for bound in plan.bound}) > 1

@@ -16,7 +16,7 @@ from ..oneshot.dry import estimated_walk, seconds_of
 from ..oneshot.solving import LayerRow, Layers, may_change
 from ..oneshot.teacher import Teacher
 from ..oneshot.walk import Walk, checkpoint_of
-from .arguments import ShrinkRequest
+from .arguments import ShrinkCall
 from .compaction import verify_removal
 from .plan import Plan, active, removals_of
 from .removal_report import ShrinkReport, text_of_zeros
@@ -26,30 +26,30 @@ from .verify import count_flops
 _VERIFIED = 8  # forward passes on the example inputs by which results are compared, about
 
 
-def compensate_weights(request: ShrinkRequest, plans: Sequence[Plan]) -> tuple[nn.Module, ShrinkReport]:
+def compensate_weights(call: ShrinkCall, plans: Sequence[Plan]) -> tuple[nn.Module, ShrinkReport]:
     """Return the smaller model, whose weights make up for the removed units, and its report."""
     removals = removals_of(plans)
-    better, rows = _best_weights(request.model, removals, request.data)
-    reference = request.reference_of(masked_copy(better, removals), dense=better)
-    small, report = verify_removal(reference, removals, request.fields, by_caller=True)
+    better, rows = _best_weights(call.model, removals, call.data)
+    reference = call.reference_of(masked_copy(better, removals), dense=better)
+    small, report = verify_removal(reference, removals, call.fields, by_caller=True)
     return small, replace(report, compensation=tuple(rows))
 
 
 @torch.no_grad()
 def estimate_call(
-    request: ShrinkRequest, plans: Sequence[Plan], report: ShrinkReport, trials: float, scoring: float
+    call: ShrinkCall, plans: Sequence[Plan], report: ShrinkReport, trials: float, scoring: float
 ) -> tuple[float, int]:
     """Return the seconds and bytes that the call takes, from what trials and scoring took in a dry run of it."""
     full, short = (
-        min(seconds_of(lambda inputs=inputs: count_flops(request.model, inputs)) for _ in range(2))  # type: ignore[misc]
-        for inputs in (request.example_inputs, request.trial_inputs)
+        min(seconds_of(lambda inputs=inputs: count_flops(call.model, inputs)) for _ in range(2))  # type: ignore[misc]
+        for inputs in (call.example_inputs, call.trial_inputs)
     )
     # Trials take as long as forward passes on their inputs, and verification takes some eight on all example inputs.
-    seconds = trials * full / short + scoring * request.all_data.one_batch()[1] + _VERIFIED * full
+    seconds = trials * full / short + scoring * call.all_data.one_batch()[1] + _VERIFIED * full
     memory = 2 * report.after.bytes  # masked and smaller copies, whose large weights are computed or shared
-    if request.batches is not None and active(plans) and (request.compensate or request.recover):
-        _, layers, walk = _walk_of_readers(request.model, removals_of(active(plans)), request.data)
-        fitting, of_walk = estimated_walk(layers, walk, request.all_data, request.passes)
+    if call.batches is not None and active(plans) and (call.compensate or call.recover):
+        _, layers, walk = _walk_of_readers(call.model, removals_of(active(plans)), call.data)
+        fitting, of_walk = estimated_walk(layers, walk, call.all_data, call.passes)
         seconds, memory = seconds + fitting, memory + of_walk
     return seconds, memory
 
@@ -99,16 +99,14 @@ def _walk_of_readers(
     return copied, layers, Walk(replace(data, model=copied), [layers.target(name) for name in masks])
 
 
-def recover_blocks(
-    request: ShrinkRequest, small: nn.Module, report: ShrinkReport, layers: Iterable[str]
-) -> ShrinkReport:
+def recover_blocks(call: ShrinkCall, small: nn.Module, report: ShrinkReport, layers: Iterable[str]) -> ShrinkReport:
     """Train the blocks that have most of these layers in place, if asked for; return the report with output errors."""
-    data = replace(request.data, model=small)
-    if request.recover:
+    data = replace(call.data, model=small)
+    if call.recover:
         checkpoint_of(data, None, "recover")  # checks that ranks have the same model
-        teacher = Teacher(request.whole, data, passes=request.passes)
+        teacher = Teacher(call.whole, data, passes=call.passes)
         walk = Walk(data, (), layers=[small.get_submodule(name) for name in layers])
         _, rows = walk.run("recover", None, teacher)
         report = replace(report, recovery=teacher.finish(rows))
-    dense_output = replace(data, model=request.model).first_output()
-    return replace(report, error_to_dense=data.error_to(dense_output), zeros=text_of_zeros(request.whole, small))
+    dense_output = replace(data, model=call.model).first_output()
+    return replace(report, error_to_dense=data.error_to(dense_output), zeros=text_of_zeros(call.whole, small))

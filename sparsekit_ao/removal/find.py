@@ -18,13 +18,13 @@ from ..masking.normalized import plain_copy
 from ..models.names import Exclusion, excluded_names, named_tensors, names_in_place_of_modules
 from ..models.progress import progress_bar
 from ..models.running import keyed_generator
-from ..structure import sparsity_to_nnz
 from .choose import multiple_for, names_of_outputs, numbers_of_layers
 from .compaction import check_comparable
 from .config_fields import ConfigFields
 from .plan import Plan, active, give_own_names, leave_out_layers
-from .remove import check_multiple, round_up
-from .trials import Failures, Trials, drop_random_units, find_together
+from .remove import check_multiple
+from .together import find_together
+from .trials import Trials, drop_random_units
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
@@ -101,7 +101,6 @@ def find_plans(
     couplings: Sequence[Coupling] | None,
     *,
     exclude: Sequence[Exclusion],
-    ratio: float = 0.5,
     multiple_of: int | Mapping[str, int] | None = None,
     tolerance: float = 1e-5,
     named: Collection[str] | None = None,
@@ -117,7 +116,7 @@ def find_plans(
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # otherwise trials would fail, and every coupling be left out for this reason
     reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
-    given: dict[str, Any] = {"ratio": ratio, "exclude": exclude, "multiple_of": multiple_of, "named": named}
+    given: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "named": named}
     given["fields"] = fields
     tried: Callable[..., list[Plan] | None] = partial(_tried, model, reference_of=reference_of, **given)
     if couplings is not None:
@@ -139,7 +138,6 @@ def _tried(
     discovery: Discovery,
     *,
     reference_of: Callable[..., Reference],
-    ratio: float,
     exclude: Sequence[Exclusion],
     multiple_of: int | Mapping[str, int] | None,
     named: Collection[str] | None,
@@ -154,7 +152,7 @@ def _tried(
     kinds = {"width", *(coupling.kind for coupling in discovery.couplings)}
     excluded = excluded_names(model, exclude, dict(named_tensors(model)), kinds)
     plans = give_own_names([Plan.of(coupling, model) for coupling in discovery.couplings])
-    plans = [replace(plan, left_out=_why_not_tried(model, plan, excluded, ratio, named)) for plan in plans]
+    plans = [replace(plan, left_out=_why_not_tried(model, plan, excluded, named)) for plan in plans]
     # If `multiple_of` gives the layers of one coupling different numbers, the trials take that of the first layer.
     multiples = [layers[0] for layers in numbers_of_layers(model, active(plans), multiple_of, 1, "multiple_of")]
     pairs = zip(active(plans), multiples, strict=True)
@@ -162,12 +160,12 @@ def _tried(
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
-        def make_trials(running: nn.Module, of_plans: Sequence[Plan], failures: Failures | None = None) -> Trials:
-            random = drop_random_units(of_plans, ratio)
+        def make_trials(running: nn.Module, of_plans: Sequence[Plan]) -> Trials:
+            random = drop_random_units(of_plans)
             try:
-                return Trials(_for_trials(running), random, reference_of, bar.update, failures)
+                return Trials(_for_trials(running), random, reference_of, bar.update)
             except SparsityError:  # a model may not run with random values, as of probabilities
-                return Trials(running, random, reference_of, bar.update, failures)
+                return Trials(running, random, reference_of, bar.update)
 
         def tried_in(twin: Twin) -> list[Plan] | None:
             try:
@@ -207,9 +205,7 @@ def _for_trials(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _why_not_tried(
-    model: nn.Module, plan: Plan, excluded: Mapping[str, str], ratio: float, named: Collection[str] | None
-) -> str:
+def _why_not_tried(model: nn.Module, plan: Plan, excluded: Mapping[str, str], named: Collection[str] | None) -> str:
     """Return the reason for which a coupling is left out before any trial, or "" if it is tried."""
     reasons = [_why_excluded(bound, excluded) for bound in plan.bound]
     if all(reasons):
@@ -220,10 +216,7 @@ def _why_not_tried(
         names = {plan.name, plan.coupling.layer_of, "width"}
         if not names.union(*(names_of_outputs(model, bound) for bound in plan.bound)) & {*named}:
             return _PASSES_ON
-    numbers = [bound.grid[-1] for bound in plan.bound]
-    if all(round_up(sparsity_to_nnz(ratio, units, "ratio: "), units, 1) == units for units in numbers):
-        return f"a ratio of {ratio} drops none of its units: {plan.units} in each scope"
-    return ""
+    return "each of its scopes has a single unit" if all(bound.grid[-1] == 1 for bound in plan.bound) else ""
 
 
 def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:

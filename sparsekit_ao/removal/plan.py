@@ -10,6 +10,7 @@ from ..coupling import BoundCoupling, Coupling
 from ..structure import sparsity_to_nnz
 from .remove import Removal, round_up
 
+HALF = 0.5  # the fraction of the units that trials remove, and that leaves unless another one is given
 LIMIT = 0.9  # the largest fraction of its units that a coupling loses, unless another one is given
 EVEN = 32  # kernels like such numbers of units in an MLP, and llama.cpp quantizes no rows of other lengths
 ENOUGH = 3  # after this many failures of plans that differ only in numbers of names, no other one like them is tried
@@ -32,7 +33,7 @@ class Plan:
 
     coupling: Coupling
     bound: tuple[BoundCoupling, ...] = ()  # a layer each
-    level: float = 0.5
+    level: float = HALF
     limit: float = LIMIT
     multiple: int = 1
     scores: tuple[Tensor, ...] = ()  # for each layer, those of its units [scopes, units], which add up

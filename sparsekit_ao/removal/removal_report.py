@@ -241,6 +241,8 @@ def _why_kept(plan: Plan, has_one_budget: bool) -> str:
         return f"the budget is met although it keeps all of its {units} units, since others matter less"
     if kept == units and plan.multiple > 1:
         return f"a multiple of {plan.multiple} keeps all of its {units} units"
+    if kept == units:
+        return f"a ratio of {plan.level} drops none of its units: {units} in each scope"
     if kept == min(plan.multiple, units) and plan.level == 1:
         return f"a layer needs a unit, so {kept} of {units} are kept in each scope"
     return ""

@@ -132,8 +132,8 @@ def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def drop_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: float) -> list[Plan]:
-    """Return the plans with removals of the units of the lowest scores, as their levels or one budget require."""
+def drop_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: Any) -> list[Plan]:
+    """Return the plans with removals of the units of the lowest scores, as their levels or a ratio of cost require."""
     kept = [plan.kept for plan in plans] if cost_of is None else kept_within(plans, cost_of, ratio)
     chosen = list[Plan]()
     for plan, count in zip(plans, kept, strict=True):

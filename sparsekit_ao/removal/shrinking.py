@@ -12,14 +12,14 @@ from ..models.names import Exclusion
 from ..models.progress import phases, public_call, text_of_call
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
-from .arguments import ShrinkRequest
+from .arguments import ShrinkCall
 from .choose import divide_by_size, fit_to_config, keep_inside_blocks, layers_of, leave_out_rivals, set_numbers
 from .compensation import compensate_weights, estimate_call, recover_blocks
 from .find import find_plans
 from .plan import active
 from .removal_report import ShrinkReport, add_reasons
 from .score import Cost, score_units
-from .trials import plan_together, remove_together
+from .together import plan_together, remove_together
 
 
 @kept_generators()
@@ -134,7 +134,7 @@ def shrink(
     (True, 450, 162)
     """
     start = time.perf_counter()
-    request = ShrinkRequest(
+    call = ShrinkCall(
         model=model,
         example_inputs=example_inputs,
         ratio=ratio,
@@ -155,37 +155,36 @@ def shrink(
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = find_plans(
-        request.model,
-        request.trial_inputs,
+        call.model,
+        call.trial_inputs,
         couplings,
-        ratio=request.level,
-        exclude=request.exclude,
+        exclude=call.exclude,
         multiple_of=multiple_of,
-        named=request.names,
-        fields=request.fields,
+        named=call.names,
+        fields=call.fields,
         caller_verifies=True,
     )
-    plans = set_numbers(request, plans)
-    layers = layers_of(request.model, plans)
-    if recover or "width" in request.exclude:
-        plans = keep_inside_blocks(request, plans, layers)
+    plans = set_numbers(call, plans)
+    layers = layers_of(call.model, plans)
+    if recover or "width" in call.exclude:
+        plans = keep_inside_blocks(call, plans, layers)
     next(phase)
-    plans, keeps_config = fit_to_config(request, plans)
-    plans = divide_by_size(request, leave_out_rivals(request.model, plans), keeps_config)
+    plans, keeps_config = fit_to_config(call, plans)
+    plans = divide_by_size(call, leave_out_rivals(call.model, plans), keeps_config)
     next(phase)
     scoring = time.perf_counter()
-    plans = score_units(request.model, plans, score, request.data, token_mask)
+    plans = score_units(call.model, plans, score, call.data, token_mask)
     if dry_run:
         next(phase, None)
         scoring = time.perf_counter() - scoring
-        plans, report = plan_together(request, plans, keeps_config)
-        seconds, memory = estimate_call(request, plans, report, time.perf_counter() - start - scoring, scoring)
-        report = add_reasons(report, model, discovery, plans, request.cost_of is not None)
+        plans, report = plan_together(call, plans, keeps_config)
+        seconds, memory = estimate_call(call, plans, report, time.perf_counter() - start - scoring, scoring)
+        report = add_reasons(report, model, discovery, plans, call.cost_of is not None)
         return model, replace(report, seconds=seconds, memory=memory)
-    plans, small, report = remove_together(request, plans, keeps_config)
+    plans, small, report = remove_together(call, plans, keeps_config)
     if batches is not None and compensate is not None and active(plans):
-        small, report = compensate_weights(request, active(plans))
+        small, report = compensate_weights(call, active(plans))
     next(phase, None)  # ends the last phase
-    report = add_reasons(report, model, discovery, plans, request.cost_of is not None)
-    report = recover_blocks(request, small, report, layers)
+    report = add_reasons(report, model, discovery, plans, call.cost_of is not None)
+    report = recover_blocks(call, small, report, layers)
     return small, replace(report, call=text_of_call())
