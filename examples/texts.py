@@ -1,0 +1,71 @@
+"""Texts of seven kinds, each divided into texts to calibrate on and held-out ones.
+
+Docstrings, source code and a manual come with Python. The other kinds are read from a folder into which two downloads
+were unpacked: the wheel of chatterbot-corpus (`pip download --no-deps chatterbot-corpus`; PyYAML reads it) and Debian's
+packages fortunes and debian-handbook (`apt-get download fortunes debian-handbook`, unpacked by `dpkg -x`). Kinds whose
+files are not there are left out. A third of the items of each kind is held out, by a hash of their names.
+"""
+
+import html
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from smollm2 import split_texts
+
+Texts = tuple[list[str], list[str]]  # to calibrate on, held out
+
+
+def texts_by_kind(folder: Path | None = None) -> dict[str, Texts]:
+    """The texts of every kind that is there."""
+    from pydoc_data.topics import topics
+
+    python = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    found = {
+        "docstrings": split_texts(),
+        "code": divided((path.name, path.read_text(errors="ignore")[:20000]) for path in python),
+        "manual": divided(sorted(topics.items())),
+    }
+    if folder is not None:
+        handbook = folder / "usr/share/doc/debian-handbook/html"
+        found |= {
+            "handbook": divided(pages(handbook / "en-US")),
+            "quotations": divided(quotations(folder / "usr/share/games/fortunes")),
+            "dialogues": divided(dialogues(folder / "chatterbot_corpus/data/english")),
+            "German": divided(pages(handbook / "de-DE")),
+        }
+    return {kind: texts for kind, texts in found.items() if all(texts)}
+
+
+def divided(items: Iterable[tuple[str, str]]) -> Texts:
+    """Divide named texts: a third is held out."""
+    texts: Texts = [], []
+    for name, text in items:
+        texts[zlib.crc32(name.encode()) % 3 == 0].append(text)
+    return texts
+
+
+def pages(folder: Path) -> Iterable[tuple[str, str]]:
+    """The text of the HTML pages of a folder."""
+    for path in sorted(folder.glob("*.html")):
+        text = re.sub(r"(?s)<(script|style|head).*?</\1>", " ", path.read_text(errors="ignore"))
+        yield path.name, re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", text))).strip()
+
+
+def quotations(folder: Path) -> Iterable[tuple[str, str]]:
+    """Quotations, without pictures of characters and the offensive ones, which have files of their own."""
+    for path in sorted(folder.glob("*")):
+        if path.is_file() and path.suffix not in (".dat", ".u8") and "ascii" not in path.name:
+            for number, text in enumerate(path.read_text(errors="ignore").split("\n%\n")):
+                yield f"{path.name}{number}", text
+
+
+def dialogues(folder: Path) -> Iterable[tuple[str, str]]:
+    """Questions and answers; twenty that follow each other are held out together."""
+    for path in sorted(folder.glob("*.yml")):
+        import yaml  # type: ignore[import-untyped]
+
+        for number, lines in enumerate(yaml.safe_load(path.read_text(errors="ignore")).get("conversations", [])):
+            yield f"{path.name}{number // 20}", "\n".join(f"- {line}" for line in lines)
