@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from rows import write_rows
-from smollm2 import load_model, perplexity, sentence, split_texts, windows
+from smollm2 import load_model, sentence, split_texts, windows
 from torch import nn
 
-from sparsekit_ao import prune, recover
+from sparsekit_ao import prune, quality, recover
 from sparsekit_ao.removal import shrink, shrink_layers
 
 THEIRS = "SparseGPT of LLM Compressor"  # with its default settings, where it is installed
@@ -86,7 +86,7 @@ def rows_of(structure: str, method: str, args: argparse.Namespace) -> list[dict[
     texts, held_out = split_texts()
     length, count = (32, 4) if args.tiny else (256, args.tokens // 256)
     batches = [{"input_ids": ids} for ids in windows(tokenizer, texts, length, count).split(args.batch)]
-    measured = windows(tokenizer, held_out, 64 if args.tiny else 512, 2 if args.tiny else 16)
+    measured = windows(tokenizer, held_out, 64 if args.tiny else 512, 2 if args.tiny else 16).split(2)
     has_logits = method == "recovered" and LOGITS in STRUCTURES[structure] and LOGITS in args.methods
     rows: list[dict[str, Any]] = []
     model, seconds = dense, 0.0
@@ -103,7 +103,7 @@ def rows_of(structure: str, method: str, args: argparse.Namespace) -> list[dict[
             "method": name,
             "tokens": 0 if structure == "dense" else count * length,
             "passes": {"recovered": args.passes, LOGITS: max(args.passes // 2, 1)}.get(name, 0),
-            "perplexity": f"{perplexity(model, measured):.2f}",
+            "perplexity": f"{quality(dense, model, measured).mean.perplexity:.2f}",
             "seconds": f"{seconds:.0f}",
             "peak GiB": f"{memory:.2f}",
             "it writes": sentence(tokenizer, model),

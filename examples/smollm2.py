@@ -6,7 +6,6 @@ windows. Held-out windows come from other modules than those for calibration.
 """
 
 import ast
-import math
 import os
 import sys
 import zlib
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from minilm import stdlib_files
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -56,16 +54,6 @@ def windows(tokenizer: Any, texts: Sequence[str], length: int, count: int) -> Te
     ids = tokenizer("\n\n".join(texts), return_tensors="pt").input_ids[0]
     whole = ids[: len(ids) // length * length].view(-1, length)
     return whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))[:count]]
-
-
-@torch.no_grad()
-def perplexity(model: nn.Module, held_out: Tensor) -> float:
-    """exp of the mean loss of each next token, in windows of int64 [windows, length]."""
-    losses = []
-    for ids in held_out.split(2):
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        losses.append(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"))
-    return math.exp(torch.cat(losses).mean().item())
 
 
 def sentence(tokenizer: Any, model: Any, start: str = "The function returns") -> str:

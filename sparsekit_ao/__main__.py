@@ -4,7 +4,6 @@ import argparse
 import codecs
 import inspect
 import json
-import math
 import re
 import shlex
 import sys
@@ -17,22 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .checkpoints import save_pretrained
 from .checkpoints.card import CARD
 from .checkpoints.pretrained import MANIFEST, load_folder, load_tokenizer
 from .errors import SparsityError, check_writable, did_you_mean
 from .export import report
-from .models.progress import say
-from .oneshot import prune
+from .oneshot import prune, quality
 from .oneshot.walk import check_options
 from .patterns import parse
 from .removal import shrink
 from .sparsifiers import ScopeSparsifier
 from .structure import checked_level
 
-Measure = Callable[[Any], dict[str, float]]
 CALLS: dict[str, Callable[..., Any]] = {"prune": prune, "shrink": shrink}
 OF_COMMAND = {"model", "batches", "example_inputs", "forward", "couplings", "inplace", "dry_run"}
 BATCH = 4  # windows of tokens in a batch
@@ -109,26 +105,23 @@ def _run(args: argparse.Namespace) -> None:
     if args.out is not None:
         check_writable(args.out, f"--out: {args.out}")
     with tempfile.TemporaryDirectory() as offload_folder:
-        model, is_causal = load_folder(args.folder, offload_folder)
+        model = load_folder(args.folder, offload_folder)
         tokenizer = load_tokenizer(args.folder, is_needed=args.data is not None)
         batches = None
         if args.data is not None:
-            used, held_out = _windows(tokenizer, model, args)
+            used, measured = _windows(tokenizer, model, args)
             args.line += [f"--tokens={args.tokens}", f"--length={used.shape[1]}"]  # the last ones of a line count
             batches = [{"input_ids": ids} for ids in used.split(BATCH)]
-            print(f"{used.numel():,} tokens to calibrate on, {held_out.numel():,} held out")
+            print(f"{used.numel():,} tokens to calibrate on, {measured.numel():,} held out")
+            held_out = [{"input_ids": ids} for ids in measured.split(1)]
         keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
         if args.dry_run:
             print(call(model, batches=batches, dry_run=True, **keys)[1])
             return
         check_writable(args.out, f"--out: {args.out}", sum(p.nbytes for p in model.parameters()))
-        measure: Measure = (lambda _: {}) if batches is None else _evaluation(model, held_out, is_causal)
-        dense = measure(model)
-        for name, number in dense.items():
-            say(f"{args.command}, the dense model: {name} {number:.4g}")
         result, found = call(model, batches=batches, **keys)
-        evaluation = _compared(dense, measure, result)
         print(found)
+        evaluation = {} if batches is None else _measured(args, model, result, held_out)
         if tokenizer is not None:  # first, so that the card names it
             tokenizer.save_pretrained(args.out)
         made = f"# {shlex.join(args.line)}\n# (windows of text in an order drawn with seed {SEED})\n{found.call}"
@@ -210,49 +203,24 @@ def _drawn(tokenizer: Any, text: Any, tokens: int, length: int) -> Tensor:
     return torch.tensor(windows)[torch.randperm(len(windows), generator=torch.Generator().manual_seed(SEED))[:count]]
 
 
-@torch.no_grad()
-def _perplexity(model: Any, windows: Tensor) -> float:
-    """Return exp of the mean loss of each next token."""
-    losses = []
-    for ids in windows.split(1):
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float().cpu()
-        losses.append(F.cross_entropy(logits, ids[0, 1:]).item())
-    return math.exp(sum(losses) / len(losses))
-
-
-@torch.no_grad()
-def _embeddings(model: Any, windows: Tensor) -> Tensor:
-    """Return the mean of the last hidden states of each window, as unit vectors."""
-    outputs = (model(input_ids=ids, output_hidden_states=True).hidden_states[-1] for ids in windows.split(1))
-    return F.normalize(torch.cat([hidden.float().mean(1).cpu() for hidden in outputs]), dim=-1)
-
-
-def _evaluation(model: Any, held_out: Tensor, is_causal: bool) -> Measure:
-    """Return a function that measures a model on held-out tokens."""
-    if is_causal:
-        return lambda other: {"perplexity on held-out tokens": _perplexity(other, held_out)}
-    dense = _embeddings(model, held_out)
-    name = "mean cosine of held-out embeddings to the dense ones"
-    return lambda other: {name: (_embeddings(other, held_out) * dense).sum(1).mean().item()}
-
-
-def _compared(dense: Mapping[str, float], measure: Measure, result: Any) -> dict[str, tuple[float, float]]:
-    """Measure the result, print its numbers beside those of the dense model, and return both; NaN after an error."""
-    try:
-        now = measure(result)
-    except Exception as error:  # the result of what may be hours of work is saved all the same
-        print(f"sparsekit_ao: the result cannot be measured: {type(error).__name__}: {error}", file=sys.stderr)
-        now = dict.fromkeys(dense, math.nan)
-    for name, number in dense.items():
-        print(f"{name}: {number:.4g} for the dense model, {now[name]:.4g} now")
-    return {name: (number, now[name]) for name, number in dense.items()}
+def _measured(args: argparse.Namespace, dense: Any, result: Any, held_out: Any) -> Any:
+    """Print and return how close the result is to the dense model; say so if it cannot be measured, and return {}."""
+    with tempfile.TemporaryDirectory() as offload_folder:
+        try:
+            if args.command == "prune":  # which has changed the model in place
+                dense = load_folder(args.folder, offload_folder)
+            found = quality(dense, result, held_out)
+        except Exception as error:  # the result of what may be hours of work is saved all the same
+            print(f"sparsekit_ao: the result cannot be measured: {type(error).__name__}: {error}", file=sys.stderr)
+            return {}
+    print(f"on held-out text, compared with the dense model:\n{found}")
+    return found
 
 
 def _report(args: argparse.Namespace) -> None:
     """Print what the weights of a folder look like, and how the card says it was made."""
     with tempfile.TemporaryDirectory() as offload_folder:
-        model, _ = load_folder(args.folder, offload_folder)
-        print(report(model))
+        print(report(load_folder(args.folder, offload_folder)))
     card = args.folder / CARD
     text = card.read_text("utf-8", "replace") if card.exists() else ""
     made = re.search(r"^## How it was made\n.*?(?=^## |\Z)", text, re.S | re.M)

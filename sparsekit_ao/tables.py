@@ -78,10 +78,10 @@ class Table(Sequence[Row], Generic[Row]):
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Return {"<field>/<row>": number} for any logger."""
+        """Return {"<field>/<row>": number} of what is known, for any logger."""
         names = [field.name for row in self.rows[:1] for field in fields(row) if field.repr]  # type: ignore[arg-type]
-        values = {(name, getattr(row, names[0])): getattr(row, name) for row in self.rows for name in names}
-        return {f"{name}/{row}": float(value) for (name, row), value in values.items() if is_number(value)}
+        values = {f"{name}/{getattr(row, names[0])}": getattr(row, name) for row in self.rows for name in names}
+        return {name: float(value) for name, value in values.items() if is_number(value) and not math.isnan(value)}
 
     def log_dict(self, prefix: str = "") -> dict[str, float]:
         """Return `metrics()` with a prefix before every name.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from machine import RESULTS, high_water, reset_high_water, resident, show, write_csv
 
-from sparsekit_ao import prune
+from sparsekit_ao import prune, quality
 
 sys.path.append(str(Path(__file__).parent.parent))
 import minilm
@@ -45,8 +45,8 @@ def tokens(is_tiny: bool) -> tuple[Any, list[Any], Callable[[Any], float]]:
     tokenizer, dense = smollm2.load_model()
     texts, held_out = smollm2.split_texts()
     batches = [{"input_ids": ids} for ids in smollm2.windows(tokenizer, texts, 256, 16).split(4)]
-    measured = smollm2.windows(tokenizer, held_out, 512, 16)
-    return dense, batches, lambda model: smollm2.perplexity(model, measured)
+    measured = smollm2.windows(tokenizer, held_out, 512, 16).split(2)
+    return dense, batches, lambda model: quality(dense, model, measured).mean.perplexity
 
 
 MODELS = {"MiniLM": sentences, "SmolLM2": tokens}
@@ -56,7 +56,7 @@ def rows_of(name: str, is_tiny: bool) -> list[dict[str, Any]]:
     """Look at a model, and prune it with and without the worst layers."""
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    dense, batches, quality = MODELS[name](is_tiny)
+    dense, batches, measure = MODELS[name](is_tiny)
     exclude = ["pooler"] if name == "MiniLM" else ["lm_head"]
     _, plan = prune(dense, "2:4", batches=batches, exclude=exclude, dry_run=True)
     rows, left_out = [], list[str]()
@@ -69,7 +69,7 @@ def rows_of(name: str, is_tiny: bool) -> list[dict[str, Any]]:
             "model": name,
             "left dense": ", ".join(left_out) or "-",
             "weights pruned": f"{report.coverage:.3f}",
-            "quality": f"{quality(pruned):.4g}",
+            "quality": f"{measure(pruned):.4g}",
             "seconds": f"{report.seconds:.1f}",
             "estimated": "" if left_out else f"{plan.seconds:.1f}",
             "MiB": round(peak / MIB),

@@ -23,7 +23,7 @@ def model_card(
     call: str,
     versions: Mapping[str, str],
     lines: Sequence[str],
-    evaluation: Mapping[str, tuple[float, float]],
+    evaluation: Sequence[Sequence[str]],
     is_smaller: bool,
     has_manifest: bool,
     has_tokenizer: bool,
@@ -38,7 +38,7 @@ def model_card(
         call: The call that made it, as text; "" if it is not known.
         versions: {package: its version}.
         lines: Lines of the report.
-        evaluation: {what was measured: (number for the dense model, number for this one)}.
+        evaluation: The head and the rows of a table of what was measured; empty if nothing was.
         is_smaller: Whether units left the model; else it has zeros.
         has_manifest, has_tokenizer: Whether its folder has a manifest, and a tokenizer.
     """
@@ -64,12 +64,13 @@ def model_card(
             "`sparsekit_ao.export.to_2_4(model.half().cuda())` runs those in 2:4 on the sparse tensor cores of NVIDIA\n"
             "GPUs (Ampere or newer). A compressor such as zstd makes the files smaller."
         )
-    names = {what: " ".join(str(what).split()).replace("|", "\\|") for what in evaluation}
-    rows = [f"| {names[what]} | {before:.4g} | {after:.4g} |" for what, (before, after) in evaluation.items()]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in evaluation]
+    rows = [f"| {' | '.join(row)} |" for row in cells]
+    rows[1:1] = ["|---" * len(cells[0]) + "|"] if rows else []
     sections = {
         "How it was made": f"```python\n{call}\n```\n\n{used}" if call else used,
         "Report": "\n".join(["```text", *lines, "```"]),
-        "Evaluation": "\n".join(["| | dense | this model |", "|---|---|---|", *rows]) if rows else "",
+        "Evaluation": "\n".join(rows),
         "How to load it": f"```python\n{imports}{place}\nmodel = {load}\n```",
         "How to run it fast": fast,
     }

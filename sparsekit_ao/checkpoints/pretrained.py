@@ -24,6 +24,7 @@ from ..masking import dense_state_dict_of, select
 from ..models.loading import offloaded_values
 from ..models.names import is_of_transformers, owner_of, uncompiled_name
 from ..oneshot.prune_report import PruneReport
+from ..oneshot.quality import QualityReport
 from ..removal.manifest import cut_to
 from ..removal.removal_report import ShrinkReport
 from ..removal.sizes import Change, apply_changes, reverse_changes
@@ -33,7 +34,7 @@ from .conversion import Conversion
 from .masks import MASKS, Masks, adapted, masked_tensors, save_masks
 
 MANIFEST = "manifest.json"
-Evaluation = Mapping[str, tuple[float, float]]  # {name: (number before, number after)}
+Evaluation = Mapping[str, tuple[float, float]] | QualityReport  # {name: (number before, number after)}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
@@ -61,8 +62,8 @@ def save_pretrained(
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `prune`, `shrink` or `compact` returned. With that of `prune`, no masks are written.
         path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
-        evaluation: {name: (number before, number after)} for the model card, such as the accuracies of the dense model
-            and of this one.
+        evaluation: For the model card: what `quality` returned, or {name: (number before, number after)}, such as the
+            accuracies of the dense model and of this one.
         kwargs: Further arguments of `model.save_pretrained`.
 
     Returns:
@@ -100,10 +101,11 @@ def save_pretrained(
         )
     if adapted(model) or callable(getattr(model, "get_base_model", None)):
         raise SparsityError("save_pretrained: the model has adapters; call export.merge_lora(model, sparsifier) first")
-    if not isinstance(evaluation, Mapping) or not all(map(_is_pair, evaluation.values())):
+    is_pairs = isinstance(evaluation, Mapping) and all(map(_is_pair, evaluation.values()))
+    if not is_pairs and not isinstance(evaluation, QualityReport):
         raise SparsityError(
             "save_pretrained: evaluation must be {name: (number before, number after)}, such as {'accuracy': (0.91, "
-            f"0.9)}}, with .item() of a tensor; got {evaluation!r:.80}"
+            f"0.9)}}, with .item() of a tensor, or what quality returned; got {evaluation!r:.80}"
         )
     did_something = sparsifier.manifest if isinstance(sparsifier, ShrinkReport) else getattr(sparsifier, "call", True)
     if not did_something:
@@ -210,6 +212,11 @@ def _write_card(
         return (f"{card} is not as save_pretrained wrote it, so it is kept; it may describe another model",)
     base = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
     packages = ("torch", "transformers") if is_of_transformers(model, "PreTrainedModel") else ("torch",)
+    if isinstance(evaluation, QualityReport):
+        measured = evaluation.cells()
+    else:
+        measured = [(str(name), f"{before:.4g}", f"{after:.4g}") for name, (before, after) in evaluation.items()]
+        measured[:0] = [("", "dense", "this model")] if measured else []
     text = model_card(
         folder.name,
         type(model).__name__,
@@ -219,7 +226,7 @@ def _write_card(
         call=getattr(report, "call", ""),
         versions={package: version(package) for package in packages} | {"sparsekit_ao": __version__},
         lines=lines,
-        evaluation=evaluation,
+        evaluation=measured,
         is_smaller=isinstance(report, ShrinkReport),
         has_manifest=(unchecked / MANIFEST).exists(),
         has_tokenizer=(folder / "tokenizer_config.json").exists(),  # transformers' name
@@ -438,11 +445,10 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_folder(path: Path, offload_folder: str) -> tuple[Any, bool]:
-    """Return the model of a folder or GGUF file, and whether it predicts the next token."""
+def load_folder(path: Path, offload_folder: str) -> Any:
+    """Return the model of a folder or GGUF file, in eval mode."""
     try:
         import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     except ImportError:
         raise SparsityError("the command needs transformers: pip install transformers") from None
     if not path.exists():
@@ -458,8 +464,7 @@ def load_folder(path: Path, offload_folder: str) -> tuple[Any, bool]:
     size, free = sum(file.stat().st_size for file in folder.glob("*.safetensors")), _free_memory()
     if not keys and not (folder / MANIFEST).exists() and size > free:
         keys = {"device_map": "auto", "max_memory": {"cpu": free // 2}, "offload_folder": offload_folder}
-    model = load_pretrained(folder, model_class, **keys).eval()
-    return model, type(model).__name__ in CAUSAL.values()
+    return load_pretrained(folder, model_class, **keys).eval()
 
 
 def load_tokenizer(path: Path, is_needed: bool) -> Any:

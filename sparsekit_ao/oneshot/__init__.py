@@ -2,7 +2,20 @@
 
 from .prune_report import BlockRow, DryRun, PruneReport, RecoverReport
 from .pruning import one_shot, prune
+from .quality import QualityReport, QualityRow, quality
 from .recovery import recover
 from .solving import LayerRow
 
-__all__ = ["BlockRow", "DryRun", "LayerRow", "PruneReport", "RecoverReport", "one_shot", "prune", "recover"]
+__all__ = [
+    "BlockRow",
+    "DryRun",
+    "LayerRow",
+    "PruneReport",
+    "QualityReport",
+    "QualityRow",
+    "RecoverReport",
+    "one_shot",
+    "prune",
+    "quality",
+    "recover",
+]

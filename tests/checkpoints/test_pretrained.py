@@ -606,6 +606,18 @@ def test_a_model_of_prune_is_saved_without_masks_and_the_card_of_a_person_is_nev
     assert "masks drop 50.0% of the elements" in sections["Report"] and "| 0.9 | nan |" in sections["Evaluation"]
 
 
+def test_the_card_has_the_table_of_quality_by_kind(results, tmp_path):
+    model, report = results["2:4"]
+    kinds = {"code": [torch.tensor([[3, 4, 5]])], "a|b": [torch.tensor([[6, 7, 8]])]}
+    measured = sparsekit_ao.quality(hf_models.make("Llama")[0].eval(), model, kinds)
+    export.save_pretrained(model, report, tmp_path, evaluation=measured)
+    lines = sections_of(tmp_path)[1]["Evaluation"].strip().splitlines()
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert cells[0][:3] == ["kind", "count", "divergence"] and {*cells[1]} == {"---"}
+    assert [row[:2] for row in cells[2:]] == [["code", "3"], [r"a\|b", "3"], ["mean", "6"]]
+    assert [row[2] for row in cells[2:]] == [f"{row.divergence:.4f}" for row in measured]
+
+
 PAIRS = [0.5, (0.5,), (1, 2, 3), "12", (1, None), (True, False), (torch.tensor(0.5), torch.tensor(0.4))]
 
 

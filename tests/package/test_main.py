@@ -64,8 +64,9 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     assert run("prune", llama, "--pattern", "2:4", *short(data), "--exclude", "*.q_proj", "--out", out) == 0
     printed = capsys.readouterr().out
     assert "256 tokens to calibrate on, 400 held out" in printed
-    what, before, after = re.search(r"^(perplexity.*): (\S+) for the dense model, (\S+) now$", printed, re.M).groups()
-    assert f"| {what} | {before} | {after} |" in (out / "README.md").read_text()
+    head, row = re.search(r"^on held-out text.*\n(kind +count +.*perplexity)\n(all +400 .*)$", printed, re.M).groups()
+    table = "\n".join([f"| {' | '.join(line.split())} |" for line in (head, row)])
+    assert table.replace("\n", "\n|---|---|---|---|---|---|\n") in (out / "README.md").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(out)
     weight, excluded = loaded.model.layers[1].mlp.up_proj.weight, loaded.model.layers[1].self_attn.q_proj.weight
     assert bool(((weight.view(-1, 4) != 0).sum(1) == 2).all()) and bool((excluded != 0).all())
@@ -79,19 +80,13 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     assert names["tokenizer"]("w1 w2")["input_ids"] == AutoTokenizer.from_pretrained(llama)("w1 w2")["input_ids"]
 
 
-@pytest.mark.parametrize(("name", "measure"), [("Llama", "_perplexity"), ("BERT", "_embeddings")])
-def test_a_result_that_cannot_be_measured_is_saved_all_the_same(name, measure, data, tmp_path, capsys, monkeypatch):
-    folder, calls, measured = folder_of(tmp_path / "dense", name), [], getattr(command, measure)
-
-    def fails(model, windows):
-        calls.append(model)
-        return measured(model, windows) if len(calls) < (2 if name == "Llama" else 3) else 1 / 0
-
-    monkeypatch.setattr(command, measure, fails)
-    assert run("prune", folder, "--pattern", "2:4", *short(data), "--out", tmp_path / "out") == 0
-    printed = capsys.readouterr()
-    assert "the result cannot be measured: ZeroDivisionError" in printed.err and "model, nan now" in printed.out
-    assert "| nan |" in (tmp_path / "out/README.md").read_text() and (tmp_path / "out/model.safetensors").exists()
+@pytest.mark.parametrize("name", ["prune", "shrink"])
+def test_a_result_that_cannot_be_measured_is_saved_all_the_same(name, llama, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "quality", lambda *_: 1 / 0)
+    assert run(name, llama, *short(data), "--out", tmp_path / "out") == 0
+    assert "the result cannot be measured: ZeroDivisionError" in capsys.readouterr().err
+    card = (tmp_path / "out/README.md").read_text()
+    assert "## Evaluation" not in card and (tmp_path / "out/model.safetensors").exists()
 
 
 def test_a_model_larger_than_memory_is_offloaded_and_pruned_the_same(llama, data, tmp_path, monkeypatch):
@@ -110,8 +105,8 @@ def test_an_encoder_is_shrunk_and_compared_by_its_embeddings(tmp_path, capsys):
     lines = [text(100)] * 9 + held_out[:1] + [text(100)] * 9 + held_out[1:]
     data.write_text("\n".join(json.dumps({"text": line}) for line in lines))
     assert run("shrink", bert, "--ratio", 0.5, *short(data), "--out", tmp_path / "out") == 0
-    printed = capsys.readouterr().out
-    assert "dense ones: 1 for the dense model" in printed
+    held_out = re.search(r"^kind +count +cosine +error\nall +128 +(\S+) +(\S+)$", capsys.readouterr().out, re.M)
+    assert 0 < float(held_out[1]) < 1 and float(held_out[2]) > 0
     assert AutoModel.from_pretrained(tmp_path / "out").config.intermediate_size == 24
 
 
@@ -359,9 +354,8 @@ def test_what_is_needed_is_read_from_places_all_over_the_data(name, llama, tmp_p
     )
     monkeypatch.setitem(command.CALLS, "prune", spy := lambda model, batches, **_: calls.append(batches) or 1 / 0)
     spy.__wrapped__ = command.prune
-    monkeypatch.setattr(
-        command, "_evaluation", lambda model, windows, is_causal: held_out.append(windows) or (lambda _: {})
-    )
+    windows = command._windows
+    monkeypatch.setattr(command, "_windows", lambda *args: [found := windows(*args), held_out.append(found[1])][0])
     monkeypatch.setattr(command, "MEASURED", 320)
     for tokens in (1280, 1280, 640):
         with pytest.raises(ZeroDivisionError):

@@ -1,0 +1,283 @@
+"""`quality` compares the outputs of a pruned model with those of the dense one, by kind of data."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import SparsityError, checked_model
+from ..models.loading import refuse_valueless
+from ..models.running import Forward, TokenMask, check_batches, eval_mode, tensors_in
+from ..tables import Table
+from .chain import CalibrationData, copied_tensors
+
+MEAN = "mean"  # the last row of a report by kind
+_PART = 1 << 22  # at most so many elements of an output are computed with at a time
+_NO_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityRow:
+    """How close a model is to the dense one on one kind of data. What was not measured is NaN.
+
+    Attributes:
+        kind: The kind; "mean" is the mean over all kinds, "all" that of batches without kinds.
+        count: The number of tokens (or of rows, such as images) that were compared.
+        divergence: The Kullback-Leibler divergence KL(dense || model) of the logits, in nats per token.
+        agreement: The share of tokens whose most likely class is that of the dense model.
+        dense_perplexity, perplexity: exp of the mean loss of each next token, for the dense model and for the model.
+        cosine: The mean cosine of the outputs to those of the dense model, where these are no logits.
+        error: The relative error of such outputs Y, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over all rows||.
+
+    >>> QualityRow(kind="code", count=512, divergence=0.31, agreement=0.82).agreement
+    0.82
+    """
+
+    kind: str
+    count: int
+    divergence: float = math.nan
+    agreement: float = math.nan
+    dense_perplexity: float = math.nan
+    perplexity: float = math.nan
+    cosine: float = math.nan
+    error: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityReport(Table[QualityRow]):
+    """What `quality` measured; prints as a table of the columns that were measured.
+
+    Attributes:
+        rows: A `QualityRow` for each kind and, below these, their mean.
+
+    >>> rows = [QualityRow(kind=kind, count=9, error=error) for kind, error in (("a", 0.8), ("b", 0.9), ("mean", 0.85))]
+    >>> print(QualityReport(rows=tuple(rows)))
+    kind  count   error
+    a         9  0.8000
+    b         9  0.9000
+    mean      9  0.8500
+    farthest from the dense model: b
+    """
+
+    rows: tuple[QualityRow, ...]
+    bars = ("divergence", "error")
+
+    @property
+    def mean(self) -> QualityRow:
+        """The mean over the kinds, each of which counts the same, whatever its count; geometric for perplexities."""
+        return self.rows[-1]
+
+    @property
+    def worst(self) -> QualityRow:
+        """The kind with the largest divergence or, where there are no logits, the largest error."""
+        name = "error" if math.isnan(self.mean.divergence) else "divergence"
+        return max(self.rows[:-1] or self.rows, key=lambda row: getattr(row, name))
+
+    def cells(self, folds: bool = False) -> list[tuple[str, ...]]:
+        """Return the names of the fields that were measured, and the rows as text."""
+        columns = zip(*super().cells(folds), strict=True)
+        return [*zip(*(column for column in columns if {*column[1:]} != {"-"}), strict=True)]
+
+    def below(self) -> list[str]:
+        """Return which kind is farthest from the dense model."""
+        return [f"farthest from the dense model: {self.worst.kind}"] if len(self.rows) > 2 else []
+
+
+@torch.no_grad()
+def quality(
+    dense: nn.Module,
+    model: nn.Module,
+    batches: Iterable[Any] | Mapping[str, Iterable[Any]],
+    forward: Forward | None = None,
+    token_mask: TokenMask = None,
+) -> QualityReport:
+    """Measure how close a model is to the dense model that it was made from, without labels.
+
+    Of logits, which are what an output calls `logits`, it reports the divergence, and how often the most likely class
+    is the same. If the inputs are tokens of which each is predicted from those before it, it also reports the
+    perplexity of both models. Of other outputs, such as the hidden states of an encoder, it reports the cosine and the
+    relative error of the first tensor.
+
+    A model loses less on texts like those that it was calibrated on than on others. So measure several kinds, none of
+    whose batches were used, and look at the mean and at the worst kind.
+
+    Args:
+        dense: The model before it was pruned or made smaller; accelerate may have offloaded it, and the other one too.
+        model: The pruned or smaller model. Both run in eval mode, and neither changes.
+        batches: Batches as for `prune`, or {kind: batches}. They are read once, one after the other.
+        forward: A function `(model, batch) -> output`. If a model returns its logits without a name, give it as
+            `lambda model, batch: {"logits": model(batch)}`.
+        token_mask: Which tokens count, as for `prune`; padding does not by default.
+
+    Raises:
+        SparsityError: There are no batches of a kind; parameters have no values; outputs have other shapes than those
+            of the dense model, no tensor of floats, or NaN; or a token mask does not fit them.
+
+    >>> dense = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    >>> pruned, _ = sparsekit_ao.prune(dense, "2:4")
+    >>> batches = {"small": [torch.randn(32, 8)], "large": [100 * torch.randn(32, 8)]}
+    >>> report = quality(dense, pruned, batches, lambda model, batch: {"logits": model(batch)})
+    >>> [row.kind for row in report], report["small"].divergence > 0, report.worst.kind
+    (['small', 'large', 'mean'], True, 'large')
+    """
+    for one in (dense, model):
+        refuse_valueless(checked_model(one, "quality"), "quality")
+    by_kind: Mapping[str, Any] = batches if isinstance(batches, Mapping) else {"all": batches}
+    if not by_kind or MEAN in by_kind or (by_kind is batches and any(isinstance(b, Tensor) for b in by_kind.values())):
+        what = f"a dict with {', '.join(map(repr, by_kind)) or 'nothing'}"
+        raise SparsityError(
+            f"quality: batches must be a list of batches, or {{kind: batches}} with kinds not called {MEAN!r}, got "
+            f"{what}; if this is one batch, give [batch]"
+        )
+    for kind, of_kind in by_kind.items():
+        check_batches(of_kind, token_mask, forward, "quality" if by_kind is not batches else f"quality: kind {kind!r}")
+    comparison = _Comparison(dense, model, forward, token_mask)
+    with eval_mode(dense), eval_mode(model):
+        rows = [comparison.row(str(kind), of_kind) for kind, of_kind in by_kind.items()]
+    return QualityReport(rows=(*rows, *([_mean(rows)] if by_kind is batches else [])))
+
+
+class _Comparison:
+    """Two models that run on the same batches."""
+
+    def __init__(self, dense: nn.Module, model: nn.Module, forward: Forward | None, token_mask: TokenMask) -> None:
+        self.dense, self.model, self.forward, self.token_mask = dense, model, forward, token_mask
+        self.is_causal: bool | None = None  # whether each token is predicted from those before it; None: not known yet
+
+    def row(self, kind: str, batches: Iterable[Any]) -> QualityRow:
+        """Compare the models on the batches of one kind."""
+        sums = Counter[str]()  # of floats, and of one tensor
+        for at, batch in enumerate(batches):
+            sums.update(added := self._sums(batch, where := f"quality: batch {at} of {kind!r}"))
+            if any(math.isnan(value) for value in added.values() if not isinstance(value, Tensor)):
+                raise SparsityError(f"{where}: outputs that count contain NaN; leave out such rows, or mend the model")
+        if not (count := sums["count"]):
+            raise SparsityError(f"quality: there are no batches of {kind!r}; an iterator that was used up gives none")
+        found = {name: sums[name] / count for name in ("divergence", "agreement", "cosine") if name in sums}
+        for name in ("dense_perplexity", "perplexity") if sums["labels"] else ():
+            found[name] = _exp(sums[name] / sums["labels"])
+        if "cosine" in sums:
+            mean: Any = sums["sum"] / count if count > 1 else torch.zeros(1)
+            spread = sums["squares"] - count * float(mean.square().sum())
+            is_constant = spread <= 1e-12 * sums["squares"]  # up to rounding
+            found["error"] = math.sqrt(sums["lost"] / spread) if not is_constant else math.inf if sums["lost"] else 0.0
+        return QualityRow(kind=kind, count=count, **found)
+
+    def _sums(self, batch: Any, where: str) -> dict[str, Any]:
+        """Run both models on a batch, and return sums over its rows."""
+        data = CalibrationData.checked(self.dense, [batch], self.forward, self.token_mask, where)
+        (wanted, is_logits), (got, _) = (_compared(replace(data, model=m).output(0)) for m in (self.dense, self.model))
+        if wanted is None or got is None or wanted.shape != got.shape:
+            shapes = " and ".join("no tensor of floats" if t is None else str(tuple(t.shape)) for t in (wanted, got))
+            raise SparsityError(
+                f"{where}: the outputs of the dense model and of the model are {shapes}; give models that return "
+                "tensors of one shape, or a forward that returns what is to be compared"
+            )
+        labels, mask = self._labels(data, wanted) if is_logits else (None, data.token_masks[0].masks[2])
+        if mask is not None and mask.shape != wanted.shape[:-1]:
+            if self.token_mask and wanted.ndim > mask.ndim:
+                sizes = f"{tuple(mask.shape)}, but the outputs are {tuple(wanted.shape)}"
+                raise SparsityError(f"{where}: the token mask is {sizes}; give one that fits, or token_mask=False")
+            mask = None  # the outputs have no tokens
+        a, b = (_rows(tensor.to(wanted.device), mask) for tensor in (wanted, got))
+        known = torch.full((len(a), 1), _NO_LABEL) if labels is None else _rows(labels[..., None], mask)
+        sums = Counter[str](count=len(a))
+        for parts in zip(*(t.split(max(1, _PART // a.shape[1])) for t in (a, b, known.to(a.device))), strict=True):
+            sums.update((_of_logits if is_logits else _of_states)(*parts))
+        return sums
+
+    def _labels(self, data: CalibrationData, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return what each of the logits [batch, tokens, classes] predicts, or None, and which tokens count."""
+        batch, mask = data.batches[0], data.token_masks[0].masks[2]
+        is_shifted = getattr(getattr(self.dense, "config", None), "is_encoder_decoder", False)  # by the model itself
+        labels = batch.get("labels") if is_shifted and isinstance(batch, Mapping) else None
+        if labels is not None and "decoder_input_ids" not in batch and logits.ndim == 3:
+            return labels, labels != _NO_LABEL  # the mask is one of the encoder
+        ids = _ids_of(batch)
+        if ids is None or ids.shape != logits.shape[:-1] or int(ids.max()) >= logits.shape[-1]:
+            return None, mask
+        counts = (torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.to(ids.device)).bool()
+        if self.is_causal is None and bool((counts.sum(-1) > 1).any()):
+            self.is_causal = _predicts_next(data, logits, counts)
+        labels = ids.masked_fill(~counts, _NO_LABEL).roll(-1, -1)
+        labels[:, -1] = _NO_LABEL
+        return labels if self.is_causal else None, mask
+
+
+def _predicts_next(data: CalibrationData, logits: Tensor, counts: Tensor) -> bool:
+    """Return whether the logits of tokens stay the same if the last token of their row is another one."""
+    row = int(counts.sum(-1).argmax())
+    *others, last = counts[row].nonzero().flatten().tolist()
+    batch = copied_tensors(data.batches[0])
+    ids: Any = _ids_of(batch)
+    ids[row, last] = (ids[row, last] + 1) % logits.shape[-1]
+    again: Any = _compared(replace(data, batches=[batch]).output(0))[0]
+    before, after = (t[row, others].float() for t in (logits, again))
+    rounding = torch.finfo(logits.dtype).eps ** 0.5  # if one token takes another expert, products round otherwise
+    return float((after - before).abs().max()) <= rounding * float(before.abs().max())
+
+
+def _ids_of(batch: Any) -> Tensor | None:
+    """Return the tokens that a decoder reads, integers [batch, tokens], or None."""
+    ids = batch[0] if isinstance(batch, (tuple, list)) else batch
+    if isinstance(batch, Mapping):
+        ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int32, torch.int64)
+    return ids if is_ids else None
+
+
+def _compared(output: Any) -> tuple[Tensor | None, bool]:
+    """Return the logits of an output and True, or its first tensor of floats that is no loss, if any, and False."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.ndim > 1 and logits.shape[1 if logits.ndim > 3 else -1] > 1:
+        return logits, True
+    return next((t for _, t in tensors_in("", output) if t.is_floating_point() and t.ndim), None), False
+
+
+def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Return an output as rows [tokens, features] of those tokens that count; the features of images are channels."""
+    tensor = tensor[:, None] if tensor.ndim == 1 else tensor
+    rows = tensor.movedim(1 if tensor.ndim > 3 else -1, -1).flatten(0, -2)
+    return rows if mask is None else rows[mask.to(rows.device).bool().flatten()]
+
+
+def _of_logits(wanted: Tensor, got: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return sums over rows of logits, and the losses of labels [rows, 1]."""
+    p, q = (rows.float().log_softmax(-1) for rows in (wanted, got))
+    known = labels != _NO_LABEL
+    losses = [-_sum(rows.gather(1, labels.clamp(min=0))[known]) for rows in (p, q)]
+    divergence = _sum((p.exp() * (p - q)).masked_fill_(p == -math.inf, 0))
+    agreement = _sum(wanted.argmax(-1) == got.argmax(-1))
+    keys = {"divergence": divergence, "agreement": agreement, "labels": _sum(known)}
+    return keys | dict(zip(("dense_perplexity", "perplexity"), losses, strict=True))
+
+
+def _of_states(wanted: Tensor, got: Tensor, _: Tensor) -> dict[str, Any]:
+    """Return sums over rows of other outputs."""
+    a, b = wanted.double(), got.double()
+    sums = {"cosine": F.cosine_similarity(a, b, dim=-1), "lost": (a - b).square(), "squares": a.square()}
+    return {name: _sum(values) for name, values in sums.items()} | {"sum": a.sum(0)}
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _mean(rows: Sequence[QualityRow]) -> QualityRow:
+    """Return the row of the mean over kinds."""
+    found = dict[str, Any]()
+    for name in (each.name for each in fields(QualityRow)[2:]):
+        values = [getattr(row, name) for row in rows]
+        is_exp = "perplexity" in name
+        mean = sum(map(math.log, values) if is_exp else values) / len(values)
+        found[name] = _exp(mean) if is_exp else mean
+    return QualityRow(kind=MEAN, count=sum(row.count for row in rows), **found)
