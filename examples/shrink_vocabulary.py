@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def row(name: str, model: Any, tokenizer: Any, used: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
     """Shrink a vocabulary to the tokens of some sentences, and compare what it gives for others."""
-    small, small_tokenizer, new = shrink_vocabulary(model, used, tokenizer)
-    same, covered = 0, 0
+    small, small_tokenizer, report = shrink_vocabulary(model, used, tokenizer)
+    new, same, covered = report.new_ids, 0, 0
     for sentence in held_out:
         before, after = tokenizer(sentence, return_tensors="pt"), small_tokenizer(sentence, return_tensors="pt")
         ids = before["input_ids"][0].tolist()

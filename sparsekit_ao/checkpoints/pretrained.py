@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import math
 import re
 import sys
 import tempfile
@@ -107,7 +108,9 @@ def save_pretrained(
             "save_pretrained: evaluation must be {name: (number before, number after)}, such as {'accuracy': (0.91, "
             f"0.9)}}, with .item() of a tensor, or what quality returned; got {evaluation!r:.80}"
         )
-    did_something = sparsifier.manifest if isinstance(sparsifier, ShrinkReport) else getattr(sparsifier, "call", True)
+    did_something = getattr(sparsifier, "call", True)
+    if isinstance(sparsifier, ShrinkReport):  # a dry run says how long the call would take
+        did_something = math.isnan(sparsifier.seconds)
     if not did_something:
         raise SparsityError(
             f"save_pretrained: this {type(sparsifier).__name__} is of a call that returned no changed model, such as a "

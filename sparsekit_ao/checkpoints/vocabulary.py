@@ -5,36 +5,46 @@ import copy
 import itertools
 import json
 import re
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError, checked_model
-from ..models.running import seeded
-from ..removal.compaction import check_comparable
+from ..models.running import seeded, tensors_in
+from ..removal.compaction import check_comparable, compare_models
+from ..removal.removal_report import KeptUnits, ShrinkReport, size_of
 from ..removal.sizes import read_again
+from ..removal.verify import Reference
 
 WHERE = "shrink_vocabulary: "
 _IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs
 _SIZES = re.compile(r"(?!.*type_vocab).*vocab_size.*")  # the entries that hold the number of tokens
 # Entries of generation configs that hold ids in other forms.
 _OTHER_IDS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias", "lang_to_id", "task_to_id")
+_LENGTH = 12  # tokens of the text on which outputs are compared
 _SINGLE = re.compile(r"(##)?.|<0x[0-9A-F]{2}>", re.DOTALL)  # a character, one inside of a word, or a byte
 
 
 @torch.no_grad()
 def shrink_vocabulary(
-    model: nn.Module, keep: Iterable[int] | Iterable[str], tokenizer: Any = None
-) -> tuple[nn.Module, Any, dict[int, int]]:
+    model: nn.Module,
+    keep: Iterable[int] | Iterable[str],
+    tokenizer: Any = None,
+    *,
+    example_inputs: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+) -> tuple[nn.Module, Any, ShrinkReport]:
     """Remove the tokens that texts do not use from a transformers model.
 
-    What the model computes from other tokens stays the same, and so do their logits, except for the rounding of a
-    product with fewer columns. The rows of the removed tokens leave the input embedding and the output layer,
-    tied or not, and the configs follow. Special tokens, and those that configs name, always stay. So do all ids below
-    that of padding where the model counts positions from it, as RoBERTa and M2M100 do.
+    The rows of the removed tokens leave the input embedding and the output layer, tied or not, and the configs follow.
+    Special tokens, and those that configs name, always stay. So do all ids below that of padding where the model
+    counts positions from it, as RoBERTa and M2M100 do. What the model computes from other tokens stays the same: as
+    `shrink` does, it compares hidden states, and the logits of the kept tokens, with those of the dense model.
 
     The vocabulary of a fast tokenizer (WordPiece, WordLevel, Unigram or BPE) follows. BPE keeps the merges that make
     kept tokens, and the tokens in between. Single characters and bytes stay too, so that other texts can be encoded.
@@ -44,21 +54,26 @@ def shrink_vocabulary(
         model: A model with `get_input_embeddings`, which is not changed.
         keep: Ids of tokens to keep, or texts whose tokens are kept.
         tokenizer: The model's tokenizer, which is not changed. Texts need it.
+        example_inputs: Keyword arguments of the forward, with kept tokens and without labels, on which outputs are
+            compared; only for models that need more than tokens, such as images.
+        dry_run: If True, return the model and the tokenizer as they are, and the report.
 
     Returns:
-        The smaller model; the smaller tokenizer, or None; and {old id: new id} of the kept tokens. A warning says why
-        there is no tokenizer if one was given.
+        The smaller model; the smaller tokenizer, or None; and a `ShrinkReport` with `new_ids`, {old id: new id} of the
+        kept tokens. A warning says why there is no tokenizer if one was given.
 
     Raises:
         SparsityError: An argument does not fit, a tensor that is no parameter has a row for each token, the model has
-            two vocabularies, its generation config has ids that cannot follow, or a text is encoded otherwise.
+            two vocabularies, its generation config has ids that cannot follow, or a text is encoded, or a token
+            computed, otherwise.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    >>> small, _, ids = shrink_vocabulary(LlamaForCausalLM(LlamaConfig(**sizes)), [5, 7, 31999])
-    >>> small.config.vocab_size, ids  # the config names the tokens 1 and 2
+    >>> small, _, report = shrink_vocabulary(LlamaForCausalLM(LlamaConfig(**sizes)), [5, 7, 31999])
+    >>> small.config.vocab_size, report.new_ids  # the config names the tokens 1 and 2
     (5, {1: 0, 2: 1, 5: 2, 7: 3, 31999: 4})
     """
+    start, dense_tokenizer = time.perf_counter(), tokenizer
     check_comparable(WHERE, checked_model(model, "shrink_vocabulary"))
     if not hasattr(model, "get_input_embeddings"):
         raise SparsityError(f"{WHERE}needs a model of transformers, got {type(model).__name__}")
@@ -73,11 +88,12 @@ def shrink_vocabulary(
             f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3]}"
         )
     encoded = [tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts]
+    asked: list[Any] = [*itertools.chain(*encoded)] if texts else items
     owners: list[Any] = [getattr(module, "config", None) for module in small.modules()]
     owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
     owners.append(getattr(small, "generation_config", None))
     configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
-    kept = {*(itertools.chain(*encoded) if texts else items), *itertools.chain(*map(_ids_in, configs))}
+    kept = {*asked, *itertools.chain(*map(_ids_in, configs))}
     if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:
         raise SparsityError(f"{WHERE}the generation config has ids in {found[0]}, which cannot follow; set it to None")
     sizes = {(name, size) for config in configs for name, size in config.items() if _SIZES.fullmatch(name) and size}
@@ -101,19 +117,73 @@ def shrink_vocabulary(
     for text, ids in zip(texts, encoded, strict=True) if data is not None else ():
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
-    if getattr(getattr(small.config, "quantization_config", None), "quant_method", None) == "gguf":
-        # The weights are floats, but transformers would refuse to save them as such.
-        vars(small).pop("hf_quantizer", None)
-        vars(small.config).pop("quantization_config")
-    for config in configs:
-        for name in filter(_IDS.fullmatch, config):
-            value = config[name]
-            config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
-        config.update({name: len(new) for name, size in config.items() if _SIZES.fullmatch(name) and size})
-    _cut_model(small, count, new)
+    _cut_model(small, configs, count, new)
+    report = _verified(model, small, new, asked, example_inputs)
     if reason:
         warnings.warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}", stacklevel=3)
-    return small, None if data is None else tokenizer, new
+    if dry_run:
+        seconds, memory = time.perf_counter() - start, report.before.bytes + report.after.bytes
+        return model, dense_tokenizer, replace(report, seconds=seconds, memory=memory)
+    return small, None if data is None else tokenizer, report
+
+
+class _Kept(nn.Module):
+    """A model that gives the logits of some tokens, `columns`, alone; `ids` are its own ids of all tokens it reads."""
+
+    ids: Tensor
+    columns: Tensor
+
+    def __init__(self, model: nn.Module, **tables: Iterable[int]) -> None:
+        super().__init__()
+        self.model, device = model, next(model.parameters()).device
+        for name, table in tables.items():
+            self.register_buffer(name, torch.tensor([*table], device=device))
+
+    def forward(self, **inputs: Any) -> dict[str, Tensor]:
+        """Run the model, and return the tensors in its output."""
+        inputs |= {name: self.ids[tokens] for name, tokens in inputs.items() if name.endswith("input_ids")}
+        found = dict(tensors_in("", self.model(**inputs, output_hidden_states=True)))
+        layer = self.model.get_output_embeddings()  # type: ignore[operator]
+        shape = () if layer is None else layer.weight.shape[:1]
+        names = [name for name, tensor in found.items() if "logits" in name and tensor.shape[-1:] == shape]
+        return found | {name: found[name][..., self.columns] for name in names}
+
+
+def _verified(model: Any, small: nn.Module, new: Mapping[int, int], asked: Sequence[int], given: Any) -> ShrinkReport:
+    """Return the report of a smaller model if it computes the same from some of the tokens that were asked for."""
+    generator, weight = torch.Generator().manual_seed(0), model.get_input_embeddings().weight
+    order = torch.randperm(len(asked), generator=generator).repeat(_LENGTH)[:_LENGTH]
+    ids = torch.tensor([asked])[:, order].to(weight.device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids.flip(1)
+        if model.main_input_name != "input_ids":  # then no token is read by the encoder
+            states = torch.randn(1, _LENGTH, model.get_encoder().config.hidden_size, generator=generator)
+            inputs = {"decoder_input_ids": ids, "encoder_outputs": (states.to(weight),)}
+    inputs = inputs if given is None else {**given}
+    if any(not {*ids.flatten().tolist()} <= new.keys() for name, ids in inputs.items() if name.endswith("input_ids")):
+        raise SparsityError(f"{WHERE}example_inputs have tokens that are not kept; give kept ones")
+    try:
+        reference = Reference(_Kept(model, ids=range(len(weight)), columns=new), inputs)
+    except SparsityError as error:
+        raise SparsityError(f"{WHERE}{error}; if it needs more than tokens, give example_inputs") from error
+    new_ids = (new.get(token, 0) for token in range(len(weight)))
+    comparison = compare_models(reference, _Kept(small, ids=new_ids, columns=range(len(new))))
+    if comparison.problem:
+        reference.check_repeats()
+        raise SparsityError(f"{WHERE}the smaller model {comparison.problem}")
+    return ShrinkReport(
+        couplings=(KeptUnits(name="vocabulary", kind="tokens", kept=len(new), of=len(weight)),),
+        before=size_of(model, reference.flops),
+        after=size_of(small, comparison.flops),
+        difference=comparison.difference,
+        in_float64=comparison.in_float64,
+        uncounted=reference.uncounted,
+        not_in_config="",
+        call="shrink_vocabulary(..., keep=...)",
+        new_ids=new,
+        manifest={},
+    )
 
 
 def _ids_in(config: Mapping[str, Any]) -> set[int]:
@@ -136,8 +206,17 @@ def _first_positions(small: Any) -> Iterator[int]:
             yield getattr(module, "padding_idx", None) or 0
 
 
-def _cut_model(small: Any, count: int, new: Mapping[int, int]) -> None:
-    """Cut the tensors with a row for each token, wherever they are, and the numbers in their modules."""
+def _cut_model(small: Any, configs: Sequence[dict[str, Any]], count: int, new: Mapping[int, int]) -> None:
+    """Cut the tensors with a row for each token, wherever they are, and the numbers in their modules and in configs."""
+    if getattr(getattr(small.config, "quantization_config", None), "quant_method", None) == "gguf":
+        # The weights are floats, but transformers would refuse to save them as such.
+        vars(small).pop("hf_quantizer", None)
+        vars(small.config).pop("quantization_config")
+    for config in configs:
+        for name in filter(_IDS.fullmatch, config):
+            value = config[name]
+            config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
+        config.update({name: len(new) for name, size in config.items() if _SIZES.fullmatch(name) and size})
     old, shapes = list(new), dict[str, torch.Size]()
     tables = {id(p): p for layer in _tables_of(small) for p in layer.parameters(recurse=False)}
     tensors = {name: t for name, t in (*small.named_parameters(), *small.named_buffers()) if id(t) not in tables}

@@ -97,7 +97,8 @@ class ShrinkReport(Table[KeptUnits]):
         call: The call of `shrink` as text, for a model card.
         seconds, memory: How many seconds the call would take, and how many bytes it would need at the peak beside what
             is in memory, as a dry run estimates it.
-        manifest: Plain data for `cut_to`.
+        new_ids: {id of a kept token: its id now}; set by `shrink_vocabulary`.
+        manifest: Plain data for `cut_to`; empty after a dry run, and of `shrink_vocabulary`, whose config says it all.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4, bias=False), torch.nn.Linear(4, 2))
     >>> with torch.no_grad():
@@ -130,14 +131,16 @@ class ShrinkReport(Table[KeptUnits]):
     call: str = ""
     seconds: float = math.nan
     memory: int = 0
+    new_ids: Mapping[int, int] = field(default_factory=dict, repr=False)
     manifest: Mapping[str, Any] = field(repr=False)
 
     def save(self, path: str | Path) -> None:
-        """Write the manifest as JSON, for `cut_to` in another process; a dry run has none, which is an error."""
+        """Write the manifest as JSON, for `cut_to` in another process; it is an error if there is none."""
         if not self.manifest:
             raise SparsityError(
-                "ShrinkReport.save: this report is of a dry run, which removed nothing, so there is no manifest to "
-                "write; call shrink without dry_run=True, and save the report of that call"
+                "ShrinkReport.save: this report is of a dry run, which removed nothing, or of shrink_vocabulary, whose "
+                "config describes the model, so there is no manifest to write; call shrink without dry_run=True, and "
+                "save the report of that call"
             )
         Path(path).write_text(json.dumps(self.manifest, indent=1) + "\n")
 

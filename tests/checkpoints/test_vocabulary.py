@@ -1,5 +1,6 @@
 """shrink_vocabulary: what a model computes from kept tokens stays the same, and texts of them are encoded as before."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import transformers
 from discovered import fill
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from sparsekit_ao import SparsityError, shrink_vocabulary
+from sparsekit_ao import SparsityError, export, shrink_vocabulary
 
 KEEP = [7, 3, 4, 33, 49, 20]
 PAGES = sorted((Path(__file__).parent.parent.parent / "docs").glob("*.md"))
@@ -34,7 +35,8 @@ def made(name):
 def test_outputs_for_kept_tokens_stay_the_same_and_from_pretrained_loads_them(name, tmp_path):
     model = made(name).double().eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    small, tokenizer, new = shrink_vocabulary(model, torch.tensor(KEEP))
+    small, tokenizer, report = shrink_vocabulary(model, torch.tensor(KEEP))
+    new = report.new_ids
     assert tokenizer is None and {*KEEP} <= new.keys() and list(new.values()) == list(range(len(new))) and len(new) < 12
     assert small.config.vocab_size == len(new) == small.get_input_embeddings().num_embeddings
     tokens = {"input_ids": [KEEP, KEEP[::-1]]}
@@ -99,7 +101,8 @@ def test_the_vocabulary_is_found_by_its_layers_and_positions_stay_where_they_wer
     model = fill(model_class(model_class.config_class(**keys))).double()
     model.save_pretrained(tmp_path / "dense")
     model = model_class.from_pretrained(tmp_path / "dense").eval()  # computes the positions of Marian again
-    small, _, new = shrink_vocabulary(model, KEEP)
+    small, _, report = shrink_vocabulary(model, KEEP)
+    new = report.new_ids
     assert {*KEEP} <= new.keys() and len(new) < 14 and (case not in PADDED or (new[5] == 5) >= (case in COUNTED))
     tokens, inputs = {"input_ids": [KEEP, [*KEEP[:4], 5, 5] if case in PADDED else KEEP[::-1]]}, {}
     if model.config.is_encoder_decoder:
@@ -113,6 +116,128 @@ def test_the_vocabulary_is_found_by_its_layers_and_positions_stay_where_they_wer
         ids = {key: torch.tensor([[new[token] for token in row] for row in rows]) for key, rows in tokens.items()}
         torch.testing.assert_close(smaller(**ids, **inputs).logits, want, rtol=1e-12, atol=1e-12)
         assert smaller.get_input_embeddings().num_embeddings == len(new)
+
+
+_EMBEDDED = {**_C, "embedding_size": 16}
+FAMILIES = {
+    "BERT": ("BertForMaskedLM", _C),
+    "RoBERTa": ("RobertaForMaskedLM", _C),
+    "ALBERT": ("AlbertForMaskedLM", _EMBEDDED),
+    "ELECTRA": ("ElectraForMaskedLM", _EMBEDDED),
+    "ELECTRA's discriminator": ("ElectraForPreTraining", _EMBEDDED),
+    "DeBERTa": ("DebertaForMaskedLM", _C),
+    "DeBERTa-v2": ("DebertaV2ForMaskedLM", _C),
+    "T5": ("T5ForConditionalGeneration", {**_T5, "num_layers": 1, "decoder_start_token_id": 0}),
+    "mBART": ("MBartForConditionalGeneration", _S),
+    "M2M100": ("M2M100ForConditionalGeneration", _S),
+    "Marian": ("MarianMTModel", {**_S, "decoder_vocab_size": 50}),
+    "Whisper": ("WhisperForConditionalGeneration", hf_models._FAMILIES["Whisper"][1]),
+    "Llama": ("LlamaForCausalLM", _D),
+    "Llama, tied": ("LlamaForCausalLM", {**_D, "tie_word_embeddings": True}),
+    "Gemma": ("GemmaForCausalLM", hf_models._HEADS_OF_8),
+    "Gemma 3": ("Gemma3ForCausalLM", hf_models._HEADS_OF_8),
+    "Qwen2": ("Qwen2ForCausalLM", _D),
+    "Qwen3": ("Qwen3ForCausalLM", hf_models._HEADS_OF_8),
+}
+
+
+def ties(model):
+    """The names of parameters that are one tensor with the first of them."""
+    first = {}
+    names = [(n, first.setdefault(id(p), n)) for n, p in model.named_parameters(remove_duplicate=False)]
+    return {(name, other) for name, other in names if name != other}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_kept_columns_are_those_of_the_dense_model_and_ties_stay_ties(case, tmp_path):
+    name, keys = FAMILIES[case]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    fill(model_class(model_class.config_class(**keys))).save_pretrained(tmp_path / "dense")
+    model = model_class.from_pretrained(tmp_path / "dense").eval()  # computes the positions of Marian again
+    small, _, report = shrink_vocabulary(model, KEEP)
+    new, ids = report.new_ids, torch.tensor([[*KEEP, *KEEP[:3]]])
+    assert {*KEEP} <= new.keys() and (report.difference <= 1e-5 or report.in_float64 <= 1e-5)
+    assert report.before.parameters - report.after.parameters >= 8 * (50 - len(new)) > 0
+    inputs = {"input_ids": ids}
+    inputs |= {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    features = {"input_features": torch.randn(1, 8, 16)} if case == "Whisper" else {}
+    inputs = {"decoder_input_ids": ids} if features else inputs
+    renumbered = {key: torch.tensor([[new[at] for at in value[0].tolist()]]) for key, value in inputs.items()}
+    export.save_pretrained(small, report, tmp_path / "saved")
+    again = model_class.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        want = model.double()(**inputs, **{k: v.double() for k, v in features.items()}, output_hidden_states=True)
+        for smaller in (small, again):
+            smaller = copy.deepcopy(smaller).double()
+            got = smaller(**renumbered, **{k: v.double() for k, v in features.items()}, output_hidden_states=True)
+            columns = want.logits if case == "ELECTRA's discriminator" else want.logits[..., list(new)]
+            torch.testing.assert_close(got.logits, columns, rtol=1e-9, atol=1e-9)
+            for states in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+                torch.testing.assert_close(
+                    getattr(got, states, None), getattr(want, states, None), rtol=1e-9, atol=1e-9
+                )
+    assert "shrink_vocabulary(..., keep=...)" in (tmp_path / "saved/README.md").read_text()
+    assert ties(model) == ties(small) == ties(again)
+    optimizer = torch.optim.Adam(again.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        again(**renumbered, **features).logits.square().mean().backward()
+        optimizer.step()
+    assert ties(model) == ties(again)
+    tables = [
+        layer.weight for layer in (again.get_input_embeddings(), again.get_output_embeddings()) if layer is not None
+    ]
+    assert all(len(table) == len(new) for table in tables)
+    dense = [
+        layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None
+    ]
+    assert (tables[0] is tables[-1]) == (dense[0] is dense[-1])
+
+
+class OddTokens(transformers.LlamaForCausalLM):
+    """A model that computes with the number of a token itself."""
+
+    def forward(self, input_ids=None, **keys):
+        output = super().forward(input_ids=input_ids, **keys)
+        output.logits = output.logits + (input_ids % 2)[..., None]
+        return output
+
+
+def test_a_model_that_computes_otherwise_from_new_ids_is_refused():
+    torch.manual_seed(0)
+    model = fill(OddTokens(transformers.LlamaConfig(**_D))).eval()
+    with pytest.raises(SparsityError, match="shrink_vocabulary: the smaller model gives other outputs: a relative"):
+        shrink_vocabulary(model, KEEP)
+    assert shrink_vocabulary(model, range(50))[2].difference == 0
+
+
+def test_a_dry_run_changes_nothing_and_its_report_is_no_result(tmp_path):
+    tokenizer = trained("WordLevel")
+    model = decoder_of(tokenizer)
+    same, own, report = shrink_vocabulary(model, ["some text"], tokenizer, dry_run=True)
+    assert same is model and own is tokenizer and len(model.get_input_embeddings().weight) == report.couplings[0].of
+    small = shrink_vocabulary(model, ["some text"], tokenizer)[0]
+    assert report.after.parameters == sum(p.numel() for p in small.parameters()) < report.before.parameters
+    assert str(report).startswith("dry run: nothing was removed") and "vocabulary" in str(report)
+    with pytest.raises(SparsityError, match="such as a dry run"):
+        export.save_pretrained(small, report, tmp_path)
+    with pytest.raises(SparsityError, match="there is no manifest"):
+        report.save(tmp_path / "manifest.json")
+
+
+def test_a_model_that_needs_more_than_tokens_is_compared_on_given_inputs():
+    model, inputs = hf_models.make("CLIP")
+    model.get_input_embeddings = model.text_model.get_input_embeddings
+    with pytest.raises(
+        SparsityError, match=r"does not run on example_inputs.*if it needs more than tokens, give exampl"
+    ):
+        shrink_vocabulary(model, KEEP)
+    given = {**inputs, "input_ids": torch.tensor([KEEP, KEEP[::-1]]), "attention_mask": torch.ones(2, 6)}
+    small, _, report = shrink_vocabulary(model, KEEP, example_inputs=given)
+    assert report.difference <= 1e-5 and small.config.text_config.vocab_size == len(report.new_ids)
+    with pytest.raises(SparsityError, match="example_inputs have tokens that are not kept"):
+        shrink_vocabulary(model, KEEP, example_inputs={**given, "input_ids": torch.tensor([[8, 7]])})
 
 
 def trained(kind):
@@ -144,7 +269,8 @@ def test_texts_of_kept_tokens_are_encoded_as_before(kind, tmp_path):
     lines = [line for path in PAGES for line in path.read_text().splitlines() if len(line) > 20 and "[UNK]" not in line]
     used, others = lines[::8], lines[1::2]
     settings = tokenizer.backend_tokenizer.to_str()
-    small, smaller, new = shrink_vocabulary(decoder_of(tokenizer), used, tokenizer)
+    small, smaller, report = shrink_vocabulary(decoder_of(tokenizer), used, tokenizer)
+    new = report.new_ids
     assert tokenizer.backend_tokenizer.to_str() == settings and len(smaller) == len(new) < len(tokenizer)
     small.save_pretrained(tmp_path)
     smaller.save_pretrained(tmp_path)
@@ -169,8 +295,8 @@ def test_a_tokenizer_that_cannot_be_cut_exactly_is_left_out_with_a_warning():
     data["model"]["end_of_word_suffix"] = "</w>"
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(data))
     with pytest.warns(UserWarning, match="its BPE marks words by '</w>'"):
-        small, none, new = shrink_vocabulary(decoder_of(tokenizer), ["some text"], tokenizer)
-    assert none is None and small.config.vocab_size == len(new) < 30
+        small, none, report = shrink_vocabulary(decoder_of(tokenizer), ["some text"], tokenizer)
+    assert none is None and small.config.vocab_size == len(report.new_ids) < 30
 
 
 def test_what_is_refused():
