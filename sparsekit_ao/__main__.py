@@ -22,7 +22,8 @@ from .checkpoints.card import CARD
 from .checkpoints.pretrained import MANIFEST, load_folder, load_tokenizer
 from .errors import SparsityError, check_writable, did_you_mean
 from .export import report
-from .oneshot import prune, quality
+from .oneshot import mixed, prune, quality
+from .oneshot.quality import MEAN
 from .oneshot.walk import check_options
 from .patterns import parse
 from .removal import shrink
@@ -57,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("folder", type=Path, help="a checkpoint of transformers, or a GGUF file")
         if name == "report":
             continue
-        command.add_argument("--data", type=Path, help="text, or JSON lines whose field 'text' is a document")
+        text = "text, or JSON lines whose field 'text' is a document"
+        command.add_argument(
+            "--data", action="append", metavar="[KIND=]FILE", help=f"{text}; may be given several times"
+        )
+        command.add_argument("--held-out", action="append", metavar="[KIND=]FILE", help="text to measure on only")
         command.add_argument("--tokens", type=int, default=32768, help="to calibrate on, at most (default: 32768)")
         command.add_argument("--length", type=int, help="tokens of a window (default: 256, or the model's maximum)")
         command.add_argument("--recipe", type=Path, help=f"a YAML file with arguments of `{name}`")
@@ -92,8 +97,7 @@ def _run(args: argparse.Namespace) -> None:
         raise SparsityError(f"the config in {args.folder} does not describe its model; begin with the dense model")
     if args.data is None and (args.command == "shrink" or args.length or args.recover):
         raise SparsityError("shrink, --length and --recover need --data, a file with typical text")
-    if args.data is not None and not (args.data.is_file() and args.data.stat().st_size):
-        raise SparsityError(f"--data: {args.data} is not a file, or it is empty; give one with typical text")
+    files = _files(args)
     if (least := min(args.tokens, 2 if args.length is None else args.length)) < 2:
         raise SparsityError(f"--tokens and --length must be at least 2, got {least}")
     checked_level(vars(args).get("ratio") or 0, "--ratio: ")
@@ -106,14 +110,15 @@ def _run(args: argparse.Namespace) -> None:
         check_writable(args.out, f"--out: {args.out}")
     with tempfile.TemporaryDirectory() as offload_folder:
         model = load_folder(args.folder, offload_folder)
-        tokenizer = load_tokenizer(args.folder, is_needed=args.data is not None)
-        batches = None
-        if args.data is not None:
-            used, measured = _windows(tokenizer, model, args)
-            args.line += [f"--tokens={args.tokens}", f"--length={used.shape[1]}"]  # the last ones of a line count
-            batches = [{"input_ids": ids} for ids in used.split(BATCH)]
-            print(f"{used.numel():,} tokens to calibrate on, {measured.numel():,} held out")
-            held_out = [{"input_ids": ids} for ids in measured.split(1)]
+        tokenizer = load_tokenizer(args.folder, is_needed=bool(files))
+        used, held_out = _windows(tokenizer, model, args, files) if files else ({}, {})
+        batches = mixed(_batches(used, BATCH)) if used else None
+        if files:
+            counts = [sum(ids.numel() for ids in windows.values()) for windows in (used, held_out)]
+            each = f" ({counts[0] // len(used):,} of each kind)" if len(used) > 1 else ""
+            print(f"{counts[0]:,} tokens to calibrate on{each}, {counts[1]:,} held out")
+            length = next(iter(held_out.values())).shape[1]
+            args.line += [f"--tokens={args.tokens}", f"--length={length}"]  # the last ones of a line count
         keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
         if args.dry_run:
             print(call(model, batches=batches, dry_run=True, **keys)[1])
@@ -121,7 +126,7 @@ def _run(args: argparse.Namespace) -> None:
         check_writable(args.out, f"--out: {args.out}", sum(p.nbytes for p in model.parameters()))
         result, found = call(model, batches=batches, **keys)
         print(found)
-        evaluation = {} if batches is None else _measured(args, model, result, held_out)
+        evaluation = _measured(args, model, result, held_out) if files else {}
         if tokenizer is not None:  # first, so that the card names it
             tokenizer.save_pretrained(args.out)
         made = f"# {shlex.join(args.line)}\n# (windows of text in an order drawn with seed {SEED})\n{found.call}"
@@ -155,30 +160,60 @@ def _recipe(path: Path, call: Callable[..., Any]) -> dict[str, Any]:
     return {name: texts[name] if ":" in texts[name] else value for name, value in values.items()}
 
 
-def _windows(tokenizer: Any, model: Any, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Return windows of token ids to calibrate on and held-out ones, int64 [windows, length], drawn by a fixed seed."""
+def _files(args: argparse.Namespace) -> dict[str, tuple[str, Path]]:
+    """Return {kind: (option, file)} of --data and --held-out; a kind that is not given is the name of the file."""
+    files = dict[str, tuple[str, Path]]()
+    for option, given in (("--data", args.data), ("--held-out", args.held_out)):
+        for value in given or ():
+            kind, _, name = value.rpartition("=") if not Path(value).exists() else ("", "", value)
+            file, kind = Path(name), kind or Path(name).stem
+            if not (file.is_file() and file.stat().st_size):
+                raise SparsityError(f"{option}: {file} is not a file, or it is empty; give one with typical text")
+            if kind in files or kind == MEAN:
+                why = "is the name of the mean" if kind == MEAN else "was given before"
+                raise SparsityError(f"{option}: the kind {kind!r} {why}; give another one: {option} KIND={file}")
+            files[kind] = option, file
+    return files
+
+
+def _windows(
+    tokenizer: Any, model: Any, args: argparse.Namespace, files: Mapping[str, tuple[str, Path]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return {kind: windows of token ids, int64 [windows, length]} to calibrate on, as many of each, and held out."""
     if model.config.is_encoder_decoder or not getattr(tokenizer, "is_fast", False):
         kind = "decoder or an encoder" if model.config.is_encoder_decoder else "model with a fast tokenizer"
         raise SparsityError(f"--data needs a {kind}, got {type(model).__name__} with {type(tokenizer).__name__}")
-    most = getattr(model.config, "max_position_embeddings", None) or args.tokens
-    longest = min(args.tokens, most, tokenizer.model_max_length)  # RoBERTa's has more positions than it can use
+    tokens = args.tokens // (len(args.data or ()) or 1)
+    most = getattr(model.config, "max_position_embeddings", None) or tokens
+    longest = min(tokens, most, tokenizer.model_max_length)  # RoBERTa's has more positions than it can use
     length = min(256, longest) if args.length is None else args.length
     if not 2 <= length <= longest:
-        raise SparsityError(f"--length must be from 2 to {longest} (--tokens, or the model's maximum), got {length}")
+        limit = "--tokens for each kind, or the model's maximum"
+        raise SparsityError(f"--length must be from 2 to {longest} ({limit}), got {length}")
+    found = {kind: _windows_of(tokenizer, *file, tokens, length) for kind, file in files.items()}
+    used = {kind: windows for kind, (windows, _) in found.items() if files[kind][0] == "--data"}
+    count = min(map(len, used.values()), default=0)
+    return {kind: windows[:count] for kind, windows in used.items()}, {kind: held for kind, (_, held) in found.items()}
+
+
+def _windows_of(tokenizer: Any, option: str, file: Path, tokens: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return windows of a file to calibrate on, and held-out ones, drawn by a fixed seed; all of --held-out is so."""
     try:
-        data: Any = np.memmap(args.data, mode="r")  # of which only what is needed is read
-        lines = data.tobytes().splitlines() if args.data.suffix in (".jsonl", ".json") else []
+        data: Any = np.memmap(file, mode="r")  # of which only what is needed is read
+        lines = data.tobytes().splitlines() if file.suffix in (".jsonl", ".json") else []
         documents = [json.loads(line)["text"].encode() for line in lines if line.strip()]
         data = b"\n\n".join(documents) if lines else data
         parts = data[: -len(data) // HELD_OUT], data[-len(data) // HELD_OUT :]
-        if len(documents) >= HELD_OUT:
+        if option == "--held-out":
+            parts = data, data
+        elif len(documents) >= HELD_OUT:
             data = b"\n\n".join(document for at, document in enumerate(documents, 1) if at % HELD_OUT)
             parts = data, b"\n\n".join(documents[HELD_OUT - 1 :: HELD_OUT])
-        used, held_out = (_drawn(tokenizer, *of, length) for of in zip(parts, (args.tokens, MEASURED), strict=True))
+        used, held_out = (_drawn(tokenizer, *of, length) for of in zip(parts, (tokens, MEASURED), strict=True))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SparsityError(f"--data: {args.data} must be text, or JSON lines with a field 'text': {error}") from error
+        raise SparsityError(f"{option}: {file} must be text, or JSON lines with a field 'text': {error}") from error
     if not (len(used) and len(held_out)):
-        raise SparsityError(f"--data: {args.data} is too short: give {HELD_OUT * length} tokens or a smaller --length")
+        raise SparsityError(f"{option}: {file} is too short: give {HELD_OUT * length} tokens or a smaller --length")
     return used, held_out
 
 
@@ -203,13 +238,17 @@ def _drawn(tokenizer: Any, text: Any, tokens: int, length: int) -> Tensor:
     return torch.tensor(windows)[torch.randperm(len(windows), generator=torch.Generator().manual_seed(SEED))[:count]]
 
 
-def _measured(args: argparse.Namespace, dense: Any, result: Any, held_out: Any) -> Any:
+def _batches(windows: Mapping[str, Tensor], size: int) -> dict[str, list[dict[str, Tensor]]]:
+    return {kind: [{"input_ids": ids} for ids in of_kind.split(size)] for kind, of_kind in windows.items()}
+
+
+def _measured(args: argparse.Namespace, dense: Any, result: Any, held_out: Mapping[str, Tensor]) -> Any:
     """Print and return how close the result is to the dense model; say so if it cannot be measured, and return {}."""
     with tempfile.TemporaryDirectory() as offload_folder:
         try:
             if args.command == "prune":  # which has changed the model in place
                 dense = load_folder(args.folder, offload_folder)
-            found = quality(dense, result, held_out)
+            found = quality(dense, result, _batches(held_out, 1))
         except Exception as error:  # the result of what may be hours of work is saved all the same
             print(f"sparsekit_ao: the result cannot be measured: {type(error).__name__}: {error}", file=sys.stderr)
             return {}

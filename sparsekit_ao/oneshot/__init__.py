@@ -2,7 +2,7 @@
 
 from .prune_report import BlockRow, DryRun, PruneReport, RecoverReport
 from .pruning import one_shot, prune
-from .quality import QualityReport, QualityRow, quality
+from .quality import QualityReport, QualityRow, mixed, quality
 from .recovery import recover
 from .solving import LayerRow
 
@@ -14,6 +14,7 @@ __all__ = [
     "QualityReport",
     "QualityRow",
     "RecoverReport",
+    "mixed",
     "one_shot",
     "prune",
     "quality",

