@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -139,7 +139,13 @@ def quality(
     comparison = _Comparison(dense, model, forward, token_mask)
     with eval_mode(dense), eval_mode(model):
         rows = [comparison.row(str(kind), of_kind) for kind, of_kind in by_kind.items()]
-    return QualityReport(rows=(*rows, *([_mean(rows)] if len(rows) > 1 else [])))
+    if len(rows) > 1:
+        columns = {field.name: [getattr(row, field.name) for row in rows] for field in fields(QualityRow)[2:]}
+        means = {name: sum(values) / len(rows) for name, values in columns.items()}
+        for name in ("dense_perplexity", "perplexity"):
+            means[name] = math.prod(value ** (1 / len(rows)) for value in columns[name])
+        rows.append(QualityRow(kind=MEAN, count=sum(row.count for row in rows), **means))
+    return QualityReport(rows=tuple(rows))
 
 
 class _Comparison:
@@ -160,7 +166,8 @@ class _Comparison:
             raise SparsityError(f"quality: there are no batches of {kind!r}; an iterator that was used up gives none")
         found = {name: sums[name] / count for name in ("divergence", "agreement", "cosine") if name in sums}
         for name in ("dense_perplexity", "perplexity") if sums["labels"] else ():
-            found[name] = _exp(sums[name] / sums["labels"])
+            loss = sums[name] / sums["labels"]
+            found[name] = math.exp(loss) if loss < 700 else math.inf
         if "cosine" in sums:
             mean: Any = sums["sum"] / count if count > 1 else torch.zeros(1)
             spread = sums["squares"] - count * float(mean.square().sum())
@@ -250,11 +257,10 @@ def _of_logits(wanted: Tensor, got: Tensor, labels: Tensor) -> dict[str, float]:
     """Return sums over rows of logits, and the losses of labels [rows, 1]."""
     p, q = (rows.float().log_softmax(-1) for rows in (wanted, got))
     known = labels != _NO_LABEL
-    losses = [-_sum(rows.gather(1, labels.clamp(min=0))[known]) for rows in (p, q)]
+    dense_loss, loss = (-_sum(rows.gather(1, labels.clamp(min=0))[known]) for rows in (p, q))
     divergence = _sum((p.exp() * (p - q)).masked_fill_(p == -math.inf, 0))
-    agreement = _sum(wanted.argmax(-1) == got.argmax(-1))
-    keys = {"divergence": divergence, "agreement": agreement, "labels": _sum(known)}
-    return keys | dict(zip(("dense_perplexity", "perplexity"), losses, strict=True))
+    sums = {"divergence": divergence, "agreement": _sum(wanted.argmax(-1) == got.argmax(-1)), "labels": _sum(known)}
+    return sums | {"dense_perplexity": dense_loss, "perplexity": loss}
 
 
 def _of_states(wanted: Tensor, got: Tensor, _: Tensor) -> dict[str, Any]:
@@ -266,21 +272,6 @@ def _of_states(wanted: Tensor, got: Tensor, _: Tensor) -> dict[str, Any]:
 
 def _sum(values: Tensor) -> float:
     return float(values.sum(dtype=torch.float64))
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def _mean(rows: Sequence[QualityRow]) -> QualityRow:
-    """Return the row of the mean over kinds."""
-    found = dict[str, Any]()
-    for name in (each.name for each in fields(QualityRow)[2:]):
-        values = [getattr(row, name) for row in rows]
-        is_exp = "perplexity" in name
-        mean = sum(map(math.log, values) if is_exp else values) / len(values)
-        found[name] = _exp(mean) if is_exp else mean
-    return QualityRow(kind=MEAN, count=sum(row.count for row in rows), **found)
 
 
 def mixed(batches: Mapping[str, Iterable[Any]]) -> list[Any]:

@@ -98,6 +98,8 @@ def test_a_model_larger_than_memory_is_offloaded_and_pruned_the_same(llama, data
     assert run(*argv, "--out", tmp_path / "b") == 0
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    rows = [re.findall(r"^\| text \| 400 .*$", (tmp_path / name / "README.md").read_text(), re.M) for name in "ab"]
+    assert rows[0] == rows[1] and rows[0]
 
 
 def test_an_encoder_is_shrunk_and_compared_by_its_embeddings(tmp_path, capsys):
