@@ -59,25 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = joined(mixed(calibration), args.batch)
     settings = {"model": args.model.name if args.model else "SmolLM2", "calibrated on": args.calibrate or "a mix"}
     settings |= {"tokens": each * len(chosen) * args.window, "threads": args.threads, "torch": torch.__version__}
+    settings["dense solved"] = f"{sum(solved(tokenizer, dense))} of {len(TASKS)}" if args.tasks else ""
     rows = list[dict[str, Any]]()
-    for structure, method in (("", "dense"), *METHODS):
-        if method != "dense" and (structure not in args.structures or method not in args.methods):
+    for structure, method in METHODS:
+        if structure not in args.structures or method not in args.methods:
             continue
         start = time.perf_counter()
-        model = dense if method == "dense" else pruned(dense, structure, method, batches, args.passes)
-        row: dict[str, Any] = {
-            "structure": structure,
-            "method": method,
-            "seconds": f"{time.perf_counter() - start:.0f}",
-        }
+        model = pruned(dense, structure, method, batches, args.passes)
+        row: dict[str, Any] = {"structure": structure, "method": method}
+        row["seconds"] = f"{time.perf_counter() - start:.0f}"
         row["peak GiB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}"
         row["solved"] = f"{sum(solved(tokenizer, model))} of {len(TASKS)}" if args.tasks else ""
         seen = quality(dense, model, {kind: held_out[kind] for kind in kinds})
-        others = quality(dense, model, {UNSEEN: held_out[UNSEEN]})[:-1] if UNSEEN in held_out else ()
+        others = [*quality(dense, model, {UNSEEN: held_out[UNSEEN]})] if UNSEEN in held_out else []
         print(f"{structure} {method}: {row['seconds']} s, {row['solved']}\n{seen}", *others, sep="\n", flush=True)
         for one in (*seen, *others):
-            measured = {"divergence": one.divergence, "agreement": one.agreement, "perplexity": one.perplexity}
-            rows.append(row | {"kind": one.kind} | {name: f"{value:.4g}" for name, value in measured.items()})
+            names = ("divergence", "agreement", "perplexity", "dense_perplexity")
+            measured = {name: getattr(one, name) for name in names}
+            rows.append(row | {"kind": one.kind} | {name: f"{value:.4f}" for name, value in measured.items()})
         write_rows(rows, args.out / f"{args.name}.csv", settings)
 
 
