@@ -358,8 +358,9 @@ def _save_with_manifest(model: Any, report: ShrinkReport, folder: Path, **kwargs
     changes = [Change(**change) for change in manifest["attributes"]]
     config_changes = [change for change in changes if "config" in change.path.split(".")[:-1]]
     for path, dense_value in manifest["config"].items():
-        now = functools.reduce(getattr, path.split("."), model)
-        config_changes.append(Change(path=path, was=dense_value, now=now))
+        *names, key = path.split(".")
+        now = functools.reduce(getattr, names, model).to_dict()[key]  # `per_layer_config` reads as another object
+        config_changes.insert(0, Change(path=path, was=dense_value, now=now))  # while the larger number holds
     if "save_original_format" in inspect.signature(model.save_pretrained).parameters:
         # Tensors keep the names that they have in the model, since `load_pretrained` does not convert names.
         kwargs = {"save_original_format": False} | kwargs

@@ -117,15 +117,21 @@ def check_comparable(where: str, model: nn.Module, tolerance: object = 1e-5) -> 
 
 
 def verify_removal(
-    reference: Reference, removals: Sequence[Removal], fields: ConfigFields | None = None, *, by_caller: bool = False
+    reference: Reference,
+    removals: Sequence[Removal],
+    fields: ConfigFields | None = None,
+    *,
+    by_caller: bool = False,
+    changes: Sequence[Change] = (),
+    single_use: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
     """Return the model of a reference without some units, if it gives the same outputs; see `compact`.
 
     With `fields`, its config follows, if a model constructed from it is the smaller one. With `by_caller`, the caller
-    finds out what causes a problem.
+    finds out what causes a problem. `changes` and `single_use` are as in `make_smaller`.
     """
     model = reference.model
-    small, changes, notes, unrounded = make_smaller(model, removals)
+    small, changes, notes, unrounded = make_smaller(model, removals, changes, single_use=single_use)
     reference.unrounded = unrounded | redo_weight_norms(small, reference.normed)
     comparison = compare_models(reference, small)
     problem = comparison.problem
@@ -242,14 +248,15 @@ def _assign_attrs(couplings: Sequence[Coupling], attrs: Mapping[str, str]) -> li
 
 
 def make_smaller(
-    model: nn.Module, removals: Sequence[Removal], *, single_use: bool = False
+    model: nn.Module, removals: Sequence[Removal], more_changes: Sequence[Change] = (), *, single_use: bool = False
 ) -> tuple[nn.Module, list[Change], list[str], dict[str, Tensor]]:
     """Return a copy of a masked model without some units, and changes, notes and weights as `fold_norms` does.
 
-    With `single_use`, the copy serves one comparison, in its dtype, and computes large tensors when they are read.
+    `more_changes` are what the caller knows to follow beside what the couplings list. With `single_use`, the copy
+    serves one comparison, in its dtype, and computes large tensors when they are read.
     """
     check_lists(model, removals, "")
-    changes = find_changes(model, removals)
+    changes = [*find_changes(model, removals), *more_changes]
     tensors = [plain_tensor(model, m.fqn) for removal in removals for m in removal.bound.members]
     replaced = {id(tensor): tensor for tensor in tensors}
     small = light_copy(model, run_dtype(model)) if single_use else copy.deepcopy(model, replaced)

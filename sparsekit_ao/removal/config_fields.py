@@ -205,7 +205,7 @@ class ConfigFields:
             lists = [name for name, length in self._lists.items() if length == value]
             entries = {key: kinds for name in lists for key, kinds in layer_fields(self._model, name).items()}
             # The same config may be reached from the model and from one of its modules.
-            pairs = [(key.rpartition("."), kinds) for key, kinds in entries.items()]
+            pairs = [(key.rpartition("."), k) for key, k in entries.items() if isinstance(k, list) and len(k) == value]
             places = {id(part): place for place, part in self._parts}
             longer = {f"{places.get(id(value_at(self._model, h)), h)}.{key}": kinds for (h, _, key), kinds in pairs}
             for factor in (2, 3):  # the double may be what another field is, so that a ResNet has no shortcut there
@@ -230,8 +230,66 @@ class ConfigFields:
                     gained[path, _NEW] = 1
         return gained
 
+    def of_blocks(self, path: str, kept: Sequence[int]) -> tuple[list[tuple[str, int]], list[Change]]:
+        """Return what follows if a list keeps these blocks: dimensions of other tensors, and fields of the config.
+
+        A dimension has a part for each block. A field counts all blocks, or those of a kind at one end of the list.
+        """
+        units, dimensions, changes = self._lists[path], list[tuple[str, int]](), list[Change]()
+        values = {f"{place}.{key}": n for place, part in self._parts for key, n in vars(part).items() if type(n) is int}
+        for field in (field for field, n in values.items() if n == units and not field.endswith("_token_id")):
+            gained = self._gained_by(field)
+            if {name for name, d in gained if d == _NEW} == {path}:
+                dimensions = [(name, d) for (name, d), n in gained.items() if d != _NEW and n == self._shapes[name][d]]
+                changes = [Change(path=field, was=units, now=len(kept))]
+                break
+        ends = {field: n for field, n in values.items() if re.search("layer|dense", field) and 0 < n <= units}
+        for field, n in ends.items():
+            if not any(field == change.path for change in changes):
+                counted = self._end_of(path, field, n)
+                now = sum(at in counted for at in kept)
+                changes += [Change(path=field, was=n, now=now)] if counted and now != n else []
+        return dimensions, changes
+
+    def _end_of(self, path: str, field: str, count: int) -> range:
+        """Return the blocks that a field counts, at the beginning or the end of a list; none if it counts others."""
+        units, usual = self._lists[path], self._kinds(path, {})
+        probes = [(self._kinds(path, {field: value}), value) for value in (count - 1, count + 1)]
+        pairs = [(zip(usual, kinds, strict=True), value) for kinds, value in probes if len(kinds) == len(usual)]
+        # A kind may move further blocks: the one whose keys others share is another one then.
+        last = [
+            (max((at for at, (was, now) in enumerate(pair) if was != now), default=-1), value) for pair, value in pairs
+        ]
+        if any(at >= 0 for at, _ in last):
+            if all(at == (min(count, value) if min(count, value) < units else -1) for at, value in last):
+                return range(count)
+            if all(at == units - max(count, value) for at, value in last):
+                return range(units - count, units)
+        return range(0)
+
+    def _kinds(self, path: str, values: Mapping[str, Any]) -> list[Any]:
+        """Return what describes each block of a model whose config has these values: attributes and shapes."""
+        fresh, plain = self._construct(values), (bool, int, float, str)
+        return [
+            [
+                *(
+                    (name, key, v)
+                    for name, m in block.named_modules()
+                    for key, v in vars(m).items()
+                    if type(v) in plain
+                ),
+                *((name, tuple(p.shape)) for name, p in block.named_parameters()),
+            ]
+            for block in (fresh.get_submodule(path).children() if fresh is not None else ())
+        ]
+
     def _constructed(self, values: Mapping[str, Any]) -> Shapes | None:
         """Return the shapes of a model whose config has these values, or None where its class refuses them."""
+        if (fresh := self._construct(values)) is None:
+            return None
+        return {_COMPUTED.sub(r".\1", name): tuple(t.shape) for name, t in fresh.state_dict().items()}
+
+    def _construct(self, values: Mapping[str, Any]) -> nn.Module | None:
         try:
             holder = nn.Module()
             holder.config = read_again(self._model.config)
@@ -239,8 +297,7 @@ class ConfigFields:
             apply_changes(holder, [*filled, *(Change(path=p, was=None, now=value) for p, value in values.items())])
             getattr(holder.config, "validate", tuple)()  # as `save_pretrained` does
             with seeded([]), torch.device("meta"):
-                fresh = type(self._model)(holder.config)
-            return {_COMPUTED.sub(r".\1", name): tuple(t.shape) for name, t in fresh.state_dict().items()}
+                return type(self._model)(holder.config)
         except Exception:
             return None
 

@@ -1,8 +1,7 @@
 """`shrink_experts` and `shrink_layers` remove experts or blocks, which changes outputs."""
 
 import inspect
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,30 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from ..coupling import BoundCoupling, expert_couplings, expert_scores
+from ..coupling import BoundCoupling, Member, expert_couplings, expert_scores
 from ..coupling.bound import is_list
 from ..coupling.experts import rated_experts
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless
 from ..models.names import owner_of
-from ..models.progress import progress_bar, public_call
-from ..models.running import Forward, call, check_batches, eval_mode, first_tensor, kept_generators
+from ..models.progress import progress_bar, public_call, text_of_call
+from ..models.running import Forward, TokenMask, call, eval_mode, first_tensor, kept_generators
 from ..oneshot.chain import CalibrationData, calls_of
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
-from ..structure import checked_level, sparsity_to_nnz
+from ..structure import AxisPattern, checked_level, sparsity_to_nnz
 from .compaction import verify_removal
 from .config_fields import ConfigFields
 from .modules import config_of
 from .removal_report import ShrinkReport
-from .remove import Removal, check_multiple, round_up
-from .sizes import has_config
-from .verify import Reference
+from .remove import Removal, check_multiple, kept_elements, plain_tensor, round_up
+from .sizes import Change, has_config
+from .verify import Reference, light_copy
 
 
 @kept_generators()
+@public_call
 def shrink_experts(
     model: nn.Module,
     batches: Sequence[Any],
@@ -43,6 +45,8 @@ def shrink_experts(
     multiple_of: int = 1,
     forward: Forward | None = None,
     scores: Mapping[str, Tensor] | None = None,
+    token_mask: TokenMask = None,
+    dry_run: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
     """Remove a fraction of the experts of every layer: those with the lowest `expert_scores` (REAP, arXiv 2510.13999).
 
@@ -75,7 +79,7 @@ def shrink_experts(
         raise SparsityError("shrink_experts: weights are sharded over ranks; remove experts before fully_shard")
     refuse_unloadable(model, "shrink_experts")
     level = checked_level(ratio, "shrink_experts: ratio: ")
-    data = CalibrationData.checked(model, batches, forward, False, "shrink_experts")
+    data = CalibrationData.checked(model, batches, forward, token_mask, "shrink_experts")
     check_multiple(multiple_of, "shrink_experts: ")
     coupling = expert_couplings(model).get("experts")
     if coupling is None:
@@ -99,7 +103,36 @@ def shrink_experts(
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
     if (kept := min(int(removal.keep.sum()) for removal in removals)) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
-    return _without(model, removals, data.batches, forward)
+    small, report = _compared(data, removals, _never_choosing, ConfigFields.of(model), dry_run=dry_run)
+    return small, replace(report, call=text_of_call())
+
+
+class _WithoutLogits(TorchFunctionMode):
+    """Gives the logits of a router minus infinity for experts that are not kept."""
+
+    def __init__(self, keep: Tensor) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_product = getattr(func, "__name__", "") in ("linear", "matmul", "__matmul__", "mm", "einsum")
+        is_logits = is_product and out.shape[-1] == len(self.keep)
+        return out.masked_fill(~self.keep.to(out.device), -torch.inf) if is_logits else out
+
+
+def _never_choosing(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Let the routers of a model never choose the removed experts, in place."""
+    for removal, member in ((removal, member) for removal in removals for member in removal.bound.members):
+        router, name = owner_of(model, member.fqn)
+        tensor = getattr(router, name)
+        keep = kept_elements(member, removal, tuple(tensor.shape))
+        if tensor.numel() == len(keep.flatten()) == removal.bound.units:  # a bias of the scores, added after a sigmoid
+            tensor.data.masked_fill_(~keep.to(tensor.device), -torch.inf)
+        elif name == "weight" and tensor.ndim == 2:
+            mode = _WithoutLogits(keep[:, 0])
+            router.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)
+            router.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
 
 
 @torch.no_grad()
@@ -127,6 +160,7 @@ def shrink_layers(
     *,
     layers: str | None = None,
     forward: Forward | None = None,
+    dry_run: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
     """Remove the repeated blocks that change their input least.
 
@@ -150,24 +184,80 @@ def shrink_layers(
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
     refuse_valueless(model, "shrink_layers")
-    check_batches(batches, None, forward, "shrink_layers")
-    level, batches = checked_level(ratio, "shrink_layers: "), list(batches)
+    level = checked_level(ratio, "shrink_layers: ")
+    data = CalibrationData.checked(model, batches, forward, False, "shrink_layers")
     lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and layers in (None, name)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {layers!r}' if layers else ''}")
     path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    influences = _influences(model, path, batches, forward)
+    influences = _influences(data, path)
     units = len(influences)
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
-    keep = keep_mask(influences[None], kept)[0]
-    _check_layer_types(model, path, keep.nonzero().flatten().tolist())
-    coupling = BoundCoupling(name="layers", unit="u", sizes={"u": units}, lists=(path,))
-    return _without(model, [Removal(bound=coupling, keep=keep)], batches, forward)
+    fields, stays = ConfigFields.of(model), dict[int, str]()
+
+    def without(keep: Tensor, single_use: bool) -> tuple[nn.Module, ShrinkReport]:
+        """Return the model without some blocks."""
+        _check_layer_types(model, path, keep.nonzero().flatten().tolist())
+        removal, changes = _removal_of_blocks(model, path, keep, fields)
+        return _compared(data, [removal], _passing_on, fields, changes, single_use)
+
+    while True:
+        keep = keep_mask(influences[None], max(kept, len(stays)))[0]
+        dropped = (~keep).nonzero().flatten().tolist()
+        try:
+            small, report = without(keep, dry_run)
+            break
+        except SparsityError as error:
+            alone = dict[int, str]()
+            for at in dropped if len(dropped) > 1 else ():
+                try:
+                    without(torch.arange(units, device="cpu") != at, True)
+                except SparsityError as e:
+                    alone[at] = str(e)
+            failed = alone or ({dropped[0]: str(error)} if len(dropped) == 1 else {})
+            if not failed or len(stays | failed) == units:
+                raise SparsityError(
+                    f"shrink_layers: {path} without the blocks {dropped}: {error}. Other code counts by these blocks. "
+                    "Remove fewer blocks, or shrink the units of all blocks instead (`shrink`)."
+                ) from error
+            stays |= failed
+            influences[[*failed]] = torch.inf
+    others = [f"{path}.{at} stays, and another block leaves instead: without it {why}" for at, why in stays.items()]
+    return small, replace(report, left_out=(*report.left_out, *others), call=text_of_call())
 
 
-def _influences(model: nn.Module, path: str, batches: Sequence[Any], forward: Forward | None) -> Tensor:
+def _removal_of_blocks(
+    model: nn.Module, path: str, keep: Tensor, fields: ConfigFields | None
+) -> tuple[Removal, list[Change]]:
+    """Return the removal of blocks of a list with their parts of other tensors, and what else counts them."""
+    units, members, changes = len(keep), list[Member](), list[Change]()
+    if fields is not None:
+        dimensions, changes = fields.of_blocks(path, keep.nonzero().flatten().tolist())
+        for name, d in dimensions:  # such as embeddings for each block, side by side
+            axes = " ".join("(u p)" if at == d else f"a{at}" for at in range(plain_tensor(model, name).ndim))
+            members.append(
+                Member(fqn=name, pattern=AxisPattern(axes=axes, unit="u", sizes={"u": units}), is_parameter=False)
+            )
+    bound = BoundCoupling(name="layers", unit="u", sizes={"u": units}, lists=(path,), members=tuple(members))
+    return Removal(bound=bound, keep=keep), changes if not keep.all() else []
+
+
+def _passing_on(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Let the removed blocks of a model pass their input on, in place."""
+    for path, keep in ((path, removal.keep) for removal in removals for path in removal.bound.lists):
+        for at in (~keep).nonzero().flatten().tolist():
+            model.get_submodule(f"{path}.{at}").register_forward_hook(_pass_on, with_kwargs=True)
+
+
+def _pass_on(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    before, after = first_tensor([args, kwargs]), first_tensor(output)
+    return tree_map_only(Tensor, lambda tensor: before if tensor is after else tensor, output)
+
+
+def _influences(data: CalibrationData, path: str) -> Tensor:
     """Return the influence of each block of a list."""
+    model, batches = data.model, data.batches
     layers: Any = model.get_submodule(path)
     # For each block the sum of its cosines, their number and that of its calls. If small tensors of each call were kept
     # instead, the allocator could not reuse the memory between them, and each batch would take more of it.
@@ -184,7 +274,7 @@ def _influences(model: nn.Module, path: str, batches: Sequence[Any], forward: Fo
         for at, block in enumerate(layers):
             hooks.enter_context(block.register_forward_hook(partial(record, at), with_kwargs=True))
         for batch in batches:
-            (forward or call)(model, batch)
+            (data.forward or call)(model, batch)
     calls = totals[:, 2].int().tolist()
     if not calls or 0 in calls:
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
@@ -209,19 +299,31 @@ def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None
         )
 
 
-def _without(
-    model: nn.Module, removals: Sequence[Removal], batches: Sequence[Any], forward: Forward | None
+def _compared(
+    data: CalibrationData,
+    removals: Sequence[Removal],
+    act_without: Callable[[nn.Module, Sequence[Removal]], None],
+    fields: ConfigFields | None,
+    changes: Sequence[Change] = (),
+    dry_run: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
-    """Return the model without units that are not zero, and a report; its difference is that on the first batch."""
-    calls: list[Any] = []
-    with calls_of([model], calls), torch.no_grad(), eval_mode(model):
-        (forward or call)(model, batches[0])
-    # Outputs change, so this reference accepts any finite difference, and only measures it.
-    dense = Reference(model, _example_inputs(model, *calls[0]), sys.float_info.max)
-    small, report = verify_removal(dense, removals, ConfigFields.of(model), by_caller=True)
-    kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
-    notes = ["what is removed is not zero"] if not all(removal.is_empty for removal in removals) else []
-    return small, replace(report, notes=(*report.notes, *notes), left_out=tuple(kept))
+    """Return the model without units that are not zero, if it gives what the dense model gives that acts without them.
+
+    `act_without` makes a copy of the dense model do so. After a dry run, the model is the dense one.
+    """
+    model, calls = data.model, list[Any]()
+    with calls_of([model], calls), eval_mode(model):
+        dense_output = data.output(0)
+    acting = light_copy(model)
+    act_without(acting, removals)
+    reference = Reference(model, _example_inputs(model, *calls[0]), acting=acting)
+    small, report = verify_removal(
+        reference, removals, None if dry_run else fields, by_caller=True, changes=changes, single_use=dry_run
+    )
+    kept = tuple(f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
+    if dry_run:
+        return model, replace(report, left_out=kept, manifest={})
+    return small, replace(report, left_out=kept, error_to_dense=replace(data, model=small).error_to(dense_output))
 
 
 def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -128,7 +128,8 @@ def _check_changes(changes: Sequence[Change]) -> None:
         else:
             is_filled = change.was is None and names[-1] in FILLED
             was = change.now if is_filled else change.was
-            is_valid = type(change.now) is type(was) is int and 1 <= change.now <= was
+            least = int("config" not in names)  # no block of a kind may be left that a field counts
+            is_valid = type(change.now) is type(was) is int and least <= change.now <= was
         if not (is_public and is_valid):
             raise SparsityError(f"cut_to: {change.path!r} cannot be set to {change.now!r} by a manifest")
 

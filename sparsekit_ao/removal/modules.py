@@ -18,6 +18,12 @@ from .remove import Removal
 
 _COUNTS = re.compile(r"(n|num)_?(?!.*(per|shared)_)\w*(layers?|blocks?)|depth")  # attributes that count blocks
 _NUMBERS = ("layer_idx", "layer_id")  # attributes that hold the number of a layer, its place in caches and lists
+_OF_OTHERS = re.compile(r"\w+_layer_(idx|index)")  # attributes that hold the number of another block
+_BY_LAYER = re.compile(
+    r".*layer.*|.*(pattern|types)|intermediate_size"
+)  # fields of a config with an entry for each block
+_INDICES = re.compile(r"[a-z]\w*(indices|indexes|idxs|layer_ids|layers)")  # fields that list numbers of blocks
+_READ = re.compile(r".*(out_|feature|deepstack).*")  # those of blocks whose outputs are read
 
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
@@ -41,9 +47,12 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Drop the modules of dropped units from their lists, in place; later ones move up, also in what numbers them."""
     # All lists are looked up first, since one list may be in a module of another.
     paths = [(path, removal) for removal in removals for path in removal.bound.lists]
-    lists = [(model.get_submodule(p), config_of(model, p)[1], layer_fields(model, p), removal) for p, removal in paths]
+    lists = [
+        (*map(model.get_submodule, (p, p.rpartition(".")[0])), config_of(model, p)[1], layer_fields(model, p), removal)
+        for p, removal in paths
+    ]
     counts = _counts_of_lists(model, {path: removal.kept for path, removal in paths})
-    for modules, config, fields, removal in lists:
+    for modules, holder, config, fields, removal in lists:
         kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]  # type: ignore[operator]
@@ -54,8 +63,12 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         attributes = _NUMBERS if fields or 0 in kept else _NUMBERS[:1]
         for layer, key in ((layer, key) for layer in layers for key in attributes if vars(layer).get(key) in kept):
             vars(layer)[key] = kept.index(vars(layer)[key])
-        for field, entries in fields.items():
-            setattr(config, field.rpartition(".")[2], [entries[at] for at in kept])
+            for key, at in [item for item in vars(layer).items() if _OF_OTHERS.fullmatch(item[0]) and item[1] in kept]:
+                vars(layer)[key] = kept.index(at)
+        for key, at in [(k, n) for k, n in vars(holder).items() if _OF_OTHERS.fullmatch(k) and type(n) is int]:
+            vars(holder)[key] = sum(block < at for block in kept)  # where a kind of blocks begins
+        for key, value in ((field.rpartition(".")[2], value) for field, value in fields.items()):
+            setattr(config, key, _of_kept(key, value, kept, removal.keep.numel()))
     for holder, key, length in counts:
         vars(holder)[key] = length
 
@@ -144,15 +157,37 @@ def config_of(model: nn.Module, path: str) -> tuple[str, Any]:
     return f"{path}.config".removeprefix("."), vars(model.get_submodule(path)).get("config")
 
 
-def layer_fields(model: nn.Module, path: str) -> dict[str, list[Any]]:
-    """Return {path: entries} of the config's fields with an entry for each block of a list, such as `layer_types`."""
+def layer_fields(model: nn.Module, path: str) -> dict[str, Any]:
+    """Return {path: value} of the config's fields with an entry for each block of a list, or with numbers of blocks."""
     (place, config), blocks = config_of(model, path), [*model.get_submodule(path).children()]
-    if config is None or not any(vars(m).keys() & {*_NUMBERS} for block in blocks for m in block.modules()):
+    if config is None:
         return {}
-    lists = {key: value for key, value in vars(config).items() if "layer" in key and isinstance(value, list)}
-    if runs := vars(config).get("attention_types"):  # of GPT-Neo: [[["global", "local"], 2]] is for four blocks
-        lists["attention_types"] = [[[kind], 1] for kinds, count in runs for kind in kinds * count]
-    return {f"{place}.{key}": value for key, value in lists.items() if len(value) == len(blocks)}
+    lists = {key: [*value] for key, value in vars(config).items() if isinstance(value, (list, tuple))}
+    fields = {
+        key: value for key, value in lists.items() if _INDICES.fullmatch(key) and _are_numbers(value, len(blocks))
+    }
+    if any(vars(m).keys() & {*_NUMBERS} for block in blocks for m in block.modules()):
+        if runs := lists.pop("attention_types", None):  # of GPT-Neo: [[["global", "local"], 2]] is for four blocks
+            fields["attention_types"] = [[[kind], 1] for kinds, count in runs for kind in kinds * count]
+        fields |= {key: value for key, value in lists.items() if _BY_LAYER.fullmatch(key) and len(value) == len(blocks)}
+        if getattr(config, "is_heterogeneous", False):
+            fields["per_layer_config"] = config.to_dict()["per_layer_config"]
+    return {f"{place}.{key}": value for key, value in fields.items()}
+
+
+def _are_numbers(value: Sequence[Any], blocks: int) -> bool:
+    return all(type(at) is int and 0 <= at < blocks for at in value) and [*value] == sorted({*value})
+
+
+def _of_kept(key: str, value: Any, kept: Sequence[int], blocks: int) -> Any:
+    """Return a field of `layer_fields` for the kept blocks alone."""
+    if isinstance(value, Mapping):
+        return {at: value[str(block)] for at, block in enumerate(kept) if str(block) in value}
+    if _INDICES.fullmatch(key) and _are_numbers(value, blocks):
+        if _READ.fullmatch(key):  # what a removed block would give is what the block before it gives
+            return [sum(block <= at for block in kept) - 1 for at in value]
+        return [at for at, block in enumerate(kept) if block in value]
+    return [value[at] for at in kept]
 
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:

@@ -67,7 +67,9 @@ class Reference:
         *,
         fused: bool = False,
         dense: nn.Module | None = None,
+        acting: nn.Module | None = None,
     ) -> None:
+        self._acting = model if acting is None else acting
         self.model, self.example_inputs, self.tolerance, self.normed = model, inputs, tolerance, normed
         self.dtype, self._fused = run_dtype(model), fused
         self._inputs = arguments(inputs)
@@ -78,7 +80,7 @@ class Reference:
         # The last outputs that were compared in float64, and the result, which is that of the same outputs again.
         self._compared: tuple[Outputs, float | None] = [], None
         try:
-            run = _run(model, self._inputs, self.dtype, fused=fused)
+            run = _run(self._acting, self._inputs, self.dtype, fused=fused)
         except Exception as e:
             raise SparsityError(f"the model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque, self.flops, self.uncounted = run
@@ -114,7 +116,7 @@ class Reference:
     def not_trainable(self, small: nn.Module) -> str:
         """Return why a smaller model does not run in training mode, or "" if it does or the masked one does not."""
         problem = ""
-        for model in (small, self.model):
+        for model in (small, self._acting):
             try:
                 with warnings.catch_warnings(action="ignore"):
                     _run(model, self._inputs, self.dtype, fused=True, training=True)
@@ -125,7 +127,7 @@ class Reference:
 
     def check_repeats(self) -> None:
         """Raise an error if the masked model gives other outputs when it runs once more."""
-        again = _run(self.model, self._inputs, self.dtype, fused=self._fused)
+        again = _run(self._acting, self._inputs, self.dtype, fused=self._fused)
         if not (error := output_difference(self._outputs, again.outputs)) <= self.tolerance:
             raise SparsityError(
                 f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})"
@@ -187,7 +189,8 @@ class Reference:
         """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
             with warnings.catch_warnings(action="ignore"):
-                reference = Reference(self.model, inputs, self.tolerance, self.normed, fused=fused, dense=self._dense)
+                keys = {"fused": fused, "dense": self._dense, "acting": self._acting}
+                reference = Reference(self.model, inputs, self.tolerance, self.normed, **keys)
         except SparsityError:
             return None
         reference.unrounded = self.unrounded
@@ -198,7 +201,7 @@ class Reference:
         shares, alone = list[Tensor](), list[Tensor]()  # gradients of rows and columns; the largest of single entries
         try:
             for entry in (0, 1, 2, None):
-                model = plain_weights(light_copy(self.model if self._dense is None else self._dense, self.dtype))
+                model = plain_weights(light_copy(self._acting if self._dense is None else self._dense, self.dtype))
                 inputs = self._extended(longer, changed, entry)
                 with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
                     outputs = _run(model, inputs, self.dtype, single_use=True, gradients=True).outputs
@@ -220,7 +223,7 @@ class Reference:
         """Return the outputs for inputs as of `_extended`, or None if the model does not run with them."""
         try:
             with warnings.catch_warnings(action="ignore"):
-                return _run(self.model, self._extended(longer, changed), self.dtype).outputs
+                return _run(self._acting, self._extended(longer, changed), self.dtype).outputs
         except Exception:  # the model fixes the size of the dimension, or does not take a new value
             return None
 
@@ -246,7 +249,7 @@ class Reference:
         """Return the difference of float64 copies; None if they do not run or rounding does not explain `outputs`."""
         try:
             if self._exact is None:
-                exact = _run(self.model, self._inputs, torch.float64, fused=self._fused).outputs
+                exact = _run(self._acting, self._inputs, torch.float64, fused=self._fused).outputs
                 self._exact = exact, self._changed_by_zeros(exact, torch.float64)
             exact, changes = self._exact
             small_exact = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused).outputs

@@ -1,0 +1,179 @@
+"""shrink_layers: the smaller model is the dense one in which the removed blocks pass their input on.
+
+The dense model is skipped by hooks of this file. It is compared in memory, saved and loaded, and by the tokens that are
+generated with and without a cache, which are more than fit the sliding windows.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from sparsekit_ao.export import load_pretrained, save_pretrained
+from sparsekit_ao.removal import shrink_layers
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 60, "num_hidden_layers": 6}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 59, "max_position_embeddings": 64}
+_DECODER = {**_SMALL, **_TOKENS, "num_key_value_heads": 2}
+_SLIDING = {**_DECODER, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 3}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS |= {"shared_expert_intermediate_size": 16, "experts_implementation": "batched_mm"}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_GEMMA_3N = {**_SLIDING, "vocab_size_per_layer_input": 60, "hidden_size_per_layer_input": 4, "laurel_rank": 4}
+_GEMMA_3N |= {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, *[0.0] * 5], "num_kv_shared_layers": 0}
+_GEMMA_3N |= {"intermediate_size": [48, 48, 48, 48, 48, 40]}
+_GEMMA_4 = {**_SLIDING, "vocab_size_per_layer_input": 60, "hidden_size_per_layer_input": 4, "global_head_dim": 16}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": 60, "num_layers": 4, "num_decoder_layers": 4}
+_T5 |= {"decoder_start_token_id": 0, "eos_token_id": 59, "pad_token_id": 0}
+_BART = {"d_model": 32, "vocab_size": 60, "max_position_embeddings": 64, "decoder_start_token_id": 2, **_TOKENS}
+_BART |= {f"{half}_{what}": n for half in ("encoder", "decoder") for what, n in (("layers", 4), ("ffn_dim", 48))}
+_BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "forced_eos_token_id": None}
+_WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
+_WHISPER |= {"begin_suppress_tokens": None, "suppress_tokens": None}
+_VISION = {**_SMALL, "image_size": 16, "patch_size": 4}
+_DPT = {**_VISION, "image_size": 32, "patch_size": 8, "neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8}
+_DPT |= {"backbone_out_indices": [0, 2, 3, 5], "is_hybrid": False}
+_SOUND = {**_SMALL, "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
+_SOUND |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+
+# {name: (class, fields of its config, list of blocks, which of them change their input least)}
+DECODERS = {
+    "Gemma 2": ("Gemma2ForCausalLM", _SLIDING, "model.layers", (2,)),
+    "Gemma 3": ("Gemma3ForCausalLM", _SLIDING, "model.layers", (1, 2)),
+    "Gemma 3n": ("Gemma3nForCausalLM", _GEMMA_3N, "model.layers", (2,)),
+    "Gemma 3n, first": ("Gemma3nForCausalLM", _GEMMA_3N, "model.layers", (0,)),
+    "Gemma 3n, shared keys": ("Gemma3nForCausalLM", {**_GEMMA_3N, "num_kv_shared_layers": 2}, "model.layers", (1,)),
+    "Gemma 3n, sharing": ("Gemma3nForCausalLM", {**_GEMMA_3N, "num_kv_shared_layers": 2}, "model.layers", (4,)),
+    "Gemma 4": ("Gemma4ForCausalLM", _GEMMA_4, "model.layers", (2,)),
+    "Gemma 4, shared keys": ("Gemma4ForCausalLM", {**_GEMMA_4, "num_kv_shared_layers": 2}, "model.layers", (1,)),
+    "Gemma 4, sharing": ("Gemma4ForCausalLM", {**_GEMMA_4, "num_kv_shared_layers": 2}, "model.layers", (4,)),
+    "Qwen 2": ("Qwen2ForCausalLM", {**_DECODER, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+               "model.layers", (1,)),
+    "Qwen 3": ("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}, "model.layers", (3,)),
+    "Qwen 3 MoE": ("Qwen3MoeForCausalLM", {**_DECODER, **_EXPERTS, "head_dim": 8, "mlp_only_layers": [1, 4]},
+                   "model.layers", (1,)),
+    "Qwen 3 Next": ("Qwen3NextForCausalLM", {**_DECODER, **_EXPERTS, **_LINEAR, "head_dim": 8, "mlp_only_layers": [4],
+                    "layer_types": ["linear_attention", "full_attention"] * 3}, "model.layers", (1, 2)),
+    "Llama 4": ("Llama4ForCausalLM", {**_DECODER, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48,
+                "moe_layers": [1, 3, 5], "no_rope_layers": [1, 1, 0, 1, 1, 0], "attention_chunk_size": 4},
+                "model.layers", (1,)),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {**_DECODER, **_ROUTED, **_LATENT, "moe_intermediate_size": 16,
+                    "num_key_value_heads": 4, "first_k_dense_replace": 2, "experts_implementation": "batched_mm"},
+                    "model.layers", (0,)),
+    "LFM2": ("Lfm2ForCausalLM", {**_DECODER, "full_attn_idxs": [1, 4], "block_auto_adjust_ff_dim": False},
+             "model.layers", (1,)),
+    "Granite hybrid": ("GraniteMoeHybridForCausalLM", {**_DECODER, **_MAMBA, "shared_intermediate_size": 32,
+                       "num_local_experts": 0, "layer_types": ["linear_attention", "full_attention"] * 3}, "model.layers", (3,)),
+    "Falcon-H1": ("FalconH1ForCausalLM", {**_DECODER, **_MAMBA, "head_dim": 8, "mamba_d_ssm": 64}, "model.layers", (2,)),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}, "gpt_neox.layers", (0, 3)),
+    "T5, encoder": ("T5ForConditionalGeneration", _T5, "encoder.block", (0,)),
+    "T5, decoder": ("T5ForConditionalGeneration", _T5, "decoder.block", (0,)),
+    "T5, later": ("T5ForConditionalGeneration", _T5, "decoder.block", (2,)),
+    "mT5, encoder": ("MT5ForConditionalGeneration", _T5, "encoder.block", (0,)),
+    "UMT5, encoder": ("UMT5ForConditionalGeneration", _T5, "encoder.block", (0,)),
+    "UMT5, decoder": ("UMT5ForConditionalGeneration", _T5, "decoder.block", (0,)),
+    "BART, encoder": ("BartForConditionalGeneration", _BART, "model.encoder.layers", (1,)),
+    "BART, decoder": ("BartForConditionalGeneration", _BART, "model.decoder.layers", (0,)),
+    "Whisper, encoder": ("WhisperForConditionalGeneration", _WHISPER, "model.encoder.layers", (0,)),
+    "Whisper, decoder": ("WhisperForConditionalGeneration", _WHISPER, "model.decoder.layers", (1,)),
+    "Whisper, other numbers": ("WhisperForConditionalGeneration", {**_WHISPER, "encoder_layers": 3},
+                               "model.decoder.layers", (3,)),
+}
+ENCODERS = {
+    "ViT": ("ViTForImageClassification", _VISION, "", (2,)),
+    "DPT": ("DPTForDepthEstimation", _DPT, "", (1,)),
+    "DPT, read": ("DPTForDepthEstimation", _DPT, "", (2,)),
+    "Wav2Vec2": ("Wav2Vec2Model", _SOUND, "encoder.layers", (2,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def made(name):
+    """A float64 model of widely spread weights, whose named blocks change their input little; its blocks; inputs."""
+    class_name, keys, path, quiet = (DECODERS | ENCODERS)[name]
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**keys))
+    for key, p in model.named_parameters():
+        is_vector = p.ndim == 1 and "bias" not in key
+        p.copy_(torch.randn_like(p) * 0.2 + is_vector if p.ndim < 2 else torch.randn_like(p) * p[0].numel() ** -0.5)
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    path = path or max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
+    for at in quiet:
+        for key, p in model.get_submodule(path)[at].named_parameters():
+            if "relative_attention_bias" not in key:
+                is_centred = p.ndim == 1 and key.endswith("norm.weight") and name in ("Gemma 2", "Gemma 3")
+                p.copy_(p * 1e-3 - float(is_centred))
+    return model.double().eval(), path, quiet, inputs_of(model)
+
+
+def inputs_of(model):
+    draw = torch.Generator().manual_seed(0)
+    if hasattr(model.config, "image_size"):
+        return {"pixel_values": torch.randn(2, 3, *[model.config.image_size] * 2, generator=draw).double()}
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.randn(2, 400, generator=draw).double()}
+    tokens = {"input_ids": torch.randint(3, 50, (2, 9), generator=draw)}
+    if model.main_input_name == "input_features":
+        tokens = {"input_features": torch.randn(2, 8, 16, generator=draw).double()}
+    if model.config.is_encoder_decoder:
+        tokens["decoder_input_ids"] = torch.randint(3, 50, (2, 7), generator=draw)
+    return tokens
+
+
+def skipping(model, path, dropped):
+    """A copy of the model in which these blocks pass their input on."""
+    dense = copy.deepcopy(model)
+
+    def skip(block, args, kwargs, output):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    for at in dropped:
+        dense.get_submodule(path)[at].register_forward_hook(skip, with_kwargs=True)
+    return dense
+
+
+def first(output):
+    return next(value for key, value in output.items() if key not in ("loss", "past_key_values"))
+
+
+def assert_same(wanted, got, inputs, generates):
+    """The outputs are the same, and so are the tokens that are generated with and without a cache."""
+    a, b = first(wanted(**inputs)), first(got(**inputs))
+    assert float((a - b).abs().max()) <= 1e-5 * float(a.abs().max())
+    if generates:
+        prompt = {k: v for k, v in inputs.items() if k != "decoder_input_ids"}
+        keys = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+        for cached in (True, False):
+            expected = wanted.generate(**prompt, **keys, use_cache=cached)
+            assert torch.equal(expected, got.generate(**prompt, **keys, use_cache=cached))
+
+
+def dropped_of(report):
+    (group,) = (group for group in report.manifest["groups"] if group["lists"])
+    return [at for at in range(group["sizes"][group["unit"]]) if at not in group["kept"][0]]
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_a_removed_block_passes_its_input_on(name, tmp_path):
+    model, path, quiet, inputs = made(name)
+    blocks = len(model.get_submodule(path))
+    small, report = shrink_layers(model, [inputs], len(quiet) / blocks, layers=path)
+    dropped = dropped_of(report)
+    print("RESULT", name, "asked", quiet, "dropped", dropped, "NIC", repr(report.not_in_config), report.left_out, report.changed)
+    wanted, generates = skipping(model, path, dropped), name in DECODERS
+    assert len(dropped) == len(quiet)
+    assert_same(wanted, small, inputs, generates)
+    save_pretrained(small, report, tmp_path)
+    again = load_pretrained(tmp_path, type(model), dtype=torch.float64)
+    assert_same(wanted, again.eval(), inputs, generates)
