@@ -16,7 +16,7 @@ from ..coupling import BoundCoupling
 from ..coupling.bound import is_list
 from ..models.names import connected
 from ..models.running import seeded
-from .modules import layer_fields
+from .modules import layer_fields, repeated_blocks
 from .remove import Removal
 from .sizes import (
     Change,
@@ -205,13 +205,14 @@ class ConfigFields:
             lists = [name for name, length in self._lists.items() if length == value]
             entries = {key: kinds for name in lists for key, kinds in layer_fields(self._model, name).items()}
             # The same config may be reached from the model and from one of its modules.
-            pairs = [(key.rpartition("."), k) for key, k in entries.items() if isinstance(k, list) and len(k) == value]
+            pairs = [(key.rpartition("."), k) for key, k in entries.items() if isinstance(k, dict) or len(k) == value]
             places = {id(part): place for place, part in self._parts}
             longer = {f"{places.get(id(value_at(self._model, h)), h)}.{key}": kinds for (h, _, key), kinds in pairs}
             for factor in (2, 3):  # the double may be what another field is, so that a ResNet has no shortcut there
                 shapes = self._constructed({path: factor * value})
                 if shapes is None and longer:
-                    shapes = self._constructed({path: factor * value, **{key: factor * k for key, k in longer.items()}})
+                    repeated = {key: repeated_blocks(kinds, value, factor) for key, kinds in longer.items()}
+                    shapes = self._constructed({path: factor * value, **repeated})
                 gained = self._difference_of(shapes or self._shapes)
                 self._gains[path] = Entries({place: -(-n // (factor - 1)) for place, n in gained.items()})
                 if shapes is None or self._shapes.keys() <= shapes.keys():

@@ -247,7 +247,7 @@ def _passing_on(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Let the removed blocks of a model pass their input on, in place."""
     for path, keep in ((path, removal.keep) for removal in removals for path in removal.bound.lists):
         for at in (~keep).nonzero().flatten().tolist():
-            model.get_submodule(f"{path}.{at}").register_forward_hook(_pass_on, with_kwargs=True)
+            model.get_submodule(f"{path}.{at}").register_forward_hook(_pass_on, with_kwargs=True, prepend=True)
 
 
 def _pass_on(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

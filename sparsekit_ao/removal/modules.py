@@ -179,6 +179,13 @@ def _are_numbers(value: Sequence[Any], blocks: int) -> bool:
     return all(type(at) is int and 0 <= at < blocks for at in value) and [*value] == sorted({*value})
 
 
+def repeated_blocks(value: Any, blocks: int, times: int) -> Any:
+    """Return a field of `layer_fields` for these blocks several times."""
+    if isinstance(value, Mapping):
+        return {int(at) + blocks * k: fields for k in range(times) for at, fields in value.items()}
+    return value * times
+
+
 def _of_kept(key: str, value: Any, kept: Sequence[int], blocks: int) -> Any:
     """Return a field of `layer_fields` for the kept blocks alone."""
     if isinstance(value, Mapping):

@@ -27,6 +27,7 @@ _GEMMA_3N = {**_SLIDING, "vocab_size_per_layer_input": 60, "hidden_size_per_laye
 _GEMMA_3N |= {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, *[0.0] * 5], "num_kv_shared_layers": 0}
 _GEMMA_3N |= {"intermediate_size": [48, 48, 48, 48, 48, 40]}
 _GEMMA_4 = {**_SLIDING, "vocab_size_per_layer_input": 60, "hidden_size_per_layer_input": 4, "global_head_dim": 16}
+# Of a T5 with fewer blocks in the encoder than in the decoder, transformers makes a cache that is too short.
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": 60, "num_layers": 4, "num_decoder_layers": 4}
 _T5 |= {"decoder_start_token_id": 0, "eos_token_id": 59, "pad_token_id": 0}
 _BART = {"d_model": 32, "vocab_size": 60, "max_position_embeddings": 64, "decoder_start_token_id": 2, **_TOKENS}
@@ -70,11 +71,11 @@ DECODERS = {
                        "num_local_experts": 0, "layer_types": ["linear_attention", "full_attention"] * 3}, "model.layers", (3,)),
     "Falcon-H1": ("FalconH1ForCausalLM", {**_DECODER, **_MAMBA, "head_dim": 8, "mamba_d_ssm": 64}, "model.layers", (2,)),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}, "gpt_neox.layers", (0, 3)),
-    "T5, encoder": ("T5ForConditionalGeneration", _T5, "encoder.block", (0,)),
+    "T5, encoder": ("T5ForConditionalGeneration", {**_T5, "num_layers": 5}, "encoder.block", (0,)),
     "T5, decoder": ("T5ForConditionalGeneration", _T5, "decoder.block", (0,)),
     "T5, later": ("T5ForConditionalGeneration", _T5, "decoder.block", (2,)),
-    "mT5, encoder": ("MT5ForConditionalGeneration", _T5, "encoder.block", (0,)),
-    "UMT5, encoder": ("UMT5ForConditionalGeneration", _T5, "encoder.block", (0,)),
+    "mT5, encoder": ("MT5ForConditionalGeneration", {**_T5, "num_layers": 5}, "encoder.block", (0,)),
+    "UMT5, encoder": ("UMT5ForConditionalGeneration", {**_T5, "num_layers": 5}, "encoder.block", (0,)),
     "UMT5, decoder": ("UMT5ForConditionalGeneration", _T5, "decoder.block", (0,)),
     "BART, encoder": ("BartForConditionalGeneration", _BART, "model.encoder.layers", (1,)),
     "BART, decoder": ("BartForConditionalGeneration", _BART, "model.decoder.layers", (0,)),
@@ -139,7 +140,7 @@ def skipping(model, path, dropped):
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     for at in dropped:
-        dense.get_submodule(path)[at].register_forward_hook(skip, with_kwargs=True)
+        dense.get_submodule(path)[at].register_forward_hook(skip, with_kwargs=True, prepend=True)
     return dense
 
 
@@ -175,5 +176,6 @@ def test_a_removed_block_passes_its_input_on(name, tmp_path):
     assert len(dropped) == len(quiet)
     assert_same(wanted, small, inputs, generates)
     save_pretrained(small, report, tmp_path)
-    again = load_pretrained(tmp_path, type(model), dtype=torch.float64)
+    keys = {"experts_implementation": "batched_mm"} if hasattr(model.config, "num_experts_per_tok") else {}
+    again = load_pretrained(tmp_path, type(model), dtype=torch.float64, **keys)
     assert_same(wanted, again.eval(), inputs, generates)
