@@ -98,15 +98,20 @@ def _no_gradients():
         yield
 
 
+def fill(model):
+    """The model itself with weights that are spread widely, so that each part of it matters."""
+    torch.manual_seed(0)
+    for key, p in model.named_parameters():
+        is_vector = p.ndim == 1 and "bias" not in key
+        p.copy_(torch.randn_like(p) * 0.2 + is_vector if p.ndim < 2 else torch.randn_like(p) * p[0].numel() ** -0.5)
+    return model
+
+
 def made(name):
     """A float64 model of widely spread weights, whose named blocks change their input little; its blocks; inputs."""
     class_name, keys, path, quiet = (DECODERS | ENCODERS)[name]
     model_class = getattr(transformers, class_name)
-    torch.manual_seed(0)
-    model = model_class(model_class.config_class(**keys))
-    for key, p in model.named_parameters():
-        is_vector = p.ndim == 1 and "bias" not in key
-        p.copy_(torch.randn_like(p) * 0.2 + is_vector if p.ndim < 2 else torch.randn_like(p) * p[0].numel() ** -0.5)
+    model = fill(model_class(model_class.config_class(**keys)))
     lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
     path = path or max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
     for at in quiet:

@@ -1,0 +1,127 @@
+"""shrink_experts: the smaller model is the dense one whose routers choose among the kept experts alone.
+
+The routers of this file compute the logits of the kept experts only. Models are compared in memory, saved and loaded,
+and by the tokens that are generated with and without a cache.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from test_removed_blocks import _DECODER, _LATENT, assert_same, fill, inputs_of
+from torch import nn
+
+from sparsekit_ao import SparsityError, recover
+from sparsekit_ao.export import load_pretrained, save_pretrained
+from sparsekit_ao.removal import shrink_experts
+
+_MIXED = {**_DECODER, "num_hidden_layers": 3, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+_NAMED = {**_MIXED, "num_experts": 6, "moe_intermediate_size": 16, "head_dim": 8}
+_DEEPSEEK = {**_MIXED, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+_V4 = {**_MIXED, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8}
+_V4 |= {"n_routed_experts": 6, "moe_intermediate_size": 16, "layer_types": ["sliding_attention"] * 3, "hc_mult": 2}
+_V4 |= {"mlp_layer_types": ["moe"] * 3, "sliding_window": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+
+
+def softmax_first(router, logits, bias):
+    gates, chosen = logits.softmax(-1).topk(router.top_k)
+    return (gates / gates.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else gates), chosen
+
+
+def softmax_last(router, logits, bias):
+    gates, chosen = logits.topk(router.top_k)
+    return gates.softmax(-1), chosen
+
+
+def sigmoids(router, logits, bias):
+    scores, groups = logits.sigmoid(), router.num_group
+    wanted = (scores + bias).unflatten(-1, (groups, -1))
+    best = wanted.topk(2).values.sum(-1).topk(router.topk_group).indices
+    is_best = torch.zeros(wanted.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+    chosen = wanted.masked_fill(~is_best[..., None], -torch.inf).flatten(1).topk(router.top_k).indices
+    gates = scores.gather(1, chosen)
+    return gates / gates.sum(-1, keepdim=True) * router.routed_scaling_factor, chosen
+
+
+def roots(router, logits, bias):
+    scores = nn.functional.softplus(logits).sqrt()
+    chosen = (scores + bias).topk(router.top_k).indices
+    gates = scores.gather(1, chosen)
+    return gates / gates.sum(-1, keepdim=True) * router.routed_scaling_factor, chosen
+
+
+# {name: (class, fields of its config, gates and chosen experts of the logits)}
+MIXTURES = {
+    "Mixtral": ("MixtralForCausalLM", {**_MIXED, "num_local_experts": 6, "sliding_window": 4}, softmax_first),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", {**_NAMED, "norm_topk_prob": True}, softmax_first),
+    "Qwen3-MoE, as they are": ("Qwen3MoeForCausalLM", {**_NAMED, "norm_topk_prob": False}, softmax_first),
+    "OLMoE": ("OlmoeForCausalLM", {**_NAMED, "norm_topk_prob": False}, softmax_first),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}, sigmoids),
+    "DeepSeek-V3, groups": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}, sigmoids),
+    "DeepSeek-V4": ("DeepseekV4ForCausalLM", _V4, roots),
+    "GPT-OSS": ("GptOssForCausalLM", {**_MIXED, "num_local_experts": 6, "head_dim": 8, "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, softmax_last),
+    "Llama 4": ("Llama4ForCausalLM", {**_MIXED, "num_local_experts": 6, "head_dim": 8, "intermediate_size_mlp": 48,
+                "interleave_moe_layer_step": 2, "attention_chunk_size": 4}, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def made(name):
+    class_name, keys, _ = MIXTURES[name]
+    model_class = getattr(transformers, class_name)
+    model = fill(model_class(model_class.config_class(**keys)))
+    for key, buffer in model.named_buffers():
+        if "correction_bias" in key:
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1)))
+    return model.double().eval(), inputs_of(model)
+
+
+def kept_of(report):
+    """{name of a layer's router or experts: the experts that are kept}"""
+    rows = {}
+    for group in report.manifest["groups"]:
+        size = group["sizes"][group["unit"]]
+        kept = [at + scope * size for scope, units in enumerate(group["kept"]) for at in units]
+        rows |= {member["name"].rpartition(".")[0]: torch.tensor(kept) for member in group["members"]}
+    return rows
+
+
+def choosing_among(model, kept, gates_of):
+    """A copy whose routers see the logits of the kept experts alone."""
+    dense = copy.deepcopy(model)
+
+    def route(router, kept, hidden):
+        hidden, bias = hidden.reshape(-1, hidden.shape[-1]), getattr(router, "bias", None)
+        dtype = torch.float32 if hasattr(router, "num_group") else hidden.dtype
+        logits = nn.functional.linear(hidden.to(dtype), router.weight[kept].to(dtype), bias if bias is None else bias[kept])
+        if gates_of is None:  # Llama 4: the gates of all experts, zero for those that are not chosen
+            gates, chosen = logits.topk(router.top_k)
+            scores = logits.new_zeros(len(logits), len(router.weight)).scatter_(1, kept[chosen], gates.sigmoid())
+            return scores, logits
+        gates, chosen = gates_of(router, logits, getattr(router, "e_score_correction_bias", logits.new_zeros(99))[kept])
+        return logits, gates, kept[chosen]
+
+    for name, module in dense.named_modules():
+        if name in kept and not name.endswith("experts"):
+            module.forward = lambda hidden, router=module, kept=kept[name]: route(router, kept, hidden)
+    return dense
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_choose_among_kept_experts(name, tmp_path):
+    model, inputs = made(name)
+    small, report = shrink_experts(model, [inputs], 0.5)
+    kept = kept_of(report)
+    wanted = choosing_among(model, kept, MIXTURES[name][2])
+    print("RESULT", name, report.difference, report.not_in_config, report.changed, {k: v.tolist() for k, v in kept.items()})
+    assert_same(wanted, small, inputs, True)
+    save_pretrained(small, report, tmp_path)
+    again = load_pretrained(tmp_path, type(model), dtype=torch.float64, experts_implementation="batched_mm")
+    assert_same(wanted, again.eval(), inputs, True)
