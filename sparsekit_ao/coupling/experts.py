@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..distributed import of_all_ranks
 from ..errors import SparsityError, checked_model
 from ..models.names import named_tensors
-from ..models.running import Forward, call, check_batches, eval_mode
+from ..models.running import Forward, TokenMask, TokenMasks, call, check_batches, eval_mode, token_masks_of
 from .bound import is_list
 from .coupling import Coupling
 
@@ -26,7 +26,7 @@ _LISTED_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|w1)\.weight")
 _UP_AND_DOWN = {"gate_proj": (("gate_proj", "up_proj"), "down_proj"), "w1": (("w1", "w3"), "w2")}
 
 
-def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
+def expert_couplings(model: nn.Module, experts_fqn: str | None = None) -> dict[str, Coupling]:
     """Return the couplings of a mixture of experts: `"expert_units"`, and `"experts"` where there is a router.
 
     `"expert_units"` are the hidden units of each expert; `"experts"` are whole experts with their rows of the router.
@@ -44,6 +44,8 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
 
     Args:
         model: The model, before or after `prepare`; it is not changed.
+        experts_fqn: The name of a module of packed experts, for a model that has several kinds of layers with experts.
+            None (default) takes the first.
 
     Raises:
         SparsityError: There are no experts with these names.
@@ -58,7 +60,7 @@ def expert_couplings(model: nn.Module) -> dict[str, Coupling]:
     {'gate.weight': 'u i', 'gate.bias': 'u'}
     """
     tensors = {**dict(named_tensors(checked_model(model, "expert_couplings"))), **dict(model.named_buffers())}
-    packed = next((fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)), None)
+    packed = next((path for path in packed_experts(tensors) if experts_fqn in (path, None)), None)
     listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
     path = packed if packed is not None else listed[1] if listed else ""
     name, experts = _starred(path), model.get_submodule(path)
@@ -126,6 +128,11 @@ def _whole_experts(
     return {"experts": Coupling(members, attrs=dict.fromkeys(counting, axes), name="experts", **keys)}
 
 
+def packed_experts(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the modules that hold packed experts."""
+    return [fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)]
+
+
 def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
     up, down = tensors[fqn], tensors.get(f"{fqn.rpartition('.')[0]}.down_proj")
     if not fqn.endswith(".gate_up_proj") or down is None or (up.ndim, down.ndim) != (3, 3):
@@ -134,7 +141,9 @@ def _is_packed(fqn: str, tensors: Mapping[str, Tensor]) -> bool:
     return tuple(up.shape) in ((experts, 2 * second, first), (experts, second, 2 * first))
 
 
-def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | None = None) -> dict[str, Tensor]:
+def expert_scores(
+    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None, token_mask: TokenMask = None
+) -> dict[str, Tensor]:
     """Score the experts of a mixture by REAP: mean of gate value times norm of the output (arXiv 2510.13999).
 
     The mean is over the tokens for which the router chooses the expert; an expert that no token reaches scores 0.
@@ -143,9 +152,10 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
 
     Args:
         model: The model, which runs in eval mode and is not changed.
-        batches: Calibration data, as for `one_shot`; padding tokens count too. In distributed training each rank has
-            batches of its own, and the scores are those of all of them.
+        batches: Calibration data, as for `one_shot`. In distributed training each rank has batches of its own, and the
+            scores are those of all of them.
         forward: A function `(model, batch) -> output` that is called instead of the model.
+        token_mask: Which tokens of the batches count, as for `one_shot`.
 
     Returns:
         {name of the module of experts: scores, float64 (experts,)}.
@@ -156,18 +166,20 @@ def expert_scores(model: nn.Module, batches: Iterable[Any], forward: Forward | N
     >>> expert_scores(model, batches)["model.layers.0.mlp.experts"].shape  # doctest: +SKIP
     torch.Size([128])
     """
-    check_batches(batches, None, forward, "expert_scores")
-    with rated_experts(model) as scores, torch.no_grad(), eval_mode(model):
+    check_batches(batches, token_mask, forward, "expert_scores")
+    batches = list(batches)
+    masks = [token_masks_of(batch, token_mask, "expert_scores") for batch in batches]
+    with rated_experts(model, masks) as scores, torch.no_grad(), eval_mode(model):
         for batch in batches:
             (forward or call)(model, batch)
     return scores
 
 
 @contextmanager
-def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield what `expert_scores` returns, which is filled at the end; inside, the experts run, all of them or some."""
+def rated_experts(model: nn.Module, masks: Sequence[TokenMasks]) -> Iterator[dict[str, Tensor]]:
+    """Yield what `expert_scores` returns, which is filled at the end; inside, experts run once for each mask."""
     tensors = dict(named_tensors(checked_model(model, "expert_scores")))
-    paths = [fqn.rpartition(".")[0] for fqn in tensors if _is_packed(fqn, tensors)]
+    paths = packed_experts(tensors)
     counts = {path: len(tensors[f"{path}.down_proj"]) for path in paths}
     sums = {path: torch.zeros(2, count, dtype=torch.float64, device="cpu") for path, count in counts.items()}
     if not paths:
@@ -175,7 +187,7 @@ def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     scores: dict[str, Tensor] = {}
     with ExitStack() as hooks:
         for path, totals in sums.items():
-            hook = functools.partial(_add_scores, totals)
+            hook = functools.partial(_add_scores, totals, iter(masks))
             hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
         yield scores
     ranks = of_all_ranks(sums)
@@ -187,19 +199,36 @@ def rated_experts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     scores.update({path: total / counts.clamp(min=1) for path, (total, counts) in sums.items()})
 
 
-def _add_scores(totals: Tensor, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _add_scores(
+    totals: Tensor, masks: Iterator[TokenMasks], experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """The hook before experts run: add gate values times norms, and numbers of tokens, to [2, experts]."""
-    arguments = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3]
+    arguments, (of_batch, *_) = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3], next(masks).masks
     if len(arguments) == 1:  # Llama 4: all tokens for each expert, times their gates, 0 for all but the chosen ones
         outputs, tokens = (t.unflatten(0, (totals.shape[1], -1)) for t in (experts.forward(*arguments), *arguments))
+        counted = _counted(of_batch, tokens.shape[1]).to(tokens.device)
+        outputs, tokens = outputs[:, counted], tokens[:, counted]
         totals += torch.stack([outputs.double().norm(dim=-1).sum(1), tokens.any(-1).sum(1)]).to(totals)
         return
-    tokens, chosen, gates = (argument.flatten(0, -2) for argument in arguments)
+    counted = _counted(of_batch, len(arguments[0].flatten(0, -2))).to(arguments[0].device)
+    tokens, chosen, gates = (argument.flatten(0, -2)[counted] for argument in arguments)
     for expert in chosen.unique().tolist():
         at, slot = (chosen == expert).nonzero(as_tuple=True)
         output = experts.forward(tokens[at], chosen[at, slot, None], torch.ones_like(gates[at, :1]))
         totals[0, expert] += float((gates[at, slot].double() * output.double().norm(dim=-1)).sum())
         totals[1, expert] += len(at)
+
+
+def _counted(mask: Tensor | None, tokens: int) -> Tensor:
+    """Return which of the tokens that experts get count: bool (tokens,)."""
+    if mask is None:
+        return torch.ones(tokens, dtype=torch.bool)
+    if tokens % mask.numel() or (mask.ndim > 1 and tokens != mask.numel()):
+        raise SparsityError(
+            f"expert_scores: experts get {tokens} tokens of a batch, whose token mask is {tuple(mask.shape)}; give "
+            "token_mask=False to count all tokens"
+        )
+    return mask.bool().flatten().repeat(tokens // mask.numel())
 
 
 def _starred(path: str) -> str:

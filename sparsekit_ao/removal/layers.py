@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ..coupling import BoundCoupling, Member, expert_couplings, expert_scores
+from ..coupling import BoundCoupling, Member, expert_couplings
 from ..coupling.bound import is_list
-from ..coupling.experts import rated_experts
+from ..coupling.experts import packed_experts, rated_experts
 from ..distributed import is_sharded
 from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless
@@ -33,6 +33,8 @@ from .removal_report import ShrinkReport
 from .remove import Removal, check_multiple, kept_elements, plain_tensor, round_up
 from .sizes import Change, has_config
 from .verify import Reference, light_copy
+
+_MAKE_LOGITS = ("linear", "matmul", "__matmul__", "mm", "einsum", "add", "__add__", "__radd__")  # a bias is added
 
 
 @kept_generators()
@@ -81,13 +83,16 @@ def shrink_experts(
     level = checked_level(ratio, "shrink_experts: ratio: ")
     data = CalibrationData.checked(model, batches, forward, token_mask, "shrink_experts")
     check_multiple(multiple_of, "shrink_experts: ")
-    coupling = expert_couplings(model).get("experts")
-    if coupling is None:
-        raise SparsityError("shrink_experts: the model has no router, a matrix with a row for each expert")
-    bounds = coupling.bind(model)
+    bounds = list[BoundCoupling]()
+    for path in packed_experts(dict(model.named_parameters())) or [None]:  # layers of several kinds may have experts
+        if not any(member.fqn.startswith(f"{path}.") for bound in bounds for member in bound.members):
+            coupling = expert_couplings(model, path).get("experts")
+            if coupling is None:
+                raise SparsityError("shrink_experts: the model has no router, a matrix with a row for each expert")
+            bounds += coupling.bind(model)
     if len({bound.grid for bound in bounds}) > 1:  # which no single number describes
-        attrs = {path: axes for path, axes in coupling.attrs.items() if "*" in path}
-        bounds = replace(coupling, attrs=attrs).bind(model)
+        attrs = [{path: axes for path, axes in bound.attrs.items() if "*" in path} for bound in bounds]
+        bounds = [replace(bound, attrs=of) for bound, of in zip(bounds, attrs, strict=True)]
     scores, removals = _expert_scores(data, bounds) if scores is None else scores, []
     for bound in bounds:
         units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
@@ -97,6 +102,8 @@ def shrink_experts(
                 f"shrink_experts: scores must be what expert_scores returns for this model, with a tensor of "
                 f"{bound.units} for {names[0]!r}, got {tuple(found.shape) if isinstance(found, Tensor) else found}"
             )
+        if not found.any():
+            raise SparsityError(f"shrink_experts: no token reached {names[0]}, so its experts cannot be rated")
         kept = round_up(sparsity_to_nnz(level, units, "shrink_experts: ratio: "), units, multiple_of)
         keep = keep_mask(found.reshape(-1, units), kept).reshape(bound.grid)
         removals.append(Removal(bound=bound, keep=keep))
@@ -116,20 +123,25 @@ class _WithoutLogits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        is_product = getattr(func, "__name__", "") in ("linear", "matmul", "__matmul__", "mm", "einsum")
-        is_logits = is_product and out.shape[-1] == len(self.keep)
+        is_logits = getattr(func, "__name__", "") in _MAKE_LOGITS and out.shape[-1] == len(self.keep)
         return out.masked_fill(~self.keep.to(out.device), -torch.inf) if is_logits else out
 
 
 def _never_choosing(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Let the routers of a model never choose the removed experts, in place."""
-    for removal, member in ((removal, member) for removal in removals for member in removal.bound.members):
+    for removal, member in ((r, member) for r in removals for member in r.bound.members):
         router, name = owner_of(model, member.fqn)
         tensor = getattr(router, name)
         keep = kept_elements(member, removal, tuple(tensor.shape))
         if tensor.numel() == len(keep.flatten()) == removal.bound.units:  # a bias of the scores, added after a sigmoid
             tensor.data.masked_fill_(~keep.to(tensor.device), -torch.inf)
         elif name == "weight" and tensor.ndim == 2:
+            if tables := [key for key, t in router.named_buffers() if not t.is_floating_point()]:
+                raise SparsityError(
+                    f"shrink_experts: {member.fqn.rpartition('.')[0]} assigns tokens to experts by a table "
+                    f"({tables[0]}), not by its logits, so nothing takes the place of a removed expert; this model "
+                    "keeps all of its experts"
+                )
             mode = _WithoutLogits(keep[:, 0])
             router.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)
             router.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
@@ -141,8 +153,11 @@ def _expert_scores(data: CalibrationData, bounds: Sequence[BoundCoupling]) -> di
     owners = [owner_of(data.model, member.fqn)[0] for bound in bounds for member in bound.members]
     walk = Walk(data, (), layers=owners)
     if walk.outside:  # a walk over the blocks would not reach all experts
-        return expert_scores(data.model, data.batches, data.forward)
-    with rated_experts(data.model) as scores, eval_mode(data.model):
+        with rated_experts(data.model, data.token_masks) as scores, eval_mode(data.model):
+            for index in range(len(data.batches)):
+                data.output(index)
+        return scores
+    with rated_experts(data.model, data.token_masks) as scores, eval_mode(data.model):
         for at, block in enumerate(progress_bar(walk.blocks, "shrink_experts", "block")):
             if walk.chain_of[at] == len(walk.streams):
                 walk.begin_stream(walk.chain_of[at])
@@ -312,7 +327,7 @@ def _compared(
     `act_without` makes a copy of the dense model do so. After a dry run, the model is the dense one.
     """
     model, calls = data.model, list[Any]()
-    with calls_of([model], calls), eval_mode(model):
+    with calls_of([model], calls), torch.no_grad(), eval_mode(model):
         dense_output = data.output(0)
     acting = light_copy(model)
     act_without(acting, removals)

@@ -28,6 +28,7 @@ LARGE = 1 << 16  # tensors of at least this many elements are not stored, but co
 _PART = 1 << 20  # how many elements of a weight are converted at a time
 _EXACT = 1e-4  # with a larger tolerance, outputs may change, so it does not matter what zeros change
 _HIDDEN = 0.5  # a parameter is hidden if more than this part of its rows or columns is; a ReLU stops fewer
+_BY_BLOCK = ("output_hidden_states", "output_attentions", "output_router_logits")
 _ROUNDINGS = 16  # differences of at most this many times the model's own rounding error are computed again in float64
 
 
@@ -55,7 +56,8 @@ class Reference:
 
     Copies run, so neither models nor inputs change; models of 16-bit floats run in float32, because their rounding
     would hide errors. With `dense`, the model without the zeros, a difference is small only if it is also small beside
-    what the zeros change, which shows wrong removals in branches that contribute little to large outputs.
+    what the zeros change, which shows wrong removals in branches that contribute little to large outputs. With
+    `acting`, this copy of the model runs instead, whose hooks make it act without units that are not zero.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Reference:
         dense: nn.Module | None = None,
         acting: nn.Module | None = None,
     ) -> None:
-        self._acting = model if acting is None else acting
+        self._acting, self._by_block = model if acting is None else acting, acting is None
         self.model, self.example_inputs, self.tolerance, self.normed = model, inputs, tolerance, normed
         self.dtype, self._fused = run_dtype(model), fused
         self._inputs = arguments(inputs)
@@ -80,7 +82,7 @@ class Reference:
         # The last outputs that were compared in float64, and the result, which is that of the same outputs again.
         self._compared: tuple[Outputs, float | None] = [], None
         try:
-            run = _run(self._acting, self._inputs, self.dtype, fused=fused)
+            run = _run(self._acting, self._inputs, self.dtype, fused=fused, by_block=self._by_block)
         except Exception as e:
             raise SparsityError(f"the model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque, self.flops, self.uncounted = run
@@ -105,7 +107,7 @@ class Reference:
         the dtype of the comparison, and its FLOPs are not counted.
         """
         values = None if single_use else self.unrounded
-        run = _run(small, self._inputs, self.dtype, values, single_use, self._fused)
+        run = _run(small, self._inputs, self.dtype, values, single_use, self._fused, by_block=self._by_block)
         difference, in_float64 = output_difference(self._outputs, run.outputs, self._changes), None
         if self.tolerance < difference < float("inf"):
             if output_difference(self._compared[0], run.outputs) > 0:
@@ -127,7 +129,7 @@ class Reference:
 
     def check_repeats(self) -> None:
         """Raise an error if the masked model gives other outputs when it runs once more."""
-        again = _run(self._acting, self._inputs, self.dtype, fused=self._fused)
+        again = _run(self._acting, self._inputs, self.dtype, fused=self._fused, by_block=self._by_block)
         if not (error := output_difference(self._outputs, again.outputs)) <= self.tolerance:
             raise SparsityError(
                 f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})"
@@ -249,10 +251,14 @@ class Reference:
         """Return the difference of float64 copies; None if they do not run or rounding does not explain `outputs`."""
         try:
             if self._exact is None:
-                exact = _run(self._acting, self._inputs, torch.float64, fused=self._fused).outputs
+                exact = _run(
+                    self._acting, self._inputs, torch.float64, fused=self._fused, by_block=self._by_block
+                ).outputs
                 self._exact = exact, self._changed_by_zeros(exact, torch.float64)
             exact, changes = self._exact
-            small_exact = _run(small, self._inputs, torch.float64, self.unrounded, fused=self._fused).outputs
+            small_exact = _run(
+                small, self._inputs, torch.float64, self.unrounded, fused=self._fused, by_block=self._by_block
+            ).outputs
         except Exception:  # the device or the model has no float64, so that float32 decides
             return None
         triples = zip(self._outputs, outputs, exact, strict=True)
@@ -325,6 +331,7 @@ def _run(
     fused: bool = False,
     training: bool = False,
     gradients: bool = False,
+    by_block: bool = True,  # else the model returns nothing by block or expert, such as all hidden states
 ) -> _Run:
     """Run a copy of a model, or with `single_use` the model itself, whose mode, parameters and buffers may change."""
     model = model if single_use else light_copy(model, dtype)
@@ -338,6 +345,11 @@ def _run(
             model.get_parameter(name).data = exact.to(dtype)
         inputs = _pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     args, kwargs = inputs
+    if not by_block:
+        kwargs = {key: value for key, value in kwargs.items() if key not in _BY_BLOCK}
+        configs = [vars(module).get("config") for module in model.modules()]
+        for config, key in ((c, key) for c in configs for key in _BY_BLOCK if getattr(c, key, None) is True):
+            setattr(config, key, False)
     count = flop_counter()
     tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in tensors_in("input", inputs))]
     nothing = contextlib.nullcontext()

@@ -89,7 +89,7 @@ def test_the_experts_with_the_lowest_scores_are_removed_as_if_no_router_chose_th
         with NeverChosen(rows):
             masked = model(**inputs).logits
         torch.testing.assert_close(small(**inputs).logits, masked)
-        assert not torch.allclose(masked, want) and report.difference > 1e-3
+        assert not torch.allclose(masked, want) and report.error_to_dense > 1e-3 and report.difference < 1e-5
         save_pretrained(small, report, tmp_path)
         again = type(model).from_pretrained(tmp_path)
         torch.testing.assert_close(again(**inputs).logits, masked)

@@ -13,7 +13,13 @@ import transformers
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import shrink_layers
 
-_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 60, "num_hidden_layers": 6}
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": 60,
+    "num_hidden_layers": 6,
+}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 59, "max_position_embeddings": 64}
 _DECODER = {**_SMALL, **_TOKENS, "num_key_value_heads": 2}
 _SLIDING = {**_DECODER, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 3}
@@ -52,24 +58,84 @@ DECODERS = {
     "Gemma 4": ("Gemma4ForCausalLM", _GEMMA_4, "model.layers", (2,)),
     "Gemma 4, shared keys": ("Gemma4ForCausalLM", {**_GEMMA_4, "num_kv_shared_layers": 2}, "model.layers", (1,)),
     "Gemma 4, sharing": ("Gemma4ForCausalLM", {**_GEMMA_4, "num_kv_shared_layers": 2}, "model.layers", (4,)),
-    "Qwen 2": ("Qwen2ForCausalLM", {**_DECODER, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
-               "model.layers", (1,)),
+    "Qwen 2": (
+        "Qwen2ForCausalLM",
+        {**_DECODER, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+        "model.layers",
+        (1,),
+    ),
     "Qwen 3": ("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}, "model.layers", (3,)),
-    "Qwen 3 MoE": ("Qwen3MoeForCausalLM", {**_DECODER, **_EXPERTS, "head_dim": 8, "mlp_only_layers": [1, 4]},
-                   "model.layers", (1,)),
-    "Qwen 3 Next": ("Qwen3NextForCausalLM", {**_DECODER, **_EXPERTS, **_LINEAR, "head_dim": 8, "mlp_only_layers": [4],
-                    "layer_types": ["linear_attention", "full_attention"] * 3}, "model.layers", (1, 2)),
-    "Llama 4": ("Llama4ForCausalLM", {**_DECODER, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48,
-                "moe_layers": [1, 3, 5], "no_rope_layers": [1, 1, 0, 1, 1, 0], "attention_chunk_size": 4},
-                "model.layers", (1,)),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {**_DECODER, **_ROUTED, **_LATENT, "moe_intermediate_size": 16,
-                    "num_key_value_heads": 4, "first_k_dense_replace": 2, "experts_implementation": "batched_mm"},
-                    "model.layers", (0,)),
-    "LFM2": ("Lfm2ForCausalLM", {**_DECODER, "full_attn_idxs": [1, 4], "block_auto_adjust_ff_dim": False},
-             "model.layers", (1,)),
-    "Granite hybrid": ("GraniteMoeHybridForCausalLM", {**_DECODER, **_MAMBA, "shared_intermediate_size": 32,
-                       "num_local_experts": 0, "layer_types": ["linear_attention", "full_attention"] * 3}, "model.layers", (3,)),
-    "Falcon-H1": ("FalconH1ForCausalLM", {**_DECODER, **_MAMBA, "head_dim": 8, "mamba_d_ssm": 64}, "model.layers", (2,)),
+    "Qwen 3 MoE": (
+        "Qwen3MoeForCausalLM",
+        {**_DECODER, **_EXPERTS, "head_dim": 8, "mlp_only_layers": [1, 4]},
+        "model.layers",
+        (1,),
+    ),
+    "Qwen 3 Next": (
+        "Qwen3NextForCausalLM",
+        {
+            **_DECODER,
+            **_EXPERTS,
+            **_LINEAR,
+            "head_dim": 8,
+            "mlp_only_layers": [4],
+            "layer_types": ["linear_attention", "full_attention"] * 3,
+        },
+        "model.layers",
+        (1, 2),
+    ),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        {
+            **_DECODER,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 48,
+            "moe_layers": [1, 3, 5],
+            "no_rope_layers": [1, 1, 0, 1, 1, 0],
+            "attention_chunk_size": 4,
+        },
+        "model.layers",
+        (1,),
+    ),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DECODER,
+            **_ROUTED,
+            **_LATENT,
+            "moe_intermediate_size": 16,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "experts_implementation": "batched_mm",
+        },
+        "model.layers",
+        (0,),
+    ),
+    "LFM2": (
+        "Lfm2ForCausalLM",
+        {**_DECODER, "full_attn_idxs": [1, 4], "block_auto_adjust_ff_dim": False},
+        "model.layers",
+        (1,),
+    ),
+    "Granite hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_DECODER,
+            **_MAMBA,
+            "shared_intermediate_size": 32,
+            "num_local_experts": 0,
+            "layer_types": ["linear_attention", "full_attention"] * 3,
+        },
+        "model.layers",
+        (3,),
+    ),
+    "Falcon-H1": (
+        "FalconH1ForCausalLM",
+        {**_DECODER, **_MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
+        "model.layers",
+        (2,),
+    ),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}, "gpt_neox.layers", (0, 3)),
     "T5, encoder": ("T5ForConditionalGeneration", {**_T5, "num_layers": 5}, "encoder.block", (0,)),
     "T5, decoder": ("T5ForConditionalGeneration", _T5, "decoder.block", (0,)),
@@ -81,8 +147,12 @@ DECODERS = {
     "BART, decoder": ("BartForConditionalGeneration", _BART, "model.decoder.layers", (0,)),
     "Whisper, encoder": ("WhisperForConditionalGeneration", _WHISPER, "model.encoder.layers", (0,)),
     "Whisper, decoder": ("WhisperForConditionalGeneration", _WHISPER, "model.decoder.layers", (1,)),
-    "Whisper, other numbers": ("WhisperForConditionalGeneration", {**_WHISPER, "encoder_layers": 3},
-                               "model.decoder.layers", (3,)),
+    "Whisper, other numbers": (
+        "WhisperForConditionalGeneration",
+        {**_WHISPER, "encoder_layers": 3},
+        "model.decoder.layers",
+        (3,),
+    ),
 }
 ENCODERS = {
     "ViT": ("ViTForImageClassification", _VISION, "", (2,)),
@@ -176,7 +246,18 @@ def test_a_removed_block_passes_its_input_on(name, tmp_path):
     blocks = len(model.get_submodule(path))
     small, report = shrink_layers(model, [inputs], len(quiet) / blocks, layers=path)
     dropped = dropped_of(report)
-    print("RESULT", name, "asked", quiet, "dropped", dropped, "NIC", repr(report.not_in_config), report.left_out, report.changed)
+    print(
+        "RESULT",
+        name,
+        "asked",
+        quiet,
+        "dropped",
+        dropped,
+        "NIC",
+        repr(report.not_in_config),
+        report.left_out,
+        report.changed,
+    )
     wanted, generates = skipping(model, path, dropped), name in DECODERS
     assert len(dropped) == len(quiet)
     assert_same(wanted, small, inputs, generates)

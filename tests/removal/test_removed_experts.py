@@ -57,13 +57,40 @@ MIXTURES = {
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", {**_NAMED, "norm_topk_prob": True}, softmax_first),
     "Qwen3-MoE, as they are": ("Qwen3MoeForCausalLM", {**_NAMED, "norm_topk_prob": False}, softmax_first),
     "OLMoE": ("OlmoeForCausalLM", {**_NAMED, "norm_topk_prob": False}, softmax_first),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}, sigmoids),
-    "DeepSeek-V3, groups": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}, sigmoids),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "n_routed_experts": 6, "n_group": 1, "topk_group": 1},
+        sigmoids,
+    ),
+    "DeepSeek-V3, groups": (
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        sigmoids,
+    ),
     "DeepSeek-V4": ("DeepseekV4ForCausalLM", _V4, roots),
-    "GPT-OSS": ("GptOssForCausalLM", {**_MIXED, "num_local_experts": 6, "head_dim": 8, "sliding_window": 4,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, softmax_last),
-    "Llama 4": ("Llama4ForCausalLM", {**_MIXED, "num_local_experts": 6, "head_dim": 8, "intermediate_size_mlp": 48,
-                "interleave_moe_layer_step": 2, "attention_chunk_size": 4}, None),
+    "GPT-OSS": (
+        "GptOssForCausalLM",
+        {
+            **_MIXED,
+            "num_local_experts": 6,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        softmax_last,
+    ),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        {
+            **_MIXED,
+            "num_local_experts": 6,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 4,
+        },
+        None,
+    ),
 }
 
 
@@ -100,7 +127,9 @@ def choosing_among(model, kept, gates_of):
     def route(router, kept, hidden):
         hidden, bias = hidden.reshape(-1, hidden.shape[-1]), getattr(router, "bias", None)
         dtype = torch.float32 if hasattr(router, "num_group") else hidden.dtype
-        logits = nn.functional.linear(hidden.to(dtype), router.weight[kept].to(dtype), bias if bias is None else bias[kept])
+        logits = nn.functional.linear(
+            hidden.to(dtype), router.weight[kept].to(dtype), bias if bias is None else bias[kept]
+        )
         if gates_of is None:  # Llama 4: the gates of all experts, zero for those that are not chosen
             gates, chosen = logits.topk(router.top_k)
             scores = logits.new_zeros(len(logits), len(router.weight)).scatter_(1, kept[chosen], gates.sigmoid())
@@ -120,7 +149,14 @@ def test_routers_choose_among_kept_experts(name, tmp_path):
     small, report = shrink_experts(model, [inputs], 0.5)
     kept = kept_of(report)
     wanted = choosing_among(model, kept, MIXTURES[name][2])
-    print("RESULT", name, report.difference, report.not_in_config, report.changed, {k: v.tolist() for k, v in kept.items()})
+    print(
+        "RESULT",
+        name,
+        report.difference,
+        report.not_in_config,
+        report.changed,
+        {k: v.tolist() for k, v in kept.items()},
+    )
     assert_same(wanted, small, inputs, True)
     save_pretrained(small, report, tmp_path)
     again = load_pretrained(tmp_path, type(model), dtype=torch.float64, experts_implementation="batched_mm")
