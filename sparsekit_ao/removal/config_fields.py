@@ -231,42 +231,30 @@ class ConfigFields:
                     gained[path, _NEW] = 1
         return gained
 
-    def of_blocks(self, path: str, kept: Sequence[int]) -> tuple[list[tuple[str, int]], list[Change]]:
-        """Return what follows if a list keeps these blocks: dimensions of other tensors, and fields of the config.
+    def of_blocks(self, path: str) -> tuple[list[tuple[str, int]], dict[str, range]]:
+        """Return what follows the blocks of a list: dimensions with a part for each, and the fields that count some.
 
-        A dimension has a part for each block. A field counts all blocks, or those of a kind at one end of the list.
+        A field counts all blocks, or those at one end of the list that are of another kind.
         """
-        units, dimensions, changes = self._lists[path], list[tuple[str, int]](), list[Change]()
+        units, dimensions, counted = self._lists[path], list[tuple[str, int]](), dict[str, range]()
         values = {f"{place}.{key}": n for place, part in self._parts for key, n in vars(part).items() if type(n) is int}
         for field in (field for field, n in values.items() if n == units and not field.endswith("_token_id")):
             gained = self._gained_by(field)
             if {name for name, d in gained if d == _NEW} == {path}:
                 dimensions = [(name, d) for (name, d), n in gained.items() if d != _NEW and n == self._shapes[name][d]]
-                changes = [Change(path=field, was=units, now=len(kept))]
+                counted[field] = range(units)
                 break
-        ends = {field: n for field, n in values.items() if re.search("layer|dense", field) and 0 < n <= units}
-        for field, n in ends.items():
-            if not any(field == change.path for change in changes):
-                counted = self._end_of(path, field, n)
-                now = sum(at in counted for at in kept)
-                changes += [Change(path=field, was=n, now=now)] if counted and now != n else []
-        return dimensions, changes
-
-    def _end_of(self, path: str, field: str, count: int) -> range:
-        """Return the blocks that a field counts, at the beginning or the end of a list; none if it counts others."""
-        units, usual = self._lists[path], self._kinds(path, {})
-        probes = [(self._kinds(path, {field: value}), value) for value in (count - 1, count + 1)]
-        pairs = [(zip(usual, kinds, strict=True), value) for kinds, value in probes if len(kinds) == len(usual)]
-        # A kind may move further blocks: the one whose keys others share is another one then.
-        last = [
-            (max((at for at, (was, now) in enumerate(pair) if was != now), default=-1), value) for pair, value in pairs
-        ]
-        if any(at >= 0 for at, _ in last):
-            if all(at == (min(count, value) if min(count, value) < units else -1) for at, value in last):
-                return range(count)
-            if all(at == units - max(count, value) for at, value in last):
-                return range(units - count, units)
-        return range(0)
+        usual = self._kinds(path, {})
+        for field, n in values.items():
+            if re.search("layer|dense", field) and 0 < n <= units and field not in counted:
+                pairs = [(self._kinds(path, {field: value}), value) for value in (n - 1, n + 1)]
+                # The keys that others share may be those of another block then, so only the last change counts.
+                last = [(_last_difference(usual, kinds), value) for kinds, value in pairs if len(kinds) == len(usual)]
+                if any(at >= 0 for at, _ in last):
+                    is_first = all(at == (min(n, value) if min(n, value) < units else -1) for at, value in last)
+                    is_last = all(at == units - max(n, value) for at, value in last)
+                    counted |= {field: range(n)} if is_first else {field: range(units - n, units)} if is_last else {}
+        return dimensions, counted
 
     def _kinds(self, path: str, values: Mapping[str, Any]) -> list[Any]:
         """Return what describes each block of a model whose config has these values: attributes and shapes."""
@@ -301,6 +289,11 @@ class ConfigFields:
                 return type(self._model)(holder.config)
         except Exception:
             return None
+
+
+def _last_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the last index at which two sequences differ, or -1."""
+    return max((at for at, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), default=-1)
 
 
 def _exact_covers(entries: Entries, fields: Mapping[str, Entries]) -> Iterator[tuple[str, ...]]:

@@ -21,7 +21,7 @@ from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless
 from ..models.names import owner_of
 from ..models.progress import progress_bar, public_call, text_of_call
-from ..models.running import Forward, TokenMask, call, eval_mode, first_tensor, kept_generators
+from ..models.running import Forward, TokenMask, eval_mode, first_tensor, kept_generators
 from ..oneshot.chain import CalibrationData, calls_of
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
@@ -84,7 +84,7 @@ def shrink_experts(
     data = CalibrationData.checked(model, batches, forward, token_mask, "shrink_experts")
     check_multiple(multiple_of, "shrink_experts: ")
     bounds = list[BoundCoupling]()
-    for path in packed_experts(dict(model.named_parameters())) or [None]:  # layers of several kinds may have experts
+    for path in packed_experts(dict(model.named_parameters())) or (None,):  # layers of several kinds may have experts
         if not any(member.fqn.startswith(f"{path}.") for bound in bounds for member in bound.members):
             coupling = expert_couplings(model, path).get("experts")
             if coupling is None:
@@ -110,8 +110,7 @@ def shrink_experts(
     least = getattr(model.config.get_text_config(), "num_experts_per_tok", 1) if has_config(model) else 1  # type: ignore
     if (kept := min(int(removal.keep.sum()) for removal in removals)) < least:
         raise SparsityError(f"shrink_experts: a token needs {least} experts, but {ratio=} keeps {kept}")
-    small, report = _compared(data, removals, _never_choosing, ConfigFields.of(model), dry_run=dry_run)
-    return small, replace(report, call=text_of_call())
+    return _Oracle(data, _never_choosing).smaller(removals, (), dry_run)
 
 
 class _WithoutLogits(TorchFunctionMode):
@@ -152,13 +151,11 @@ def _expert_scores(data: CalibrationData, bounds: Sequence[BoundCoupling]) -> di
     """Return `expert_scores`, computed block by block: all batches pass a block before the next one is loaded."""
     owners = [owner_of(data.model, member.fqn)[0] for bound in bounds for member in bound.members]
     walk = Walk(data, (), layers=owners)
-    if walk.outside:  # a walk over the blocks would not reach all experts
-        with rated_experts(data.model, data.token_masks) as scores, eval_mode(data.model):
+    with rated_experts(data.model, data.token_masks) as scores, eval_mode(data.model):
+        if walk.outside:  # a walk over the blocks would not reach all experts
             for index in range(len(data.batches)):
                 data.output(index)
-        return scores
-    with rated_experts(data.model, data.token_masks) as scores, eval_mode(data.model):
-        for at, block in enumerate(progress_bar(walk.blocks, "shrink_experts", "block")):
+        for at, block in enumerate(() if walk.outside else progress_bar(walk.blocks, "shrink_experts", "block")):
             if walk.chain_of[at] == len(walk.streams):
                 walk.begin_stream(walk.chain_of[at])
             with loaded(data.model, [block]):
@@ -200,7 +197,7 @@ def shrink_layers(
     """
     refuse_valueless(model, "shrink_layers")
     level = checked_level(ratio, "shrink_layers: ")
-    data = CalibrationData.checked(model, batches, forward, False, "shrink_layers")
+    data = CalibrationData.checked(model, batches, forward, None, "shrink_layers")
     lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and layers in (None, name)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {layers!r}' if layers else ''}")
@@ -209,53 +206,59 @@ def shrink_layers(
     units = len(influences)
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
-    fields, stays = ConfigFields.of(model), dict[int, str]()
-
-    def without(keep: Tensor, single_use: bool) -> tuple[nn.Module, ShrinkReport]:
-        """Return the model without some blocks."""
-        _check_layer_types(model, path, keep.nonzero().flatten().tolist())
-        removal, changes = _removal_of_blocks(model, path, keep, fields)
-        return _compared(data, [removal], _passing_on, fields, changes, single_use)
-
+    oracle, stays = _Oracle(data, _passing_on), dict[int, str]()
+    follows = ([], {}) if oracle.fields is None else oracle.fields.of_blocks(path)
+    without = partial(_without_blocks, oracle, path, *follows)
     while True:
         keep = keep_mask(influences[None], max(kept, len(stays)))[0]
-        dropped = (~keep).nonzero().flatten().tolist()
         try:
             small, report = without(keep, dry_run)
             break
         except SparsityError as error:
-            alone = dict[int, str]()
-            for at in dropped if len(dropped) > 1 else ():
-                try:
-                    without(torch.arange(units, device="cpu") != at, True)
-                except SparsityError as e:
-                    alone[at] = str(e)
-            failed = alone or ({dropped[0]: str(error)} if len(dropped) == 1 else {})
+            dropped = (~keep).nonzero().flatten().tolist()
+            failed = _failing_alone(without, dropped, units)
             if not failed or len(stays | failed) == units:
                 raise SparsityError(
-                    f"shrink_layers: {path} without the blocks {dropped}: {error}. Other code counts by these blocks. "
+                    f"shrink_layers: {path} without the blocks {dropped}: {error}. Other code counts on these blocks. "
                     "Remove fewer blocks, or shrink the units of all blocks instead (`shrink`)."
                 ) from error
             stays |= failed
             influences[[*failed]] = torch.inf
     others = [f"{path}.{at} stays, and another block leaves instead: without it {why}" for at, why in stays.items()]
-    return small, replace(report, left_out=(*report.left_out, *others), call=text_of_call())
+    return small, replace(report, left_out=(*report.left_out, *others))
 
 
-def _removal_of_blocks(
-    model: nn.Module, path: str, keep: Tensor, fields: ConfigFields | None
-) -> tuple[Removal, list[Change]]:
-    """Return the removal of blocks of a list with their parts of other tensors, and what else counts them."""
-    units, members, changes = len(keep), list[Member](), list[Change]()
-    if fields is not None:
-        dimensions, changes = fields.of_blocks(path, keep.nonzero().flatten().tolist())
-        for name, d in dimensions:  # such as embeddings for each block, side by side
-            axes = " ".join("(u p)" if at == d else f"a{at}" for at in range(plain_tensor(model, name).ndim))
-            members.append(
-                Member(fqn=name, pattern=AxisPattern(axes=axes, unit="u", sizes={"u": units}), is_parameter=False)
-            )
+def _failing_alone(without: Callable[[Tensor, bool], Any], dropped: Sequence[int], units: int) -> dict[int, str]:
+    """Return the blocks without which alone the model gives other outputs, since others use what they own, and how."""
+    failing = dict[int, str]()
+    for at in dropped:
+        try:
+            without(torch.arange(units, device="cpu") != at, True)
+        except SparsityError as error:
+            failing[at] = str(error)
+    return failing
+
+
+def _without_blocks(
+    oracle: "_Oracle",
+    path: str,
+    dimensions: Sequence[tuple[str, int]],
+    counted: Mapping[str, range],
+    keep: Tensor,
+    dry_run: bool,
+) -> tuple[nn.Module, ShrinkReport]:
+    """Return the model without blocks of a list, their parts of other tensors, and what else counts them."""
+    model, units, kept = oracle.data.model, len(keep), keep.nonzero().flatten().tolist()
+    _check_layer_types(model, path, kept)
+    members = []
+    for name, d in dimensions:  # such as embeddings for each block, side by side
+        axes = " ".join("(u p)" if at == d else f"a{at}" for at in range(plain_tensor(model, name).ndim))
+        pattern = AxisPattern(axes=axes, unit="u", sizes={"u": units})
+        members.append(Member(fqn=name, pattern=pattern, is_parameter=False))
     bound = BoundCoupling(name="layers", unit="u", sizes={"u": units}, lists=(path,), members=tuple(members))
-    return Removal(bound=bound, keep=keep), changes if not keep.all() else []
+    now = {field: sum(at in blocks for at in kept) for field, blocks in counted.items()}
+    changes = [Change(path=f, was=len(blocks), now=now[f]) for f, blocks in counted.items() if len(blocks) != now[f]]
+    return oracle.smaller([Removal(bound=bound, keep=keep)], changes, dry_run)
 
 
 def _passing_on(model: nn.Module, removals: Sequence[Removal]) -> None:
@@ -272,8 +275,7 @@ def _pass_on(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 
 def _influences(data: CalibrationData, path: str) -> Tensor:
     """Return the influence of each block of a list."""
-    model, batches = data.model, data.batches
-    layers: Any = model.get_submodule(path)
+    layers: Any = data.model.get_submodule(path)
     # For each block the sum of its cosines, their number and that of its calls. If small tensors of each call were kept
     # instead, the allocator could not reuse the memory between them, and each batch would take more of it.
     totals = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu")
@@ -285,17 +287,17 @@ def _influences(data: CalibrationData, path: str) -> Tensor:
         cosines = F.cosine_similarity(before.double(), after.double(), dim=-1)
         totals[at] += torch.tensor([float(cosines.sum()), cosines.numel(), 1], dtype=torch.float64, device="cpu")
 
-    with ExitStack() as hooks, torch.no_grad(), eval_mode(model):
+    with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
         for at, block in enumerate(layers):
             hooks.enter_context(block.register_forward_hook(partial(record, at), with_kwargs=True))
-        for batch in batches:
-            (data.forward or call)(model, batch)
+        for index in range(len(data.batches)):
+            data.output(index)
     calls = totals[:, 2].int().tolist()
     if not calls or 0 in calls:
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
-    if max(calls) > len(batches):
+    if max(calls) > len(data.batches):
         raise SparsityError(
-            f"shrink_layers: {path}.{calls.index(max(calls))} is called {max(calls) / len(batches):g} times for a "
+            f"shrink_layers: {path}.{calls.index(max(calls))} is called {max(calls) / len(data.batches):g} times for a "
             "batch, as in models whose layers share weights, so no block can be removed for one of these calls; lower "
             "the number of calls, such as config.num_hidden_layers"
         )
@@ -314,31 +316,34 @@ def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None
         )
 
 
-def _compared(
-    data: CalibrationData,
-    removals: Sequence[Removal],
-    act_without: Callable[[nn.Module, Sequence[Removal]], None],
-    fields: ConfigFields | None,
-    changes: Sequence[Change] = (),
-    dry_run: bool = False,
-) -> tuple[nn.Module, ShrinkReport]:
-    """Return the model without units that are not zero, if it gives what the dense model gives that acts without them.
+class _Oracle:
+    """What the dense model gives on the first batch if it acts without some units, as smaller models are to."""
 
-    `act_without` makes a copy of the dense model do so. After a dry run, the model is the dense one.
-    """
-    model, calls = data.model, list[Any]()
-    with calls_of([model], calls), torch.no_grad(), eval_mode(model):
-        dense_output = data.output(0)
-    acting = light_copy(model)
-    act_without(acting, removals)
-    reference = Reference(model, _example_inputs(model, *calls[0]), acting=acting)
-    small, report = verify_removal(
-        reference, removals, None if dry_run else fields, by_caller=True, changes=changes, single_use=dry_run
-    )
-    kept = tuple(f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
-    if dry_run:
-        return model, replace(report, left_out=kept, manifest={})
-    return small, replace(report, left_out=kept, error_to_dense=replace(data, model=small).error_to(dense_output))
+    def __init__(
+        self,
+        data: CalibrationData,
+        act_without: Callable[[nn.Module, Sequence[Removal]], None],  # changes a copy
+    ) -> None:
+        self.data, self.fields, self._act_without = data, ConfigFields.of(data.model), act_without
+        calls = list[Any]()
+        with calls_of([data.model], calls), torch.no_grad(), eval_mode(data.model):
+            self._dense_output = data.output(0)
+        self._inputs = _example_inputs(data.model, *calls[0])
+
+    def smaller(
+        self, removals: Sequence[Removal], changes: Sequence[Change], dry_run: bool
+    ) -> tuple[nn.Module, ShrinkReport]:
+        """Return the model without units that are not zero, or after a dry run the dense one, if outputs are right."""
+        acting = light_copy(self.data.model)
+        self._act_without(acting, removals)
+        reference = Reference(self.data.model, self._inputs, acting=acting)
+        keys: dict[str, Any] = {"by_caller": True, "changes": changes, "single_use": dry_run}
+        small, report = verify_removal(reference, removals, None if dry_run else self.fields, **keys)
+        kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
+        report = replace(report, left_out=tuple(kept), call=text_of_call())
+        if dry_run:
+            return self.data.model, replace(report, manifest={})
+        return small, replace(report, error_to_dense=replace(self.data, model=small).error_to(self._dense_output))
 
 
 def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,7 +55,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     for modules, holder, config, fields, removal in lists:
         kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
-            del modules[at]  # type: ignore[operator]
+            del modules[at]
         before = getattr(modules, "_dense_indices", range(removal.keep.numel()))
         vars(modules)["_dense_indices"] = [before[at] for at in kept]  # `recover` pairs blocks by it
         layers = [layer for block in modules.children() for layer in block.modules()]

@@ -191,7 +191,8 @@ class Reference:
         """Return a reference of the same model with these inputs, or None if the model does not run with them."""
         try:
             with warnings.catch_warnings(action="ignore"):
-                keys = {"fused": fused, "dense": self._dense, "acting": self._acting}
+                acting = None if self._by_block else self._acting
+                keys: dict[str, Any] = {"fused": fused, "dense": self._dense, "acting": acting}
                 reference = Reference(self.model, inputs, self.tolerance, self.normed, **keys)
         except SparsityError:
             return None
