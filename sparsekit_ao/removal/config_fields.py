@@ -32,6 +32,7 @@ from .verify import Reference
 
 _NEW = -1  # in place of a dimension: modules of this list are new, or this tensor is
 _COMPUTED = re.compile(r"\.parametrizations\.(\w+)\.original1?$")  # names of weights that are computed
+_FEW_BLOCKS = 4  # a field that counts blocks at one end changes fewer if it is one more or less
 _COVERS = 4  # at most this many sets of fields that count the same entries are tried
 
 Entries = Counter[tuple[str, int]]  # {(tensor, dimension): a number of entries}
@@ -246,31 +247,28 @@ class ConfigFields:
                 break
         usual = self._kinds(path, {})
         for field, n in values.items():
-            if re.search("layer|dense", field) and 0 < n <= units and field not in counted:
-                pairs = [(self._kinds(path, {field: value}), value) for value in (n - 1, n + 1)]
-                # The keys that others share may be those of another block then, so only the last change counts.
-                last = [(_last_difference(usual, kinds), value) for kinds, value in pairs if len(kinds) == len(usual)]
-                if any(at >= 0 for at, _ in last):
-                    is_first = all(at == (min(n, value) if min(n, value) < units else -1) for at, value in last)
-                    is_last = all(at == units - max(n, value) for at, value in last)
-                    counted |= {field: range(n)} if is_first else {field: range(units - n, units)} if is_last else {}
+            last = list[tuple[int, int]]()  # the last block that changes if the field is one less or more
+            for more in (-1, 1) if 0 < n <= units and re.search("layer|dense", field) and field not in counted else ():
+                kinds = self._kinds(path, {field: n + more})
+                changed = [at for at in range(units) if len(kinds) == units and kinds[at] != usual[at]]
+                # Another block may own the keys that others share then; but a period or an offset changes many.
+                last += [(changed[-1], more)] if 0 < len(changed) < min(_FEW_BLOCKS, units) else []
+            if last and all(at == n - (more < 0) for at, more in last):
+                counted[field] = range(n)
+            elif last and all(at == units - n - (more > 0) for at, more in last):
+                counted[field] = range(units - n, units)
         return dimensions, counted
 
     def _kinds(self, path: str, values: Mapping[str, Any]) -> list[Any]:
         """Return what describes each block of a model whose config has these values: attributes and shapes."""
         fresh, plain = self._construct(values), (bool, int, float, str)
-        return [
-            [
-                *(
-                    (name, key, v)
-                    for name, m in block.named_modules()
-                    for key, v in vars(m).items()
-                    if type(v) in plain
-                ),
-                *((name, tuple(p.shape)) for name, p in block.named_parameters()),
-            ]
-            for block in (fresh.get_submodule(path).children() if fresh is not None else ())
-        ]
+
+        def described(module: nn.Module) -> Any:
+            attributes = {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+            return attributes, [p.shape for p in module.parameters(recurse=False)]
+
+        blocks = [] if fresh is None else fresh.get_submodule(path).children()
+        return [{name: described(module) for name, module in block.named_modules()} for block in blocks]
 
     def _constructed(self, values: Mapping[str, Any]) -> Shapes | None:
         """Return the shapes of a model whose config has these values, or None where its class refuses them."""
@@ -289,11 +287,6 @@ class ConfigFields:
                 return type(self._model)(holder.config)
         except Exception:
             return None
-
-
-def _last_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the last index at which two sequences differ, or -1."""
-    return max((at for at, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), default=-1)
 
 
 def _exact_covers(entries: Entries, fields: Mapping[str, Entries]) -> Iterator[tuple[str, ...]]:

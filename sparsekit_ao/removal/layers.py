@@ -219,8 +219,8 @@ def shrink_layers(
             failed = _failing_alone(without, dropped, units)
             if not failed or len(stays | failed) == units:
                 raise SparsityError(
-                    f"shrink_layers: {path} without the blocks {dropped}: {error}. Other code counts on these blocks. "
-                    "Remove fewer blocks, or shrink the units of all blocks instead (`shrink`)."
+                    f"shrink_layers: {path} without the blocks {dropped}: {error}. Remove fewer blocks, or shrink the "
+                    "units of all blocks instead (`shrink`)."
                 ) from error
             stays |= failed
             influences[[*failed]] = torch.inf
@@ -311,8 +311,8 @@ def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None
     is_computed = len(types) == len([*blocks.children()]) and "layer_types" not in vars(config)
     if is_computed and types[: len(kept)] != [types[at] for at in kept]:
         raise SparsityError(
-            f"shrink_layers: {type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} "
-            f"of {path} alone, so caches would not fit. Shrink the units of all blocks instead (`shrink`)."
+            f"{type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} of {path} alone, "
+            "so caches would not fit"
         )
 
 
