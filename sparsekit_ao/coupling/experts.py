@@ -167,10 +167,10 @@ def expert_scores(
     torch.Size([128])
     """
     check_batches(batches, token_mask, forward, "expert_scores")
-    batches = list(batches)
-    masks = [token_masks_of(batch, token_mask, "expert_scores") for batch in batches]
+    masks = list[TokenMasks]()
     with rated_experts(model, masks) as scores, torch.no_grad(), eval_mode(model):
         for batch in batches:
+            masks.append(token_masks_of(batch, token_mask, "expert_scores"))
             (forward or call)(model, batch)
     return scores
 
@@ -203,14 +203,16 @@ def _add_scores(
     totals: Tensor, masks: Iterator[TokenMasks], experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """The hook before experts run: add gate values times norms, and numbers of tokens, to [2, experts]."""
-    arguments, (of_batch, *_) = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3], next(masks).masks
+    arguments, masks_of_batch = inspect.signature(experts.forward).bind(*args, **kwargs).args[:3], next(masks, None)
+    if masks_of_batch is None:
+        raise SparsityError("expert_scores: experts are called several times for a batch, which is not supported")
     if len(arguments) == 1:  # Llama 4: all tokens for each expert, times their gates, 0 for all but the chosen ones
         outputs, tokens = (t.unflatten(0, (totals.shape[1], -1)) for t in (experts.forward(*arguments), *arguments))
-        counted = _counted(of_batch, tokens.shape[1]).to(tokens.device)
+        counted = _counted(masks_of_batch.masks[0], tokens.shape[1]).to(tokens.device)
         outputs, tokens = outputs[:, counted], tokens[:, counted]
         totals += torch.stack([outputs.double().norm(dim=-1).sum(1), tokens.any(-1).sum(1)]).to(totals)
         return
-    counted = _counted(of_batch, len(arguments[0].flatten(0, -2))).to(arguments[0].device)
+    counted = _counted(masks_of_batch.masks[0], len(arguments[0].flatten(0, -2))).to(arguments[0].device)
     tokens, chosen, gates = (argument.flatten(0, -2)[counted] for argument in arguments)
     for expert in chosen.unique().tolist():
         at, slot = (chosen == expert).nonzero(as_tuple=True)
@@ -222,7 +224,7 @@ def _add_scores(
 def _counted(mask: Tensor | None, tokens: int) -> Tensor:
     """Return which of the tokens that experts get count: bool (tokens,)."""
     if mask is None:
-        return torch.ones(tokens, dtype=torch.bool)
+        return torch.ones(tokens, dtype=torch.bool, device="cpu")
     if tokens % mask.numel() or (mask.ndim > 1 and tokens != mask.numel()):
         raise SparsityError(
             f"expert_scores: experts get {tokens} tokens of a batch, whose token mask is {tuple(mask.shape)}; give "

@@ -53,9 +53,14 @@ def shrink_experts(
     """Remove a fraction of the experts of every layer: those with the lowest `expert_scores` (REAP, arXiv 2510.13999).
 
     Every layer keeps the same number of experts, so that the config can hold it. If routers choose among groups of
-    experts, every group keeps the same number too. The result acts as if routers never chose the removed experts. The
-    report's `difference` says how much the outputs on the first batch differ from those of the given model; outputs are
-    not compared otherwise.
+    experts, every group keeps the same number too.
+
+    The result gives the outputs of the dense model whose routers give the removed experts logits of minus infinity. On
+    the first batch this is verified, as strictly as by `compact`; `difference` in the report is what was found, and
+    `error_to_dense` is the error to the outputs of the dense model as it is. So a softmax spreads over the kept
+    experts, whether or not the gates of the chosen ones are then divided by their sum (`norm_topk_prob`). A sigmoid
+    gives each kept expert the gate that it had, and a bias that corrects the choice cannot choose a removed one. Groups
+    are chosen by their kept experts. Shared experts stay.
 
     Args:
         model: A model whose experts `expert_couplings` finds, packed as in transformers 5. It is not changed. It may be
@@ -67,13 +72,17 @@ def shrink_experts(
             all of them.
         scores: What `expert_scores` has returned for this model, so that several ratios need one pass over the data;
             only the first of `batches` is then used. None (default) computes them.
+        token_mask: Which tokens of the batches count, as for `one_shot`.
+        dry_run: If True, return the model itself and a report of what would be left, which is verified all the same.
+            It lacks `error_to_dense` and what becomes of the config. False by default.
 
     Returns:
         The smaller model, and a `ShrinkReport`.
 
     Raises:
         SparsityError: As for `expert_scores`; or `scores` are not of this model's experts; or a token needs more
-            experts than are kept; or weights are sharded.
+            experts than are kept; or no token reaches a layer's experts; or a table chooses experts, as the hash layers
+            of DeepSeek-V4 do; or weights are sharded; or outputs are not those that are described above.
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
@@ -177,21 +186,29 @@ def shrink_layers(
     """Remove the repeated blocks that change their input least.
 
     The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
-    arXiv 2403.03853). The report's `difference` says how much the outputs on the first batch change. Blocks that remain
-    are renumbered (`layer_idx`) and counted anew (`num_layers`), also in the config of a transformers model.
+    arXiv 2403.03853).
+
+    The result gives the outputs of the dense model in which the removed blocks return their input. On the first batch
+    this is verified, as strictly as by `compact`; `difference` in the report is what was found, and `error_to_dense` is
+    the error to the outputs of the dense model as it is. Blocks that remain are renumbered (`layer_idx`) and counted
+    anew (`num_layers`), also in the config of a transformers model. Parts of other tensors that belong to a removed
+    block, such as its embeddings in Gemma 3n, leave with it. A block that others need stays, and the block that
+    changes its input least among the others leaves instead: the first block of a T5 has the bias of positions, and
+    some blocks of Gemma 3n the keys and values, that others use. The report says so in `left_out`.
 
     Args:
         model: The model, which is not changed.
         batches, forward: As for `expert_scores`.
         ratio: The fraction of the blocks that is removed.
         layers: The name of the `nn.ModuleList` of the blocks; None (default) takes the one with the most parameters.
+        dry_run: As for `shrink_experts`.
 
     Returns:
         The smaller model, and a `ShrinkReport`.
 
     Raises:
         SparsityError: Parameters have no values; or there is no such list; or a block returns no tensor of its input's
-            shape; or the config computes the types of blocks, as Jamba's does, and cannot hold those that remain.
+            shape; or outputs are not those that are described above, whichever blocks leave.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
@@ -311,8 +328,8 @@ def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None
     is_computed = len(types) == len([*blocks.children()]) and "layer_types" not in vars(config)
     if is_computed and types[: len(kept)] != [types[at] for at in kept]:
         raise SparsityError(
-            f"{type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} of {path} alone, "
-            "so caches would not fit"
+            f"{type(config).__name__} computes layer_types, and cannot hold those of the blocks {kept} alone, so "
+            "caches would not fit"
         )
 
 

@@ -18,12 +18,9 @@ from .remove import Removal
 
 _COUNTS = re.compile(r"(n|num)_?(?!.*(per|shared)_)\w*(layers?|blocks?)|depth")  # attributes that count blocks
 _NUMBERS = ("layer_idx", "layer_id")  # attributes that hold the number of a layer, its place in caches and lists
-_OF_OTHERS = re.compile(r"\w+_layer_(idx|index)")  # attributes that hold the number of another block
-_BY_LAYER = re.compile(
-    r".*layer.*|.*(pattern|types)|intermediate_size"
-)  # fields of a config with an entry for each block
+_BY_LAYER = re.compile(r".*layer.*|.*(pattern|types)|intermediate_size")  # fields of a config with an entry for each
 _INDICES = re.compile(r"[a-z]\w*(indices|indexes|idxs|layer_ids|layers)")  # fields that list numbers of blocks
-_READ = re.compile(r".*(out_|feature|deepstack).*")  # those of blocks whose outputs are read
+_READ = re.compile(r".*(out_|feature|deepstack).*")  # those that list blocks whose outputs are read
 
 
 def check_lists(model: nn.Module, removals: Sequence[Removal], where: str) -> None:
@@ -63,9 +60,7 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         attributes = _NUMBERS if fields or 0 in kept else _NUMBERS[:1]
         for layer, key in ((layer, key) for layer in layers for key in attributes if vars(layer).get(key) in kept):
             vars(layer)[key] = kept.index(vars(layer)[key])
-            for key, at in [item for item in vars(layer).items() if _OF_OTHERS.fullmatch(item[0]) and item[1] in kept]:
-                vars(layer)[key] = kept.index(at)
-        for key, at in [(k, n) for k, n in vars(holder).items() if _OF_OTHERS.fullmatch(k) and type(n) is int]:
+        for key, at in [(key, n) for key, n in vars(holder).items() if key.endswith("_layer_idx") and type(n) is int]:
             vars(holder)[key] = sum(block < at for block in kept)  # where a kind of blocks begins
         for key, value in ((field.rpartition(".")[2], value) for field, value in fields.items()):
             setattr(config, key, _of_kept(key, value, kept, removal.keep.numel()))
@@ -163,20 +158,20 @@ def layer_fields(model: nn.Module, path: str) -> dict[str, Any]:
     if config is None:
         return {}
     lists = {key: [*value] for key, value in vars(config).items() if isinstance(value, (list, tuple))}
-    fields = {
-        key: value for key, value in lists.items() if _INDICES.fullmatch(key) and _are_numbers(value, len(blocks))
-    }
+    fields = {key: value for key, value in lists.items() if _are_numbers(key, value, len(blocks))}
     if any(vars(m).keys() & {*_NUMBERS} for block in blocks for m in block.modules()):
-        if runs := lists.pop("attention_types", None):  # of GPT-Neo: [[["global", "local"], 2]] is for four blocks
-            fields["attention_types"] = [[[kind], 1] for kinds, count in runs for kind in kinds * count]
+        if runs := lists.get("attention_types"):  # of GPT-Neo: [[["global", "local"], 2]] is for four blocks
+            lists["attention_types"] = [[[kind], 1] for kinds, count in runs for kind in kinds * count]
         fields |= {key: value for key, value in lists.items() if _BY_LAYER.fullmatch(key) and len(value) == len(blocks)}
         if getattr(config, "is_heterogeneous", False):
             fields["per_layer_config"] = config.to_dict()["per_layer_config"]
     return {f"{place}.{key}": value for key, value in fields.items()}
 
 
-def _are_numbers(value: Sequence[Any], blocks: int) -> bool:
-    return all(type(at) is int and 0 <= at < blocks for at in value) and [*value] == sorted({*value})
+def _are_numbers(key: str, value: Sequence[Any], blocks: int) -> bool:
+    """Return whether a field of a config lists numbers of blocks."""
+    are_in_range = all(type(at) is int and 0 <= at < blocks for at in value)
+    return are_in_range and [*value] == sorted({*value}) and bool(_INDICES.fullmatch(key))
 
 
 def repeated_blocks(value: Any, blocks: int, times: int) -> Any:
@@ -190,11 +185,11 @@ def _of_kept(key: str, value: Any, kept: Sequence[int], blocks: int) -> Any:
     """Return a field of `layer_fields` for the kept blocks alone."""
     if isinstance(value, Mapping):
         return {at: value[str(block)] for at, block in enumerate(kept) if str(block) in value}
-    if _INDICES.fullmatch(key) and _are_numbers(value, blocks):
-        if _READ.fullmatch(key):  # what a removed block would give is what the block before it gives
-            return [sum(block <= at for block in kept) - 1 for at in value]
-        return [at for at, block in enumerate(kept) if block in value]
-    return [value[at] for at in kept]
+    if not _are_numbers(key, value, blocks):
+        return [value[at] for at in kept]
+    if _READ.fullmatch(key):  # what a removed block would give is what the block before it gives
+        return [sum(block <= at for block in kept) - 1 for at in value]
+    return [at for at, block in enumerate(kept) if block in value]
 
 
 def outside_dropped(removals: Sequence[Removal]) -> list[Removal]:

@@ -82,7 +82,7 @@ class Reference:
         # The last outputs that were compared in float64, and the result, which is that of the same outputs again.
         self._compared: tuple[Outputs, float | None] = [], None
         try:
-            run = _run(self._acting, self._inputs, self.dtype, fused=fused, by_block=self._by_block)
+            run = self._run(self._acting, self.dtype)
         except Exception as e:
             raise SparsityError(f"the model does not run on example_inputs: {e}") from e
         self._outputs, self.opaque, self.flops, self.uncounted = run
@@ -100,6 +100,15 @@ class Reference:
             raise SparsityError(f"the model returns only zeros on example_inputs, so nothing is compared; {why}")
         self._changes = self._changed_by_zeros(self._outputs, self.dtype)
 
+    def _run(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        values: Mapping[str, Tensor] | None = None,
+        single_use: bool = False,
+    ) -> "_Run":
+        return _run(model, self._inputs, dtype, values, single_use, self._fused, by_block=self._by_block)
+
     def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
 
@@ -107,7 +116,7 @@ class Reference:
         the dtype of the comparison, and its FLOPs are not counted.
         """
         values = None if single_use else self.unrounded
-        run = _run(small, self._inputs, self.dtype, values, single_use, self._fused, by_block=self._by_block)
+        run = self._run(small, self.dtype, values, single_use)
         difference, in_float64 = output_difference(self._outputs, run.outputs, self._changes), None
         if self.tolerance < difference < float("inf"):
             if output_difference(self._compared[0], run.outputs) > 0:
@@ -129,7 +138,7 @@ class Reference:
 
     def check_repeats(self) -> None:
         """Raise an error if the masked model gives other outputs when it runs once more."""
-        again = _run(self._acting, self._inputs, self.dtype, fused=self._fused, by_block=self._by_block)
+        again = self._run(self._acting, self.dtype)
         if not (error := output_difference(self._outputs, again.outputs)) <= self.tolerance:
             raise SparsityError(
                 f"the model itself gives two answers to the same example_inputs (a relative difference of {error:.1e})"
@@ -252,14 +261,10 @@ class Reference:
         """Return the difference of float64 copies; None if they do not run or rounding does not explain `outputs`."""
         try:
             if self._exact is None:
-                exact = _run(
-                    self._acting, self._inputs, torch.float64, fused=self._fused, by_block=self._by_block
-                ).outputs
+                exact = self._run(self._acting, torch.float64).outputs
                 self._exact = exact, self._changed_by_zeros(exact, torch.float64)
             exact, changes = self._exact
-            small_exact = _run(
-                small, self._inputs, torch.float64, self.unrounded, fused=self._fused, by_block=self._by_block
-            ).outputs
+            small_exact = self._run(small, torch.float64, self.unrounded).outputs
         except Exception:  # the device or the model has no float64, so that float32 decides
             return None
         triples = zip(self._outputs, outputs, exact, strict=True)

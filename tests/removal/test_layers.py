@@ -68,13 +68,15 @@ def test_what_cannot_be_loaded_again_leaves_the_folder_as_it_was(tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path / "new"]
 
 
-def test_blocks_of_a_config_that_computes_their_types_are_refused():
+def test_blocks_of_a_config_that_computes_their_types_leave_at_the_end():
     keys = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4}
     model, ids = tiny("JambaForCausalLM", **keys, expert_layer_period=2, expert_layer_offset=1), torch.arange(3, 12)
     for part in (model.model.layers[2].mamba.out_proj, model.model.layers[2].feed_forward.down_proj):
         part.weight *= 1e-3
-    with pytest.raises(SparsityError, match="JambaConfig computes layer_types, and cannot .* Shrink the units"):
-        shrink_layers(model, [ids[None]], 0.25)
+    small, report = shrink_layers(model, [ids[None]], 0.25)
+    assert "layers.2 stays, and another block leaves instead: without it JambaConfig computes" in report.left_out[0]
+    assert small.config.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+    assert report.manifest["groups"][0]["kept"] == [[0, 1, 2]]
 
 
 def test_shrink_says_what_removes_layers_and_experts():
