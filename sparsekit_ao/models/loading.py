@@ -8,6 +8,7 @@ parameters are plain tensors in all these cases.
 import functools
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -235,6 +236,13 @@ def _write(each: _Offloaded, value: Tensor) -> None:
         Path(each.values.save_folder, f"{each.key}.dat").unlink(missing_ok=True)  # which copies may read
         index = offload_weight(value, each.key, each.values.save_folder, index={})
         each.values.index[each.key] = index[each.key]
+
+
+def remove_copied_values(copied: nn.Module, model: nn.Module) -> None:
+    """Remove the folders that `replace_offloaded` gave a copy of a model."""
+    folders = [{getattr(each.values, "save_folder", None) for each in _offloaded(one)} for one in (copied, model)]
+    for folder in folders[0] - folders[1] - {None}:
+        shutil.rmtree(folder)
 
 
 def replace_offloaded(model: nn.Module, changes: Mapping[int, Callable[[Tensor], Tensor]]) -> None:

@@ -18,7 +18,7 @@ from ..coupling.bound import is_list
 from ..coupling.experts import packed_experts, rated_experts
 from ..distributed import is_sharded
 from ..errors import SparsityError
-from ..models.loading import loaded, refuse_unloadable, refuse_valueless
+from ..models.loading import loaded, refuse_unloadable, refuse_valueless, remove_copied_values
 from ..models.names import owner_of
 from ..models.progress import progress_bar, public_call, text_of_call
 from ..models.running import Forward, TokenMask, eval_mode, first_tensor, kept_generators
@@ -359,6 +359,7 @@ class _Oracle:
         kept = (f"{r.bound.name}: the ratio, rounded, drops none of {r.scope_units}" for r in removals if r.is_empty)
         report = replace(report, left_out=tuple(kept), call=text_of_call())
         if dry_run:
+            remove_copied_values(small, self.data.model)
             return self.data.model, replace(report, manifest={})
         return small, replace(report, error_to_dense=replace(self.data, model=small).error_to(self._dense_output))
 

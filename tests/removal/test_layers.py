@@ -311,4 +311,6 @@ def test_layers_leave_a_model_that_accelerate_keeps_on_disk(tmp_path):
     expected = shrink_layers(model, [inputs], 0.5)[0](**inputs).logits
     accelerate.disk_offload(model, tmp_path, execution_device="cpu")
     assert all(p.is_meta for p in model.parameters())
+    same, plan = shrink_layers(model, [inputs], 0.5, dry_run=True)
+    assert same is model and plan.couplings[0].kept == 2 and not [*tmp_path.glob("copy-*")]
     assert torch.equal(shrink_layers(model, [inputs], 0.5)[0](**inputs).logits, expected)
