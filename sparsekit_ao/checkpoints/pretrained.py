@@ -398,7 +398,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
             return model_class.from_pretrained(folder, **kwargs)
         if not isinstance(manifest := json.loads((folder / MANIFEST).read_text()), dict):
             raise ValueError(f"{MANIFEST} is not a JSON object")
-        config, values = AutoConfig.from_pretrained(folder, per_layer_config=None), _weights(folder)
+        config, values = AutoConfig.from_pretrained(folder), _weights(folder)
     except SparsityError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as e:  # damaged files

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from sparsekit_ao import SparsityError
-from sparsekit_ao.export import save_pretrained
+from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import shrink_layers
 
 _SMALL = {
@@ -275,6 +275,16 @@ def test_a_removed_block_passes_its_input_on(name, tmp_path):
     keys = {"experts_implementation": "batched_mm"} if hasattr(model.config, "num_experts_per_tok") else {}
     again = type(model).from_pretrained(tmp_path, dtype=torch.float64, **keys)
     assert_same(wanted, [small, again.eval()], inputs, generates)
+
+
+def test_blocks_that_no_config_can_hold_are_loaded_by_the_manifest(tmp_path):
+    model, path, _, inputs = made("Gemma 4", (5,))  # whose config makes the last block read all tokens
+    small, report = shrink_layers(model, [inputs], 1 / 6)
+    assert dropped_of(report) == [5] and report.not_in_config
+    save_pretrained(small, report, tmp_path)
+    again = load_pretrained(tmp_path, type(model), dtype=torch.float64)
+    assert_same(skipping(model, path, [5]), [small], inputs, True)
+    assert_same(small, [again.eval()], inputs, False)
 
 
 @pytest.mark.parametrize(("name", "quiet"), [("Gemma 3n, shared keys", (1, 3)), ("Gemma 4, shared keys", (2, 3))])
