@@ -131,8 +131,9 @@ class _WithoutLogits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        is_logits = getattr(func, "__name__", "") in _MAKE_LOGITS and out.shape[-1] == len(self.keep)
-        return out.masked_fill(~self.keep.to(out.device), -torch.inf) if is_logits else out
+        if getattr(func, "__name__", "") in _MAKE_LOGITS and out.is_floating_point() and out.ndim:
+            return out.masked_fill(~self.keep.to(out.device), -torch.inf) if out.shape[-1] == len(self.keep) else out
+        return out
 
 
 def _never_choosing(model: nn.Module, removals: Sequence[Removal]) -> None:
