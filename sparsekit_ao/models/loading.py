@@ -240,8 +240,8 @@ def _write(each: _Offloaded, value: Tensor) -> None:
 
 def remove_copied_values(copied: nn.Module, model: nn.Module) -> None:
     """Remove the folders that `replace_offloaded` gave a copy of a model."""
-    folders = [{getattr(each.values, "save_folder", None) for each in _offloaded(one)} for one in (copied, model)]
-    for folder in folders[0] - folders[1] - {None}:
+    used = {str(getattr(each.values, "save_folder", "")) for each in _offloaded(model)}
+    for folder in {str(getattr(each.values, "save_folder", "")) for each in _offloaded(copied)} - used:
         shutil.rmtree(folder)
 
 

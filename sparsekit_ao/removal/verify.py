@@ -100,14 +100,8 @@ class Reference:
             raise SparsityError(f"the model returns only zeros on example_inputs, so nothing is compared; {why}")
         self._changes = self._changed_by_zeros(self._outputs, self.dtype)
 
-    def _run(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None,
-        values: Mapping[str, Tensor] | None = None,
-        single_use: bool = False,
-    ) -> "_Run":
-        return _run(model, self._inputs, dtype, values, single_use, self._fused, by_block=self._by_block)
+    def _run(self, model: nn.Module, dtype: torch.dtype | None, **keys: Any) -> "_Run":
+        return _run(model, self._inputs, dtype, fused=self._fused, by_block=self._by_block, **keys)
 
     def compare(self, small: nn.Module, *, single_use: bool = False) -> Comparison:
         """Run a smaller model and compare its outputs, also in float64 if they differ by more than the tolerance.
@@ -116,7 +110,7 @@ class Reference:
         the dtype of the comparison, and its FLOPs are not counted.
         """
         values = None if single_use else self.unrounded
-        run = self._run(small, self.dtype, values, single_use)
+        run = self._run(small, self.dtype, values=values, single_use=single_use)
         difference, in_float64 = output_difference(self._outputs, run.outputs, self._changes), None
         if self.tolerance < difference < float("inf"):
             if output_difference(self._compared[0], run.outputs) > 0:
@@ -264,7 +258,7 @@ class Reference:
                 exact = self._run(self._acting, torch.float64).outputs
                 self._exact = exact, self._changed_by_zeros(exact, torch.float64)
             exact, changes = self._exact
-            small_exact = self._run(small, torch.float64, self.unrounded).outputs
+            small_exact = self._run(small, torch.float64, values=self.unrounded).outputs
         except Exception:  # the device or the model has no float64, so that float32 decides
             return None
         triples = zip(self._outputs, outputs, exact, strict=True)
