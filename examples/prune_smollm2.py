@@ -49,9 +49,9 @@ BLOCKS = "a quarter of the blocks"
 STRUCTURES = {
     **dict.fromkeys(("2:4", "unstructured"), (*METHODS, LOGITS, THEIRS)),
     **dict.fromkeys(SHRUNK, tuple(UNITS)),
-    BLOCKS: ("influence", "recovered"),
+    BLOCKS: ("influence", "fitted", "recovered"),
 }
-FAST = ("magnitude", "wanda", "norms", "influence")
+FAST = ("magnitude", "wanda", "norms", "influence", "fitted")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,7 +119,7 @@ def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], pa
     if structure in SHRUNK:
         return shrink(dense, ratio={"mlp": SHRUNK[structure]}, batches=batches, **UNITS[method], **recovery)[0]
     if structure == BLOCKS:
-        small, _ = shrink_layers(dense, batches, 0.25)
+        small, _ = shrink_layers(dense, batches, 0.25, compensate=None if method == "influence" else "least_squares")
         if method == "recovered":
             recover(small, dense, batches, passes=passes)
         return small

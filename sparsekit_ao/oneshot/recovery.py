@@ -126,10 +126,11 @@ def recover(
 
 
 def _changed_layers(model: nn.Module, dense: nn.Module) -> list[nn.Module]:
-    """Return the modules whose matrices differ in the dense model; if none do, return all modules with matrices."""
+    """Return the modules whose matrices differ in the dense model; all with matrices if none do, or if blocks left."""
     names = [name for name, p in named_tensors(model) if p.ndim > 1]
     layers, changed, dense_tensors = [owner_of(model, name)[0] for name in names], [], dict(named_tensors(dense))
-    if is_elsewhere(model) or is_elsewhere(dense):
+    has_lost_blocks = len(dense_tensors) > sum(1 for _ in named_tensors(model))
+    if has_lost_blocks or is_elsewhere(model) or is_elsewhere(dense):
         return layers  # the values of offloaded and sharded weights cannot be compared here
     for name, dense_name in zip(names, names_in_dense(model, dense, names), strict=True):
         module, tensor = owner_of(model, name)

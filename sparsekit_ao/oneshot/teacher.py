@@ -30,7 +30,8 @@ class Teacher:
     `data` is of the pruned model; with `dense=None` that model is the dense one, until the walk reaches its blocks.
     """
 
-    row = BlockRow
+    row: Any = BlockRow
+    caller = "recover"
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class Teacher:
         seed: int = 0,
         outputs: str | None = None,
     ) -> None:
-        _check_models(data.model, dense)
-        check_ranks(data)
+        _check_models(data.model, dense, self.caller)
+        check_ranks(data, self.caller)
         self.dense, self.data = dense, data
         self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
         self.streams: list[Stream] = []  # of the dense model, one for each chain; empty before `start`
@@ -54,7 +55,7 @@ class Teacher:
 
     def start(self, walk: Walk) -> None:
         """Begin the dense stream; if the model itself is the dense one and has no blocks, keep its outputs instead."""
-        self._walk, dense = walk, walk.data.model if self.dense is None else self.dense
+        self.walk, dense = walk, walk.data.model if self.dense is None else self.dense
         if is_elsewhere(walk.data.model) and not walk.blocks:
             raise SparsityError(
                 "recover: a model without repeated blocks, or with outputs=, is trained as a whole, so its weights "
@@ -104,72 +105,74 @@ class Teacher:
 
     def advance(self, at: int) -> None:
         """Move the dense stream on through the dense block, and through the removed blocks that followed it."""
-        chain = self._walk.chain_of[at]
+        chain = self.walk.chain_of[at]
         stream = self.streams[chain]
         if self.dense is None:
-            stream.advance(self._walk.blocks[at])
+            stream.advance(self.walk.blocks[at])
             return
         for dense_block in self._dense_blocks[chain][stream.advanced : self._last[at] + 1]:
-            with loaded(self.dense, [dense_block], self._walk.device), eval_mode(self.dense):
+            with loaded(self.dense, [dense_block], self.walk.device), eval_mode(self.dense):
                 stream.advance(dense_block)
 
     def match(self, at: int) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""
-        block, dense = self._walk.blocks[at], self.streams[self._walk.chain_of[at]]
+        block, dense = self.walk.blocks[at], self.streams[self.walk.chain_of[at]]
         if not _has_weights(block):
             return None
-        student = Student(block, self._walk.streams[-1].output)
+        student = Student(block, self.walk.streams[-1].output)
         # The dense stream has advanced already, so its next inputs are the outputs of the dense block.
-        return self._train(self._walk.names[at], student, lambda k: output_tensor(dense.hidden(k)), "mse", at)
+        return self._train(self.walk.names[at], student, lambda k: output_tensor(dense.hidden(k)), "mse", at)
 
     @torch.no_grad()
     def finish(self, rows: Sequence[BlockRow]) -> RecoverReport:
         """Train the whole model if the walk had no blocks; return the report of these rows and the whole model's."""
         rows, model, dense = [*rows], self.data.model, self.dense
-        if not self._walk.blocks:
+        if not self.walk.blocks:
             whole = Student(model, lambda _, k: self.data.output(k))
             targets = replace(self.data, model=dense) if dense is not None else None
 
             def target(k: int) -> Tensor:
-                return output_tensor(self._walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
+                return output_tensor(self.walk.kept.get(("outputs", k)) if targets is None else targets.output(k))
 
             with eval_mode(model), eval_mode(model if dense is None else dense), without_autocast_cache():
                 rows.append(self._train("", whole, target, self.outputs or "mse", 0))
-        outside = self._walk.outside if self._walk.blocks else ()
+        outside = self.walk.outside if self.walk.blocks else ()
         return RecoverReport(rows=tuple(rows), tokens=self.data.counted(), untrained=tuple(outside))
 
     def _train(self, name: str, student: Student, target: Callable[[int], Tensor], metric: str, at: int) -> BlockRow:
         """Train the block of this number, or the whole model (named "")."""
-        of = self._walk.chains[self._walk.chain_of[at]].of_decoder if name else 2  # of the model's outputs
+        of = self.walk.chains[self.walk.chain_of[at]].of_decoder if name else 2  # of the model's outputs
         masks = [masks.masks[of] for masks in self.data.token_masks]
         settings: dict[str, Any] = {"passes": self.passes, "rate": self.rate, "seed": self.seed, "at": at}
         return Training(name, student, target, masks, metric, **settings).run()
 
 
-def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
+def _check_models(model: nn.Module, dense: nn.Module | None, caller: str) -> None:
     """Raise an error unless a model can be trained to match the dense one (None: the model itself as it is now)."""
-    if checked_model(model, "recover") is dense:
-        raise SparsityError("recover: model and dense are the same object; keep a deep copy before pruning")
+    if checked_model(model, caller) is dense:
+        raise SparsityError(f"{caller}: model and dense are the same object; keep a deep copy before pruning")
     if torch.is_inference_mode_enabled():
-        raise SparsityError("recover: weights cannot be trained in inference mode; call it outside, or use no_grad")
+        raise SparsityError(f"{caller}: weights cannot be trained in inference mode; call it outside, or use no_grad")
     dense_addresses: set[int] = set()  # of the dense model's values, which the loop visits first
-    models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, "recover"), "": model}
+    models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, caller), "": model}
     for whose, one in models.items():
-        refuse_unloadable(one, "recover")
+        refuse_unloadable(one, caller)
         for name, p in one.named_parameters():
             if p.is_inference():
                 raise SparsityError(
-                    f"recover: {whose}{name} was made in inference mode, and such weights cannot be trained; load the "
+                    f"{caller}: {whose}{name} was made in inference mode, and such weights cannot be trained; load the "
                     "model outside of torch.inference_mode(), or clone its weights there"
                 )
             if p.is_meta or is_sharded(p):  # values that cannot be read here
                 continue
             if not is_finite(p):
-                raise SparsityError(f"recover: {whose}{name} has values that are not finite")
+                raise SparsityError(f"{caller}: {whose}{name} has values that are not finite")
             if one is dense:
                 dense_addresses.add(p.data_ptr())
             elif p.numel() and p.data_ptr() in dense_addresses:
-                raise SparsityError(f"recover: both models share the values of {name}; keep a deep copy before pruning")
+                raise SparsityError(
+                    f"{caller}: both models share the values of {name}; keep a deep copy before pruning"
+                )
     if dense is None:
         return
     modules, named = dict(dense.named_modules()), dict(model.named_modules())
@@ -177,7 +180,7 @@ def _check_models(model: nn.Module, dense: nn.Module | None) -> None:
         is_of_mask = isinstance(module, parametrize.ParametrizationList) or ".parametrizations" in f".{name}"
         if dense_name not in modules and not is_of_mask:
             raise SparsityError(
-                f"recover: the dense model has no module {dense_name!r}; give the model as it was before pruning. If "
+                f"{caller}: the dense model has no module {dense_name!r}; give the model as it was before pruning. If "
                 "shrink_layers removed blocks, the pruned model must be the one that it returned, or a copy of it"
             )
     _refuse_exchanged(model, dense)
@@ -211,12 +214,12 @@ def passes_of(recover: object, caller: str) -> int:
     return PASSES if recover is True else int(recover)
 
 
-def check_ranks(data: CalibrationData) -> None:
+def check_ranks(data: CalibrationData, caller: str = "recover") -> None:
     """Raise an error unless every rank has the same number of batches."""
     counts = of_all_ranks(len(data.batches))
     if len(set(counts)) > 1:
         text = " and ".join(map(str, counts))
-        raise SparsityError(f"recover: every rank needs the same number of batches, got {text}")
+        raise SparsityError(f"{caller}: every rank needs the same number of batches, got {text}")
 
 
 def _paired(model: nn.Module, dense: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], list[int]]:

@@ -113,7 +113,7 @@ class Student(nn.Module):
         if has_process_group():  # one message takes a fraction of the time of one for each weight
             for device in dict.fromkeys(gradient.device for gradient in gradients):
                 own = [gradient for gradient in gradients if gradient.device == device]
-                summed = _over_ranks(torch.cat([gradient.flatten() for gradient in own]))
+                summed = over_ranks(torch.cat([gradient.flatten() for gradient in own]))
                 for gradient, part in zip(own, summed.split([g.numel() for g in own]), strict=True):
                     gradient.copy_(part.view_as(gradient))
         if all(map(is_finite, gradients)):  # otherwise beyond the range of 16 bits: the step changes nothing
@@ -175,7 +175,7 @@ class Training:
             if k in self.compared:
                 logs = squares[squares > 0].log()
                 norms += torch.stack((norms.new_tensor(len(squares)), norms.new_tensor(len(logs)), logs.sum()))
-        counted, nonzero, total = _over_ranks(norms).tolist()
+        counted, nonzero, total = over_ranks(norms).tolist()
         return counted, math.exp(total / max(nonzero, 1))
 
     def error(self, k: int, held_out: bool, part: int | None = None) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ class Training:
         errors = torch.zeros(2, dtype=torch.float64, device=self.device)
         for k in self.compared:
             errors += torch.stack(self.error(k, held_out=True))
-        loss, divisor = _over_ranks(errors).tolist()
+        loss, divisor = over_ranks(errors).tolist()
         if not math.isfinite(loss):
             lower = f"; call recover(pruned, dense, batches, rate=r) with r below {self.rate:g}"
             raise SparsityError(
@@ -232,7 +232,7 @@ class Training:
         # A loss is a sum over the rows of a batch. It is divided by the initial loss of one row, so that gradients are
         # in the range of 16 bits.
         first = self.error(0, held_out=False)[0]
-        total, rows = _over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
+        total, rows = over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
         scale = float(total / rows.clamp(min=1)) or 1.0
         whole, after = self.batches * self.ranks, before
         is_shown = not self.name and rank() == 0  # a block is a step of a walk, which shows its own progress
@@ -313,7 +313,7 @@ def _error(actual: Tensor, expected: Tensor, metric: str, typical: float) -> tup
     return nats, torch.tensor(float(len(actual)), device=actual.device)
 
 
-def _over_ranks(total: Tensor) -> Tensor:
+def over_ranks(total: Tensor) -> Tensor:
     """Sum a tensor over all ranks, in place, and return it."""
     if has_process_group():
         torch.distributed.all_reduce(total)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from ..coupling import BoundCoupling, Member, expert_couplings
 from ..coupling.bound import is_list
 from ..coupling.experts import packed_experts, rated_experts
-from ..distributed import is_sharded
+from ..distributed import is_sharded, of_all_ranks
 from ..errors import SparsityError
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless, remove_copied_values
 from ..models.names import owner_of
@@ -26,6 +26,7 @@ from ..oneshot.chain import CalibrationData, calls_of
 from ..oneshot.walk import Walk
 from ..selection import keep_mask
 from ..structure import AxisPattern, checked_level, sparsity_to_nnz
+from .block_fitting import fit_blocks
 from .compaction import verify_removal
 from .config_fields import ConfigFields
 from .modules import config_of
@@ -182,9 +183,12 @@ def shrink_layers(
     *,
     layers: str | None = None,
     forward: Forward | None = None,
+    token_mask: TokenMask = None,
+    compensate: str | None = "least_squares",
+    progress: bool = True,
     dry_run: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
-    """Remove the repeated blocks that change their input least.
+    """Remove the repeated blocks that change their input least, and let the blocks before them make up for them.
 
     The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
     arXiv 2403.03853).
@@ -197,11 +201,23 @@ def shrink_layers(
     changes its input least among the others leaves instead: the first block of a T5 has the bias of positions, and
     some blocks of Gemma 3n the keys and values, that others use. The report says so in `left_out`.
 
+    The last matrix of the block before each run of removed blocks, and its bias, are then fitted to the dense model's
+    hidden states after the run, in closed form, with the inputs that they have in the smaller model (ReplaceMe, arXiv
+    2505.02819, folds a linear map into the same matrix; Prune&Comp, arXiv 2507.18212, rescales weights). The more kinds
+    of text the batches have, the more the result gains on others. All batches pass one block before the next one.
+    `report.compensation` has the relative error of each of these blocks' outputs before and after. Nothing is fitted if
+    the first blocks are removed, if the output of the block is not the sum of a product and something else (a norm
+    comes last, or the experts of a mixture), or if another module shares the weight; `report.notes` says so.
+
     Args:
         model: The model, which is not changed.
         batches, forward: As for `expert_scores`.
         ratio: The fraction of the blocks that is removed.
         layers: The name of the `nn.ModuleList` of the blocks; None (default) takes the one with the most parameters.
+        token_mask: Which tokens count in the fit, as for `one_shot`. Influences are those of all tokens.
+        compensate: `"least_squares"` (default) fits blocks; None leaves all weights as they are. Zeros, such as those
+            of a pruned model, stay zero.
+        progress: If True (default), show progress, as `one_shot` does.
         dry_run: As for `shrink_experts`.
 
     Returns:
@@ -209,13 +225,16 @@ def shrink_layers(
 
     Raises:
         SparsityError: Parameters have no values; or there is no such list; or a block returns no tensor of its input's
-            shape; or outputs are not those that are described above, whichever blocks leave.
+            shape; or an argument does not fit; or outputs are not those that are described above, whichever blocks
+            leave.
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
     refuse_valueless(model, "shrink_layers")
+    if compensate not in (None, "least_squares"):
+        raise SparsityError(f"shrink_layers: compensate must be 'least_squares' or None, got {compensate!r}")
     level = checked_level(ratio, "shrink_layers: ")
-    data = CalibrationData.checked(model, batches, forward, None, "shrink_layers")
+    data = CalibrationData.checked(model, batches, forward, token_mask, "shrink_layers")
     lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and layers in (None, name)}
     if not lists:
         raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {layers!r}' if layers else ''}")
@@ -243,7 +262,12 @@ def shrink_layers(
             stays |= failed
             influences[[*failed]] = torch.inf
     others = [f"{path}.{at} stays, and another block leaves instead: without it {why}" for at, why in stays.items()]
-    return small, replace(report, left_out=(*report.left_out, *others))
+    report = replace(report, left_out=(*report.left_out, *others))
+    if compensate is not None and not dry_run:
+        of_small = replace(data, model=small)
+        report = fit_blocks(of_small, report, model, path, keep.nonzero().flatten().tolist())
+        report = replace(report, error_to_dense=of_small.error_to(oracle.dense_output))
+    return small, report
 
 
 def _failing_alone(without: Callable[[Tensor, bool], Any], dropped: Sequence[int], units: int) -> dict[int, str]:
@@ -319,6 +343,7 @@ def _influences(data: CalibrationData, path: str) -> Tensor:
             "batch, as in models whose layers share weights, so no block can be removed for one of these calls; lower "
             "the number of calls, such as config.num_hidden_layers"
         )
+    totals = torch.stack(of_all_ranks(totals)).sum(0)  # so that all ranks remove the same blocks
     return 1 - totals[:, 0] / totals[:, 1]
 
 
@@ -345,7 +370,7 @@ class _Oracle:
         self.data, self.fields, self._act_without = data, ConfigFields.of(data.model), act_without
         calls = list[Any]()
         with calls_of([data.model], calls), torch.no_grad(), eval_mode(data.model):
-            self._dense_output = data.output(0)
+            self.dense_output = data.output(0)
         self._inputs = _example_inputs(data.model, *calls[0])
 
     def smaller(
@@ -362,7 +387,7 @@ class _Oracle:
         if dry_run:
             remove_copied_values(small, self.data.model)
             return self.data.model, replace(report, manifest={})
-        return small, replace(report, error_to_dense=replace(self.data, model=small).error_to(self._dense_output))
+        return small, replace(report, error_to_dense=replace(self.data, model=small).error_to(self.dense_output))
 
 
 def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -89,11 +89,12 @@ class ShrinkReport(Table[KeptUnits]):
         left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
         frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
         values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
-        compensation: Output errors of layers that read removed units, before and after; set by `shrink` with batches.
+        compensation: Output errors before and after of the layers that make up for what was removed: those that read
+            removed units (`shrink` with batches), or the last one of a block, whose output counts (`shrink_layers`).
         recovery: What `recover` did; set by `shrink(recover=True)`.
         error_to_dense: The relative error of the smaller model's outputs to those of the dense model, on the first
-            batch or the example inputs; set by `shrink`. See `RecoverReport`.
-        zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by `shrink`.
+            batch or the example inputs; set by `shrink` and `shrink_layers`. See `RecoverReport`.
+        zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by them too.
         call: The call of `shrink` as text, for a model card.
         seconds, memory: How many seconds the call would take, and how many bytes it would need at the peak beside what
             is in memory, as a dry run estimates it.
@@ -196,8 +197,8 @@ class ShrinkReport(Table[KeptUnits]):
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         if rows := self.compensation:
             before, after = (sum(getattr(row, when) for row in rows) / len(rows) for when in ("before", "after"))
-            what = f"{len(rows)} layers that read removed units"
-            lines.append(f"mean output error of the {what}: {before:.4f}, and {after:.4f} after they made up for them")
+            what = f"mean output error of the {len(rows)} layers that make up for what was removed"
+            lines.append(f"{what}: {before:.4f}, and {after:.4f} after they did")
         recovered = [] if self.recovery is None else [self.recovery.table(folds=True), *self.recovery.below()]
         return [*lines, *recovered]
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
 from sparsekit_ao.coupling import expert_scores
 from sparsekit_ao.oneshot import solving
-from sparsekit_ao.removal import shrink_experts
+from sparsekit_ao.removal import shrink_experts, shrink_layers
 
 
 def prepared(model, **options):
@@ -118,6 +118,17 @@ def one_walk_over_ranks():
         recover(shared, dense, own[: 1 + (rank > 0)])
     with pytest.raises(SparsityError, match="prune: the ranks have different models or arguments; load the same"):
         prune(Model(width=16 + rank), "2:4", batches=own)
+
+
+def fitted_blocks():
+    """All ranks remove the same blocks, and fit the others as one process with all batches does."""
+    torch.manual_seed(0)
+    dense, batches = Model(blocks=6).double(), list(torch.randn(8, 64, 8, dtype=torch.float64))
+    whole, _ = shrink_layers(dense, batches, 1 / 3)  # all ranks have all batches, which scales all sums
+    own, report = shrink_layers(dense, batches[distributed.get_rank() :: distributed.get_world_size()], 1 / 3)
+    assert report.compensation and all(row.after < row.before for row in report.compensation)
+    for (name, p), q in zip(own.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=name)
 
 
 class Mixing(nn.Module):
@@ -269,7 +280,7 @@ def prepared_for_two_of_four(model):
 
 
 def cases():
-    for case in (sums, unreached, of_fsdp, one_walk_over_ranks):
+    for case in (sums, unreached, of_fsdp, one_walk_over_ranks, fitted_blocks):
         yield f"statistics: {case.__name__}", case
     for block in SHARDED_BLOCKS:
         for is_run in (False, True):

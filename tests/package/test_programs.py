@@ -176,6 +176,7 @@ def test_a_real_language_model_is_pruned_and_made_smaller(run, tmp_path):
         ("2:4", "wanda"),
         ("half of the MLP units", "norms"),
         ("a quarter of the blocks", "influence"),
+        ("a quarter of the blocks", "fitted"),
     ]
 
 

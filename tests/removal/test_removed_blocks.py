@@ -264,7 +264,7 @@ SOME = (
 def test_a_removed_block_passes_its_input_on(name, tmp_path):
     model, path, quiet, inputs = made(name)
     blocks = len(model.get_submodule(path))
-    small, report = shrink_layers(model, [inputs], len(quiet) / blocks, layers=path)
+    small, report = shrink_layers(model, [inputs], len(quiet) / blocks, layers=path, compensate=None)
     dropped = dropped_of(report)
     wanted, generates = skipping(model, path, dropped), name in DECODERS
     assert len(dropped) == len(quiet) and report.difference < 1e-5 and report.error_to_dense >= 0
@@ -279,7 +279,7 @@ def test_a_removed_block_passes_its_input_on(name, tmp_path):
 
 def test_blocks_that_no_config_can_hold_are_loaded_by_the_manifest(tmp_path):
     model, path, _, inputs = made("Gemma 4", (5,))  # whose config makes the last block read all tokens
-    small, report = shrink_layers(model, [inputs], 1 / 6)
+    small, report = shrink_layers(model, [inputs], 1 / 6, compensate=None)
     assert dropped_of(report) == [5] and report.not_in_config
     save_pretrained(small, report, tmp_path)
     again = load_pretrained(tmp_path, type(model), dtype=torch.float64)
@@ -290,7 +290,7 @@ def test_blocks_that_no_config_can_hold_are_loaded_by_the_manifest(tmp_path):
 @pytest.mark.parametrize(("name", "quiet"), [("Gemma 3n, shared keys", (1, 3)), ("Gemma 4, shared keys", (2, 3))])
 def test_blocks_whose_keys_others_share_stay(name, quiet):
     model, path, _, inputs = made(name, quiet)
-    small, report = shrink_layers(model, [inputs], 2 / 6)
+    small, report = shrink_layers(model, [inputs], 2 / 6, compensate=None)
     dropped = dropped_of(report)
     stay = {2, 3} & {*quiet}  # the last of their types before those that share
     assert len(dropped) == 2 and not stay & {*dropped} and {*quiet} - stay <= {*dropped}
@@ -336,8 +336,8 @@ def test_what_cannot_lose_any_block_is_refused():
 
 def test_outputs_by_block_do_not_count():
     model, _, _, inputs = made("Qwen 3")
-    expected = shrink_layers(model, [inputs], 1 / 6)[0](**inputs).logits
+    expected = shrink_layers(model, [inputs], 1 / 6, compensate=None)[0](**inputs).logits
     model.config.output_hidden_states = True
-    small, report = shrink_layers(model, [{**inputs, "output_attentions": False}], 1 / 6)
+    small, report = shrink_layers(model, [{**inputs, "output_attentions": False}], 1 / 6, compensate=None)
     assert torch.equal(small(**inputs).logits, expected) and len(small(**inputs).hidden_states) == 6
     assert report.difference < 1e-5 and model.config.output_hidden_states
