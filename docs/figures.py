@@ -125,6 +125,22 @@ def smollm2() -> Table:
     ]
 
 
+def of_kinds() -> dict[tuple[str, str], dict[str, float]]:
+    """The divergence of pruned SmolLM2 by (structure, method) and kind of text; "mean" is without German."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for r in read("results/quality_by_kind"):
+        found.setdefault((r["structure"], r["method"]), {})[r["kind"]] = float(r["divergence"])
+    return found
+
+
+def quality_by_kind() -> Table:
+    """The divergence from the dense model in nats per token, by method and kind of text."""
+    rows = of_kinds()
+    kinds = [*next(iter(rows.values()))]
+    lines = [[f"{structure}, {method}", *(f"{row[k]:.2f}" for k in kinds)] for (structure, method), row in rows.items()]
+    return [["", *kinds], *lines]
+
+
 def look_first() -> Table:
     """What the dry run says of two models, what then happens, and the same without the worst layers."""
     rows = read("benchmarks/results/look_first")
@@ -348,7 +364,7 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, look_first, networks),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, quality_by_kind, look_first, networks),
         *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
@@ -393,6 +409,11 @@ def _of_pruning() -> dict[str, str]:
         found[f"smollm2_{name}"] = last[structure, "recovered"]["perplexity"]
     for name, method in {"blocks": "influence", "blocks_recovered": "recovered"}.items():
         found[f"smollm2_{name}"] = last["a quarter of the blocks", method]["perplexity"]
+    for (structure, method), row in of_kinds().items():
+        name = f"kinds_{'blocks_' * (structure != '2:4')}{method}"
+        worst = max((k for k in row if k not in ("mean", "German")), key=row.__getitem__)
+        found |= {name: f"{row['mean']:.2f}", f"{name}_worst": f"{row[worst]:.2f}", f"{name}_worst_kind": worst}
+        found[f"{name}_german"] = f"{row['German']:.2f}"
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}
