@@ -211,19 +211,6 @@ def checkpointed_activations():
     torch.testing.assert_close(x.grad, want, rtol=1e-5, atol=1e-7)
 
 
-def compiled():
-    """Gathering a mask compiles, and a mask update is seen."""
-    one, many = pair(is_stepped=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        fast = torch.compile(many.model, backend="inductor" if EXHAUSTIVE else "aot_eager")
-        for level in (0.5, 0.7):
-            for s in (one, many):
-                set_level_and_step(s, level)
-            x = batch(0)[0]
-            torch.testing.assert_close(fast(x), one.model(x), rtol=1e-5, atol=1e-6)
-
-
 def wrong_order():
     model = shard(mlp())
     with pytest.raises(SparsityError, match=r"0.weight: fully_shard was applied to '0' already.*Call prepare first"):
@@ -414,7 +401,6 @@ def cases():
         gradients_are_masked_and_hidden_nan_does_no_harm,
         mixed_precision,
         checkpointed_activations,
-        compiled,
         wrong_order,
         squash_of_a_part,
         after_an_eval_pass,
