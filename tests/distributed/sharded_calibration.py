@@ -225,7 +225,6 @@ class Blocks(nn.Module):
 
 
 SHARDED_BLOCKS = {
-    "linear": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
     "two": lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU()),
     "model": lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.GELU()),
     "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),

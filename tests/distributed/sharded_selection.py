@@ -204,8 +204,8 @@ def cases():
     if world == 2 or EXHAUSTIVE:
         found += global_cases(line, [rows, rows, rows, rows, rows], f"rows of {world}")
     found += global_cases(line, [columns, rows, everywhere, columns, rows], f"mixed of {world}")
-    found += odd_cases(line, rows, f"rows of {world}")
     if world == 2 or EXHAUSTIVE:
+        found += odd_cases(line, rows, f"rows of {world}")
         found += odd_cases(line, columns, f"columns of {world}")
         found += odd_cases(line, everywhere, f"replicas of {world}") if EXHAUSTIVE else []
     if world == 4:
@@ -213,7 +213,7 @@ def cases():
         both = ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(0), Replicate()])
         found += plain_cases(square, both, [(20, 16)], PATTERNS if EXHAUSTIVE else [*PATTERNS][::2])
         for k, placed in enumerate(zip(*(odd_cases(square, p, f"{p} of 2x2") for p in both), strict=True)):
-            found += placed if EXHAUSTIVE else placed[k % 2 : k % 2 + 1]
+            found += placed if EXHAUSTIVE else placed[k % 4 : k % 4 + 1]
         a, b, c = [Replicate(), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Replicate()]
         found += global_cases(square, [a, b, c, a, c], "mixed of 2x2")
     return found

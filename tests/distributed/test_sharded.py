@@ -15,6 +15,7 @@ import sharded_dynamic
 import sharded_fsdp
 import sharded_selection
 import sharded_training
+import torch
 from grids import EXHAUSTIVE
 from ranks import run_worlds
 from scripts import run_child
@@ -54,7 +55,7 @@ WORLDS = {  # {part: {number of ranks: its cases}}; parts run at the same time
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "least"), [("selection", 75), ("the rest", 90)])
+@pytest.mark.parametrize(("part", "least"), [("selection", 70), ("the rest", 90)])
 def test_every_case(part, least, tmp_path):
     worlds = json.loads(run_child(__file__, part, OMP_NUM_THREADS="1", cwd=tmp_path))
     found = {f"{name} of {world}": text for world, own in worlds.items() for name, text in own.items()}
@@ -65,4 +66,6 @@ def test_every_case(part, least, tmp_path):
 
 if __name__ == "__main__":
     os.environ["SPARSEKIT_TEST_FOLDER"] = os.getcwd()
+    if sys.argv[1] == "the rest":  # what compiling imports, once for all ranks
+        torch.compile(torch.neg, backend="aot_eager")(torch.ones(1))
     run_worlds(WORLDS[sys.argv[1]])

@@ -1,6 +1,7 @@
 """The package's structure: layers, no import circles, no two files of one name, one version."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -32,11 +33,17 @@ def module_of(path: pathlib.Path) -> tuple[str, ...]:
 MODULES = {module_of(p) for p in ALL_FILES}
 
 
+@functools.cache
+def nodes_of(path: pathlib.Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@functools.cache
 def imports_of(path: pathlib.Path) -> set[tuple[str, ...]]:
     """Every module of the package that a file imports, wherever in it; imports under TYPE_CHECKING count."""
     module, imported = module_of(path), set()
     folder = module if path.name == "__init__.py" else module[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = (*folder[: len(folder) - node.level + 1], *(node.module.split(".") if node.module else ()))
             imported |= {(*base, a.name) if (*base, a.name) in MODULES else base for a in node.names}
@@ -68,7 +75,7 @@ def test_there_are_no_import_circles():
 def test_private_attributes_are_used_in_the_file_of_their_class_alone():
     defined, used = {}, {}
     for path in ALL_FILES:
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        nodes = nodes_of(path)
         members = [n for c in nodes if isinstance(c, ast.ClassDef) for n in c.body]
         private = [n for n in nodes if isinstance(n, ast.Attribute) and re.match("_[^_]", n.attr)]
         own = [n for n in private if ast.unparse(n.value) in ("self", "cls", "super()")]
@@ -94,7 +101,7 @@ def test_every_mutation_has_its_place():
 
 def test_no_absolute_imports_of_the_package_no_experimental_torch_and_torch_ao_in_one_file():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             refused = ("sparsekit_ao", *(() if path.name == "torch_ao.py" else ("torch.ao",)))
