@@ -129,12 +129,12 @@ def masks_of(name, dtype, setting):
     return masks, said, [layer.weight == 0 for layer in model]
 
 
-IN_TURN = ["float64", "meta", "inference", "bfloat16", "meta", "flush"]  # three of them with each pattern
+IN_TURN = ["float64", "meta", "inference", "bfloat16", "meta", "flush"]  # two of them with each pattern
 SETTING_OF = list(zip(itertools.cycle(DTYPES), IN_TURN)) + list(zip(itertools.cycle(DTYPES[::-1]), IN_TURN))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "setting"), turns(PATTERNS, SETTING_OF, each=3) + grid(OTHERS, DTYPES, list(SETTINGS)[1:])
+    ("name", "dtype", "setting"), turns(PATTERNS, SETTING_OF, each=2) + grid(OTHERS, DTYPES, list(SETTINGS)[1:])
 )
 def test_masks_are_the_same_under_every_default(name, dtype, setting, monkeypatch):
     monkeypatch.setattr(cpu, "LONG", 1024)  # small scopes too are taken in parts
@@ -191,7 +191,7 @@ CALLS = {
     "shrink by cost": (pictures, lambda model, batches: shrink(model, batches[0], budget="parameters")[0]),
     "shrink and recover": (stack, lambda model, batches: shrink(model, batches=batches, score="obs", recover=True)[0]),
     "shrink by batches": (pictures, lambda model, batches: shrink(model, batches=batches, score="obd")[0]),
-    "Llama": (lambda: make("Llama"), lambda model, inputs: shrink(model, inputs)[0]),
+    "Llama": (lambda: make("Llama"), lambda model, inputs: shrink(model, inputs, {"mlp": 0.5})[0]),
     "shrink_layers": (lambda: make("Llama"), lambda model, inputs: removal.shrink_layers(model, [inputs], 0.5)[0]),
     "Mixtral": (lambda: make("Mixtral"), lambda model, inputs: prune(model, batches=[inputs], progress=False)[0]),
     "shrink_experts": (lambda: make("Mixtral"), lambda model, inputs: removal.shrink_experts(model, [inputs])[0]),

@@ -120,9 +120,8 @@ def test_an_attribute_of_the_name_config_may_be_anything(config):
     assert shrink(model, torch.randn(3, 4), 0.5)[0][0].out_features == 4
 
 
-SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 8}
 DECODERS = [
-    ("Llama", {"num_key_value_heads": 1}, 0.5),
     ("Llama", {"num_key_value_heads": 2}, {"query heads": 0.5}),
     ("Gemma", {"num_key_value_heads": 1, "head_dim": 16}, 0.5),
     ("Qwen2", {"num_key_value_heads": 1, "num_attention_heads": 7, "hidden_size": 56}, 0.5),
@@ -134,8 +133,8 @@ DECODERS = [
 @pytest.mark.parametrize(
     ("name", "sizes", "ratio", "has_mask"),
     [
-        *((*one, at % 2 > 0) for at, one in enumerate(DECODERS[:4])),
-        *(pytest.param(*one, True, marks=pytest.mark.nightly) for one in DECODERS[4:]),
+        *((*one, at % 2 > 0) for at, one in enumerate(DECODERS[:3])),
+        *(pytest.param(*one, True, marks=pytest.mark.nightly) for one in DECODERS[3:]),
     ],
 )
 def test_a_decoder_without_query_heads_runs_in_every_way(name, sizes, ratio, has_mask):
@@ -160,7 +159,8 @@ def test_a_decoder_without_query_heads_runs_in_every_way(name, sizes, ratio, has
 def test_a_config_with_sizes_by_layer_is_read():
     kinds = ["sliding_attention", "full_attention"]
     sizes = {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "layer_types": kinds}
+    sizes["num_hidden_layers"] = 2
     sizes |= {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SIZES | sizes)).eval()
-    small, report = shrink(model, {"input_ids": torch.randint(97, (2, 9))}, 0.5)
+    small, report = shrink(model, {"input_ids": torch.randint(97, (2, 9))}, {"mlp": 0.5})
     assert small.config.intermediate_size == 48 and report.difference <= 1e-5

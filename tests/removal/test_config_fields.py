@@ -13,7 +13,7 @@ from sparsekit_ao.removal import shrink_layers
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 DECODER = {"vocab_size": 100, "hidden_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA = {**DECODER, "intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 128}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": 64, "num_layers": 2}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": 64, "num_layers": 1}
 BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
 
 
@@ -35,21 +35,11 @@ def test_few_models_are_constructed(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("budget", "share", "layers"),
-    [
-        ("layer", 0.65, {"num_decoder_layers": 1}),
-        ("flops", 0.5, {"num_layers": 1}),
-        ("parameters", 0.6, {"feed_forward_proj": "gated-gelu", "num_layers": 1}),
-    ],
-)
-def test_couplings_that_share_a_field_keep_equal_fractions(budget, share, layers):
+def test_couplings_that_share_a_field_keep_equal_fractions():
     # One `d_ff` holds the MLPs of both halves, and one `num_heads` all three attentions.
-    model = fill(transformers.T5ForConditionalGeneration(transformers.T5Config(**{**T5, **layers})))
-    ratio = 0.5 if budget == "layer" else 1 - share
-    small, report = shrink(model, BOTH, ratio, budget=budget)
-    cost = "parameters" if budget == "layer" else budget
-    assert report.not_in_config == "" and getattr(report.after, cost) <= share * getattr(report.before, cost)
+    model = fill(transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, feed_forward_proj="gated-gelu")))
+    small, report = shrink(model, BOTH, 0.4, budget="parameters")
+    assert report.not_in_config == "" and report.after.parameters <= 0.6 * report.before.parameters
     assert {text.split(":")[0] for text in changes(report)} == {"config.d_ff", "config.num_heads"}
     fresh = type(small)(type(small.config).from_dict(small.config.to_dict())).eval()
     fresh.load_state_dict(small.state_dict())
@@ -63,13 +53,13 @@ def test_couplings_that_share_a_field_keep_equal_fractions(budget, share, layers
         ("GPT-2", {}, {"config.n_inner: None -> 64"}),  # a field that the config computes as long as it is None
         ("GPT-2", {"n_inner": 60}, {"config.n_inner: 60 -> 30"}),
         ("HuBERT", {}, {"config.conv_dim[0]: 16 -> 8", "config.intermediate_size: 48 -> 24"}),  # under weight_norm
-        ("Llama", {"intermediate_size": 32}, {"config.intermediate_size: 32 -> 16"}),  # as large as the hidden size
-        ("Llama", {"intermediate_size": 50}, {"config.intermediate_size: 50 -> 25"}),  # as large as the vocabulary
-        ("OPT", {}, {"config.ffn_dim: 48 -> 24"}),
+        # as large as the hidden size and the vocabulary
+        ("Llama", {"intermediate_size": 32, "vocab_size": 32}, {"config.intermediate_size: 32 -> 16"}),
     ],
 )
 def test_a_field_is_known_by_what_it_counts_even_if_others_have_its_value(name, keys, fields):
-    model, inputs = hf_models.deep(name, 2, **keys) if keys else hf_models.make(name)
+    model, inputs = hf_models.deep(name, 2, **keys)
+    inputs = {key: x % 32 if key == "input_ids" else x for key, x in inputs.items()}
     _, report = shrink(model, inputs, {"mlp": 0.5, "conv channels": 0.5} if name == "HuBERT" else {"mlp": 0.5})
     assert changes(report) == fields and report.not_in_config == ""
 

@@ -62,9 +62,8 @@ def test_convolutions_make_up_for_filters():
     assert error(small, model, batches) < error(better, model, batches)
 
 
-@pytest.mark.parametrize("name", ["BERT", "Llama"])
-def test_one_call_from_a_model_to_a_recovered_smaller_one(name):
-    model, inputs = hf_models.make(name)
+def test_one_call_from_a_model_to_a_recovered_smaller_one():
+    model, _ = hf_models.make("BERT")
     before = copy.deepcopy(model.state_dict())
     torch.manual_seed(0)
     ids = [torch.randint(2, 30, (4, 12)) for _ in range(4)]
@@ -75,7 +74,6 @@ def test_one_call_from_a_model_to_a_recovered_smaller_one(name):
     assert all(row.after <= row.before for row in report.recovery) and "144 of 192 tokens count" in str(report)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert report.not_in_config == "" and type(small)(small.config).state_dict().keys() == small.state_dict().keys()
-    assert inputs.keys() <= {"input_ids", "attention_mask"}
 
 
 def stream():
@@ -145,12 +143,9 @@ def test_numbers_for_the_tensors_and_modules_of_single_layers():
 
 def test_one_layer_of_many_that_are_alike():
     model, inputs = hf_models.make("Llama")
-    small, report = shrink(model, inputs, {"model.layers.0.mlp": 0.5, "mlp": 0.25})
+    small, report = shrink(model, inputs, {"model.layers.0.mlp": 0.5, "model.layers.1.mlp.gate_proj.weight": 0.25})
     widths = [layer.mlp.up_proj.out_features / model.config.intermediate_size for layer in small.model.layers]
-    assert widths[0] == 0.5 and set(widths[1:]) == {0.75} and report.not_in_config
-    small, report = shrink(model, inputs, {"model.layers.1.mlp.gate_proj.weight": 0.5})
-    widths = [layer.mlp.up_proj.out_features / model.config.intermediate_size for layer in small.model.layers]
-    assert widths[1] == 0.5 and widths[0] == 1
+    assert widths == [0.5, 0.75] and report.not_in_config
     with pytest.raises(SparsityError, match="ratio has different numbers for .*, whose units are removed together"):
         shrink(model, inputs, {"model.layers.0.mlp.gate_proj": 0.5, "model.layers.0.mlp.up_proj": 0.25})
 
@@ -167,13 +162,14 @@ def test_single_layers_of_many_are_excluded():
     small, report = shrink(llama, inputs, {"mlp": 0.5}, keep_config=False, exclude=["model.layers.0"])
     widths = [layer.mlp.up_proj.out_features / llama.config.intermediate_size for layer in small.model.layers]
     assert widths == [1] + [0.5] * (len(widths) - 1)
-    small, report = shrink(llama, inputs, exclude=["model.layers.0.mlp"])  # the config has one number for all
+    # The config has one number for all.
+    small, report = shrink(llama, inputs, {"mlp": 0.5}, keep_config=True, exclude=["model.layers.0.mlp"])
     assert small.config.intermediate_size == llama.config.intermediate_size and report.not_in_config == ""
     assert any("the config cannot hold it" in text for text in report.left_out)
 
 
 def test_reasons_and_hints():
-    llama, inputs = hf_models.make("Llama")
+    llama, inputs = hf_models.deep("Llama", 1)
     with pytest.raises(SparsityError, match="ratio names 'heads', but the couplings are .*; did you mean 'key heads'"):
         shrink(llama, inputs, {"heads": 0.5})
     _, report = shrink(llama, inputs, {"mlp": 0.5})
@@ -409,8 +405,8 @@ SPARSE = {  # {name: (a function that returns a pruned model, batches, arguments
         {},
     ),
     **{
-        name: (lambda name=name: prune(hf_models.make(name)[0], "2:4")[0], None, {"exclude": ["width"]})
-        for name in ("Llama", "GPT-2", "Mixtral")
+        name: (lambda name=name: prune(hf_models.deep(name, 1)[0], "2:4")[0], None, {"exclude": ["width"]})
+        for name in ("GPT-2", "Mixtral")
     },
 }
 
