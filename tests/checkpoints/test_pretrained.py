@@ -747,10 +747,10 @@ def test_a_disk_that_fills_up_leaves_the_model_and_the_folder_as_they_were(name,
 
 
 def test_reports_of_calls_that_changed_nothing_are_refused(tmp_path):
-    model, inputs = hf_models.make("Llama")
+    model, inputs = hf_models.deep("Llama", 1)
     for report in (
         prune(model, "2:4", batches=[inputs], dry_run=True)[1],
-        shrink(model, inputs, 0.5, dry_run=True)[1],
+        shrink(model, inputs, {"mlp": 0.5}, dry_run=True)[1],
     ):
         with pytest.raises(SparsityError, match=f"this {type(report).__name__} is of a call that returned no changed"):
             export.save_pretrained(model, report, tmp_path / "out")

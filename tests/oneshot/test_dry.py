@@ -9,6 +9,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from grids import turns
 from networks import Net
 from pruned_models import Model, correlated
 from torch import nn
@@ -233,8 +234,7 @@ VIEWS = {  # {model: (its parts, what a module of it reads: a view of a paramete
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("recover", [False, True])
+@pytest.mark.parametrize(("name", "recover"), turns(VIEWS, [(False,), (True,)]))
 def test_modules_may_read_views_of_parameters(name, recover):
     parts, view = VIEWS[name]
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from grids import turns
 from hf_models import make
 from networks import Net
 from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, layer_of, prepared
@@ -32,7 +33,7 @@ from sparsekit_ao.calibration import LayerAdapter, RowGram, Statistics
 from sparsekit_ao.oneshot import walk
 from sparsekit_ao.oneshot.solving import prune_layer
 
-METHODS = [(method, structure) for method in ("admm", "obs", "least_squares", None) for structure in STRUCTURES]
+METHODS = [(how, one) for one, how in turns(STRUCTURES, [(m,) for m in ("admm", "obs", "least_squares", None)], each=2)]
 
 
 @pytest.mark.parametrize(("method", "structure"), [*METHODS, ("sparsegpt", "2:4"), ("sparsegpt", "unstructured")])

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from grids import grid, turns
-from hf_models import make
+from hf_models import deep, make
 from kernel_cases import generator
 from torch import nn
 
@@ -191,7 +191,7 @@ CALLS = {
     "shrink by cost": (pictures, lambda model, batches: shrink(model, batches[0], budget="parameters")[0]),
     "shrink and recover": (stack, lambda model, batches: shrink(model, batches=batches, score="obs", recover=True)[0]),
     "shrink by batches": (pictures, lambda model, batches: shrink(model, batches=batches, score="obd")[0]),
-    "Llama": (lambda: make("Llama"), lambda model, inputs: shrink(model, inputs, {"mlp": 0.5})[0]),
+    "Llama": (lambda: deep("Llama", 1), lambda model, inputs: shrink(model, inputs, {"mlp": 0.5})[0]),
     "shrink_layers": (lambda: make("Llama"), lambda model, inputs: removal.shrink_layers(model, [inputs], 0.5)[0]),
     "Mixtral": (lambda: make("Mixtral"), lambda model, inputs: prune(model, batches=[inputs], progress=False)[0]),
     "shrink_experts": (lambda: make("Mixtral"), lambda model, inputs: removal.shrink_experts(model, [inputs])[0]),

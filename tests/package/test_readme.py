@@ -139,21 +139,24 @@ ROWS = [
 ]
 
 
-def names_of_rows(layers):
-    """What the code in rows of tables may name."""
+def names_of_rows(layers, code):
+    """What the code in rows of tables may name; what takes long to make, only if this code names it."""
     torch.manual_seed(0)
     middle = torch.nn.Linear(128, 128) if "middle" in layers else torch.nn.ReLU()
     modules = zip(layers, (torch.nn.Linear(64, 128), middle, torch.nn.Linear(128, 64)), strict=True)
     model, batches = torch.nn.Sequential(OrderedDict(modules)), [torch.randn(32, 64) for _ in range(2)]
     names = {name: getattr(sparsekit_ao, name) for name in sparsekit_ao.__all__} | vars(removal)
-    one = removal.removable(model, batches[0]).couplings[0]
+    if re.search(r"\bone\b|couplings\b", code):
+        names["one"] = removal.removable(model, batches[0]).couplings[0]
+        names["couplings"] = [names["one"]]
+    if re.search(r"\breport\b", code):
+        names["report"] = removal.shrink(model, batches[0])[1]
     expert = {key: torch.nn.Linear(4, 4) for key in ("w1", "w2", "w3")}
     mixture = {"experts": torch.nn.ModuleList([torch.nn.ModuleDict(expert)]), "gate": torch.nn.Linear(4, 1)}
     return names | {
         **{"torch": torch, "model": model, "module": model[0], "mixture": torch.nn.ModuleDict(mixture)},
         **{"batches": batches, "inputs": batches[0], "loader": [{"x": x} for x in batches]},
         **{"loss": lambda model, batch: model(batch).square().mean(), "optimizer": torch.optim.SGD(model.parameters())},
-        **{"one": one, "couplings": [one], "report": removal.shrink(model, batches[0])[1]},
         **{"name": "weight", "mask": torch.ones(128, 64), "sparsifier": sparsekit_ao.ScopeSparsifier()},
     }
 
@@ -162,7 +165,8 @@ def names_of_rows(layers):
 def test_the_code_in_each_row_of_the_page_on_moving_runs(section, row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call, layers = MOVING[section]
-    shared, cell = names_of_rows(layers), row.split(" | ")[-1]
+    cell = row.split(" | ")[-1]
+    shared = names_of_rows(layers, cell)
     if "sparsifier.prepare(" not in cell:
         score = ("taylor" if "loss" in cell else "wanda") if "calibrate(" in cell else None
         shared |= {"sparsifier": sparsekit_ao.ScopeSparsifier(score=score), "name": f"{layers[0]}.weight"}
@@ -171,7 +175,7 @@ def test_the_code_in_each_row_of_the_page_on_moving_runs(section, row, tmp_path,
         if score is None:
             shared["sparsifier"].step()
     for code in re.findall("`([^`]+)`", cell):
-        names = shared if re.search(r"\bsparsifier\b|couplings, inputs", code) else names_of_rows(layers)
+        names = shared if re.search(r"\bsparsifier\b|couplings, inputs", code) else names_of_rows(layers, code)
         is_argument = ast.parse(f"f({code})", mode="eval").body.keywords
         if "on CUDA" in cell:
             with pytest.raises(sparsekit_ao.SparsityError, match="no weight of the model is on CUDA"):

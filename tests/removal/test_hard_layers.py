@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from compact_models import rebuilt
+from grids import turns
 from networks import Net
 from stock import EVERYTHING, refuses
 from torch import nn
@@ -250,16 +251,16 @@ class Complex(nn.Module):
         return torch.view_as_real(self.inner(torch.complex(x, x)))
 
 
-@pytest.mark.parametrize("how", [{}, {"score": "norm"}, {"budget": "parameters"}, {"batches": [torch.randn(4, 2, 12)]}])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(Frequencies(2, 16), Frequencies(16, 3)),
-        lambda: nn.Sequential(Frequencies(2, 16), nn.Conv1d(16, 16, 1), nn.ReLU(), Frequencies(16, 3)),
-        lambda: nn.Sequential(nn.Conv1d(2, 16, 1), nn.ReLU(), Frequencies(16, 16), nn.Conv1d(16, 3, 1)),
-        Complex,
-    ],
-)
+COMPLEX = [
+    lambda: nn.Sequential(Frequencies(2, 16), Frequencies(16, 3)),
+    lambda: nn.Sequential(Frequencies(2, 16), nn.Conv1d(16, 16, 1), nn.ReLU(), Frequencies(16, 3)),
+    lambda: nn.Sequential(nn.Conv1d(2, 16, 1), nn.ReLU(), Frequencies(16, 16), nn.Conv1d(16, 3, 1)),
+    Complex,
+]
+HOW = [{}, {"score": "norm"}, {"budget": "parameters"}, {"batches": [torch.randn(4, 2, 12)]}]
+
+
+@pytest.mark.parametrize(("make", "how"), turns(COMPLEX, [(how,) for how in HOW], each=2))
 def test_complex_weights_are_scored_by_their_norms(make, how):
     torch.manual_seed(0)
     more = {"max_sparsity": {"*": 0.9, "width": 0.9}} if "budget" in how else {"ratio": EVERYTHING}

@@ -49,9 +49,8 @@ def test_generators_have_the_states_that_they_had(call):
     assert states() == before
 
 
-@pytest.mark.parametrize("name", ["Wav2Vec2", "HuBERT"])  # which have weight_norm and a config
-def test_models_that_are_constructed_again_from_their_config_draw_nothing(name):
-    model, inputs = hf_models.make(name)
+def test_models_that_are_constructed_again_from_their_config_draw_nothing():
+    model, inputs = hf_models.make("HuBERT")  # which has weight_norm and a config
     before = states()
     shrink(model, inputs)
     assert states() == before

@@ -400,7 +400,7 @@ CONVOLUTIONAL |= {
 }
 
 
-IN_EVERY_RUN = {*POOLED, "VGG", "MobileNet v3", "DenseNet", "U-Net", "GroupNorm"}
+IN_EVERY_RUN = {*POOLED, "VGG", "DenseNet"}
 
 
 @pytest.mark.parametrize(

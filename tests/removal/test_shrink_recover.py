@@ -67,7 +67,7 @@ def test_units_inside_of_blocks_leave_and_blocks_are_recovered(name):
     assert all(small(x).shape == model(x).shape for x in batches)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["stages", "tapped", "DenseNet", "WaveNet", "decoder with RMSNorm"])
 def test_the_error_of_recover_comes_first_and_its_advice_helps(name):
     model, batches = case(name)
     small, _ = shrink(model, ratio=EVERYTHING, batches=batches, compensate=None)
@@ -89,9 +89,10 @@ def test_what_the_first_block_reads_and_what_follows_the_last_one_is_still_remov
 
 def test_a_kind_is_excluded_by_its_name():
     model, batches = case("decoder with RMSNorm")
-    kinds = {row.kind for row in shrink(model, batches[0], EVERYTHING)[1]}
+    kinds = {row.kind for row in shrink(model, batches[0], EVERYTHING, dry_run=True)[1]}
     for kind in kinds:
-        assert {row.kind for row in shrink(model, batches[0], EVERYTHING, exclude=[kind])[1]} == kinds - {kind}
+        rows = shrink(model, batches[0], EVERYTHING, exclude=[kind], dry_run=True)[1]
+        assert {row.kind for row in rows} == kinds - {kind}
     with pytest.raises(SparsityError, match=r"exclude\[0\] 'widths' matches no parameter or module"):
         shrink(model, batches[0], exclude=["widths"])
 

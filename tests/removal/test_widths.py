@@ -111,10 +111,9 @@ def test_what_lost_heads_is_shrunk_again_scored_recovered_and_trained():
     assert type(small(x)) is torch.Tensor
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_compiled_as_one_graph(kind):
+def test_it_is_compiled_as_one_graph():
     x = torch.randn(2, 7, 8)
-    small, _ = shrink(make(kind), x, EVERYTHING)
+    small, _ = shrink(make(Packed), x, EVERYTHING)
     torch.testing.assert_close(torch.compile(small, fullgraph=True, backend="aot_eager")(x), small(x))
 
 
@@ -170,7 +169,7 @@ def transformers_model(name):
     ids, images = {"input_ids": torch.randint(3, 50, (2, 8))}, {"pixel_values": torch.randn(1, 3, 32, 32)}
     sizes = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2]}
     pyramid = {"image_size": 32, "num_encoder_blocks": 2, "num_attention_heads": [2, 4], "mlp_ratios": [1, 1], **sizes}
-    local = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "local_radius": 3}
+    local = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "local_radius": 3}
     keys, inputs = {"PvtV2Model": (pyramid, images), "LongT5EncoderModel": (local, ids)}[name]
     model_class = getattr(transformers, name)
     return fill(model_class(model_class.config_class(**keys))).eval(), inputs
@@ -183,7 +182,7 @@ def transformers_model(name):
         pytest.param(
             *("PvtV2Model", "encoder.layers.1.blocks.0.attention.num_attention_heads", 2), marks=pytest.mark.nightly
         ),
-        ("LongT5EncoderModel", "encoder.block.1.layer.0.LocalSelfAttention.n_heads", 2),
+        ("LongT5EncoderModel", "encoder.block.0.layer.0.LocalSelfAttention.n_heads", 2),
     ],
 )
 def test_heads_leave_models_of_transformers(name, heads, kept, tmp_path):

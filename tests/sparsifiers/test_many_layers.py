@@ -22,7 +22,6 @@ def operations(call):
         count += event == "opcode"
         return trace
 
-    gc.collect()
     gc.disable()  # what earlier tests left would be collected, and counted, at any time
     sys.settrace(trace)
     try:
