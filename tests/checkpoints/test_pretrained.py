@@ -195,7 +195,7 @@ def test_a_model_of_a_gguf_file_is_saved_as_a_plain_one(pruned, tmp_path):
         model = prune(model, "2:4", batches=[inputs], compensate=None)[0]
         result = {name: p != 0 for name, p in model.named_parameters() if name.endswith("proj.weight")}
     elif pruned == "shrink":
-        model, result = shrink(model, inputs)
+        model, result = shrink(model, inputs, {"mlp": 0.5})
     else:
         model, result = shrink_layers(model, [inputs], 0.5)
     quantizer = model.hf_quantizer

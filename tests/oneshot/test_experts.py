@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from sparsekit_ao import prune, recover
 from sparsekit_ao.removal import shrink_experts
 
-MIXTURES = ["Mixtral", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "OLMoE", "GraniteMoE", "Llama 4", "PhiMoE"]
+MIXTURES = ["Mixtral", "GPT-OSS", "DeepSeek-V3", "GraniteMoE", "Llama 4"]
+MIXTURES += [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("Qwen3-MoE", "OLMoE", "PhiMoE")]
 DENSE = re.compile(r"embed_tokens|lm_head|norm|router|\.gate\.weight|bias")
 BATCHES = [torch.randint(1, 50, (4, 24), generator=torch.Generator().manual_seed(k)) for k in range(4)]
 
@@ -69,7 +70,7 @@ def test_sparsegpt_keeps_the_same_share_of_every_expert(kind, level):
 def test_a_mixture_that_lost_experts_is_recovered(kind, path):
     dense, _ = make(kind)
     small, _ = shrink_experts(dense, BATCHES, 0.5)
-    rows = recover(small, dense, BATCHES, passes=8, progress=False)
+    rows = recover(small, dense, BATCHES, passes=2, progress=False)
     assert len(rows) == 2 and 0 < rows[1].after < rows[1].before  # the first block of DeepSeek has no experts
     assert len(small.model.layers[1].get_submodule(path).experts.down_proj) == 2
 

@@ -17,6 +17,7 @@ HAS_GPU = DEVICE == "cuda"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    *([] if HAS_GPU else [pytest.mark.nightly]),  # other tests see on the CPU what these would
 ]
 
 
