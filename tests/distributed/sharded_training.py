@@ -173,7 +173,8 @@ def cases_of_four():
     half = slice(4 * square["dp"].get_local_rank(), 4 * square["dp"].get_local_rank() + 4)
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     split = functools.partial(every_method, optimizer=momentum, width=24, ranks=0)
-    for config, mesh, rows in turns(CONFIGS, [(square, half), (line, slice(None))]):
+    configs = CONFIGS if EXHAUSTIVE else ("global", "mixed")
+    for config, mesh, rows in turns(configs, [(square, half), (line, slice(None))]):
         put = functools.partial(parallel, mesh)
         yield f"tensor parallel of {mesh.ndim} {config}", functools.partial(split, config, put, rows=rows)
     for config in CONFIGS if EXHAUSTIVE else ("mixed",):

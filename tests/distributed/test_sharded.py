@@ -36,7 +36,6 @@ def cases_of_four():
     yield from sharded_dynamic.cases_of_four()
     if EXHAUSTIVE:
         yield "one walk", sharded_calibration.one_walk_over_ranks
-    yield from sharded_calibration.cases_of_steps("sequences")
 
 
 def cases_of_one():
@@ -45,7 +44,7 @@ def cases_of_one():
     warnings.simplefilter("ignore", UserWarning)  # torch warns that it loads in a single process
     yield "dynamic load", functools.partial(sharded_dynamic.load, folder)
     yield "load async_save", functools.partial(sharded_training.load, folder, "async_save")
-    yield from sharded_calibration.cases_of_steps("sequences", "shuffled")
+    yield from sharded_calibration.cases_of_steps()
 
 
 WORLDS = {  # {part: {number of ranks: its cases}}; parts run at the same time
