@@ -347,7 +347,8 @@ def _save_compacted(
                     "it was"
                 )
         after = sum(file.stat().st_size for file in unchecked.glob("*.safetensors"))
-        lines = [*report.above(), *report.below()[:3]]
+        rows = [f"{row.name}: {row}" for row in report.couplings] if len(report.couplings) == 1 else []
+        lines = [*report.above(), *rows, *report.below()[:3]]
         notes = (note, *_write_card(unchecked, folder, model, report, lines, evaluation))
     return Conversion(target="save_pretrained", converted=(), before=report.before.bytes, after=after, notes=notes)
 

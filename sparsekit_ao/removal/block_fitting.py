@@ -31,17 +31,19 @@ def fit_blocks(
     """Fit blocks of the smaller model in place, which has the `kept` blocks of the list `path`; return its report."""
     fitting, rows = BlockFitting(dense, data, path, kept), list[LayerRow]()
     if kept[0] > 0:
-        fitting.notes.append(f"{path} begins without {kept[0]} blocks: no block comes before them to make up for them")
-    if any(fitting.is_fitted):
+        fitting.left_out.append(f"{path}: the first blocks were removed, and no block before them makes up for them")
+    if any(fitting.is_fitted) and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        fitting.left_out.append(f"{path}: nothing is fitted under torch.autocast; call shrink_layers outside of it")
+    elif any(fitting.is_fitted):
         checkpoint_of(data, None, "shrink_layers")  # checks that ranks have the same model
         try:
             walk = Walk(data, (), blocks=path)
         except SparsityError:
-            fitting.notes.append(f"{path} is no chain, in which a block reads what the one before gives: not fitted")
+            fitting.left_out.append(f"{path}: not fitted, since a block does not read what the one before gives alone")
         else:
             rows = walk.run("shrink_layers", None, fitting)[1]
     zeros = "" if is_elsewhere(dense) else text_of_zeros(dense, data.model)
-    return replace(report, compensation=tuple(rows), zeros=zeros, notes=(*report.notes, *fitting.notes))
+    return replace(report, compensation=tuple(rows), zeros=zeros, left_out=(*report.left_out, *fitting.left_out))
 
 
 class BlockFitting(Teacher):
@@ -59,7 +61,7 @@ class BlockFitting(Teacher):
         super().__init__(dense, data)
         count = len([*dense.get_submodule(path).children()])
         self.is_fitted = [after - at > 1 for at, after in zip(kept, [*kept[1:], count], strict=True)]
-        self.notes = list[str]()
+        self.left_out = list[str]()
         named = [*data.model.named_parameters(remove_duplicate=False)]
         uses = Counter(id(p) for _, p in named)  # by name below, since offloaded parameters are replaced
         self._shared = {name for name, p in (*named, *named_tensors(data.model)) if uses[id(p)] > 1}
@@ -71,7 +73,8 @@ class BlockFitting(Teacher):
         start, name = time.perf_counter(), self.walk.names[at]
         last = self._last_product(at)
         if last is None:
-            self.notes.append(f"{name} gives no sum of a product with a weight of its own, so it is not fitted")
+            why = "its output is not the sum of a product with a weight of its own and of other terms"
+            self.left_out.append(f"{name} (of the smaller model): not fitted, since {why}")
             return None
         gram, cross, (total, size) = self._sums(at, last)
         first, damped = last.whole(), damped_gram(gram[None], RIDGE)

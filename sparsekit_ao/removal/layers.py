@@ -17,7 +17,7 @@ from ..coupling import BoundCoupling, Member, expert_couplings
 from ..coupling.bound import is_list
 from ..coupling.experts import packed_experts, rated_experts
 from ..distributed import is_sharded, of_all_ranks
-from ..errors import SparsityError
+from ..errors import SparsityError, checked_model
 from ..models.loading import loaded, refuse_unloadable, refuse_valueless, remove_copied_values
 from ..models.names import owner_of
 from ..models.progress import progress_bar, public_call, text_of_call
@@ -87,6 +87,7 @@ def shrink_experts(
 
     >>> small, report = shrink_experts(model, batches, 0.25)  # doctest: +SKIP
     """
+    _check_model(model, "shrink_experts")
     if any(map(is_sharded, model.parameters())):
         raise SparsityError("shrink_experts: weights are sharded over ranks; remove experts before fully_shard")
     refuse_unloadable(model, "shrink_experts")
@@ -111,6 +112,10 @@ def shrink_experts(
             raise SparsityError(
                 f"shrink_experts: scores must be what expert_scores returns for this model, with a tensor of "
                 f"{bound.units} for {names[0]!r}, got {tuple(found.shape) if isinstance(found, Tensor) else found}"
+            )
+        if not found.isfinite().all():
+            raise SparsityError(
+                f"shrink_experts: scores of {names[0]} are not finite; leave out inputs with NaN or inf"
             )
         if not found.any():
             raise SparsityError(f"shrink_experts: no token reached {names[0]}, so its experts cannot be rated")
@@ -207,7 +212,7 @@ def shrink_layers(
     of text the batches have, the more the result gains on others. All batches pass one block before the next one.
     `report.compensation` has the relative error of each of these blocks' outputs before and after. Nothing is fitted if
     the first blocks are removed, if the output of the block is not the sum of a product and something else (a norm
-    comes last, or the experts of a mixture), or if another module shares the weight; `report.notes` says so.
+    comes last, or the experts of a mixture), or if another module shares the weight; `report.left_out` says so.
 
     Args:
         model: The model, which is not changed.
@@ -230,15 +235,17 @@ def shrink_layers(
 
     >>> small, report = shrink_layers(model, batches, 0.25)  # doctest: +SKIP
     """
+    _check_model(model, "shrink_layers")
     refuse_valueless(model, "shrink_layers")
     if compensate not in (None, "least_squares"):
         raise SparsityError(f"shrink_layers: compensate must be 'least_squares' or None, got {compensate!r}")
-    level = checked_level(ratio, "shrink_layers: ")
+    level = checked_level(ratio, "shrink_layers: ratio: ")
     data = CalibrationData.checked(model, batches, forward, token_mask, "shrink_layers")
-    lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m) and layers in (None, name)}
-    if not lists:
-        raise SparsityError(f"shrink_layers: the model has no nn.ModuleList{f' {layers!r}' if layers else ''}")
-    path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    lists: dict[str, Any] = {name: m for name, m in model.named_modules() if is_list(m)}
+    if not lists or layers not in (None, *lists):
+        what = "no nn.ModuleList" if not lists else f"no nn.ModuleList {layers!r}, but {', '.join(map(repr, lists))}"
+        raise SparsityError(f"shrink_layers: the model has {what}; its blocks must be modules of an nn.ModuleList")
+    path = layers or max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
     influences = _influences(data, path)
     units = len(influences)
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
@@ -252,17 +259,21 @@ def shrink_layers(
             small, report = without(keep, dry_run)
             break
         except SparsityError as error:
+            oracle.check_repeats()
             dropped = (~keep).nonzero().flatten().tolist()
             failed = _failing_alone(without, dropped, units)
-            if not failed or len(stays | failed) == units:
+            if not failed.keys() - stays.keys() or len(stays | failed) == units:
                 raise SparsityError(
                     f"shrink_layers: {path} without the blocks {dropped}: {error}. Remove fewer blocks, or shrink the "
                     "units of all blocks instead (`shrink`)."
                 ) from error
             stays |= failed
             influences[[*failed]] = torch.inf
-    others = [f"{path}.{at} stays, and another block leaves instead: without it {why}" for at, why in stays.items()]
-    report = replace(report, left_out=(*report.left_out, *others))
+    gone, asked = (~keep).nonzero().flatten().tolist(), units - kept
+    instead = "another block leaves instead" if len(gone) == asked else f"only {len(gone)} of {asked} blocks leave"
+    others = [f"{path}.{at} stays, and {instead}: without it {why}" for at, why in stays.items()]
+    blocks = [f"{path}: without the blocks {', '.join(map(str, gone))}"] if gone else []
+    report = replace(report, left_out=(*report.left_out, *others), changed=(*blocks, *report.changed))
     if compensate is not None and not dry_run:
         of_small = replace(data, model=small)
         report = fit_blocks(of_small, report, model, path, keep.nonzero().flatten().tolist())
@@ -307,12 +318,19 @@ def _passing_on(model: nn.Module, removals: Sequence[Removal]) -> None:
     """Let the removed blocks of a model pass their input on, in place."""
     for path, keep in ((path, removal.keep) for removal in removals for path in removal.bound.lists):
         for at in (~keep).nonzero().flatten().tolist():
-            model.get_submodule(f"{path}.{at}").register_forward_hook(_pass_on, with_kwargs=True, prepend=True)
+            block, inputs = model.get_submodule(f"{path}.{at}"), list[Tensor]()
+            block.register_forward_pre_hook(partial(_keep_input, inputs), with_kwargs=True)
+            block.register_forward_hook(partial(_pass_on, inputs), prepend=True)
 
 
-def _pass_on(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    before, after = first_tensor([args, kwargs]), first_tensor(output)
-    return tree_map_only(Tensor, lambda tensor: before if tensor is after else tensor, output)
+def _keep_input(inputs: list[Tensor], block: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep a copy of a block's input, which the block may change in place."""
+    inputs[:] = [tensor.clone() for tensor in [first_tensor([args, kwargs])] if tensor is not None]
+
+
+def _pass_on(inputs: list[Tensor], block: nn.Module, args: Any, output: Any) -> Any:
+    after = first_tensor(output)
+    return tree_map_only(Tensor, lambda tensor: inputs[0] if tensor is after and inputs else tensor, output)
 
 
 def _influences(data: CalibrationData, path: str) -> Tensor:
@@ -320,18 +338,24 @@ def _influences(data: CalibrationData, path: str) -> Tensor:
     layers: Any = data.model.get_submodule(path)
     # For each block the sum of its cosines, their number and that of its calls. If small tensors of each call were kept
     # instead, the allocator could not reuse the memory between them, and each batch would take more of it.
-    totals = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu")
+    totals, inputs = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu"), list[Tensor]()
 
-    def record(at: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before, after = first_tensor([args, kwargs]), first_tensor(output)
+    def record(at: int, block: nn.Module, args: Any, output: Any) -> None:
+        before, after = first_tensor(inputs), first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
         cosines = F.cosine_similarity(before.double(), after.double(), dim=-1)
+        if not cosines.isfinite().all():
+            raise SparsityError(
+                f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave such "
+                "inputs out, or mend the model"
+            )
         totals[at] += torch.tensor([float(cosines.sum()), cosines.numel(), 1], dtype=torch.float64, device="cpu")
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
         for at, block in enumerate(layers):
-            hooks.enter_context(block.register_forward_hook(partial(record, at), with_kwargs=True))
+            hooks.enter_context(block.register_forward_pre_hook(partial(_keep_input, inputs), with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(partial(record, at)))
         for index in range(len(data.batches)):
             data.output(index)
     calls = totals[:, 2].int().tolist()
@@ -371,7 +395,16 @@ class _Oracle:
         calls = list[Any]()
         with calls_of([data.model], calls), torch.no_grad(), eval_mode(data.model):
             self.dense_output = data.output(0)
+        if not calls:
+            raise SparsityError(
+                "forward calls a module of the model, but not the model itself, so outputs without a part of the model "
+                "cannot be compared; give a forward that calls model(...)"
+            )
         self._inputs = _example_inputs(data.model, *calls[0])
+
+    def check_repeats(self) -> None:
+        """Raise an error if the dense model gives other outputs when it runs once more."""
+        Reference(self.data.model, self._inputs).check_repeats()
 
     def smaller(
         self, removals: Sequence[Removal], changes: Sequence[Change], dry_run: bool
@@ -402,3 +435,12 @@ def _example_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "name all arguments"
         )
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _check_model(model: nn.Module, caller: str) -> None:
+    """Raise an error unless a model can be made smaller here."""
+    checked_model(model, caller)
+    if torch.is_inference_mode_enabled():
+        raise SparsityError(
+            f"{caller}: in inference mode, weights of the result could not be trained; call it outside, or use no_grad"
+        )

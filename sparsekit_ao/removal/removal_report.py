@@ -197,8 +197,8 @@ class ShrinkReport(Table[KeptUnits]):
         lines += [f"decided by values of the example inputs: {text}" for text in self.values]
         if rows := self.compensation:
             before, after = (sum(getattr(row, when) for row in rows) / len(rows) for when in ("before", "after"))
-            what = f"mean output error of the {len(rows)} layers that make up for what was removed"
-            lines.append(f"{what}: {before:.4f}, and {after:.4f} after they did")
+            what = f"mean output error of what makes up for the removed parts ({len(rows)} layers)"
+            lines.append(f"{what}: {before:.4f} before, {after:.4f} after")
         recovered = [] if self.recovery is None else [self.recovery.table(folds=True), *self.recovery.below()]
         return [*lines, *recovered]
 

@@ -203,7 +203,7 @@ def test_removed_blocks_that_no_block_comes_before_are_named():
     weaken(model.blocks, [0, 1, 4])
     plain, small, report = shrunk(model, batches, 0.5, [2, 3, 5], "blocks")
     assert [row.tensor for row in report.compensation] == ["blocks.1.down.weight"]
-    assert "blocks begins without 2 blocks: no block comes before them to make up for them" in report.notes
+    assert "blocks: the first blocks were removed, and no block before them makes up for them" in report.left_out
     assert_equal_weights(small, expected(model, plain, batches, "blocks", "down", [2, 3, 5]))
 
 
@@ -214,14 +214,16 @@ def test_a_shared_weight_is_not_fitted():
     weaken(model.blocks, [2])
     plain, small, report = shrunk(model, batches, 1 / 6, [0, 1, 3, 4, 5], "blocks")
     assert not report.compensation and torch.equal(small.blocks[1].down.weight, plain.blocks[1].down.weight)
-    assert "blocks.1 gives no sum of a product with a weight of its own, so it is not fitted" in report.notes
+    assert any(text.startswith("blocks.1 (of the smaller model): not fitted") for text in report.left_out)
 
 
 def test_a_block_that_ends_with_a_norm_is_not_fitted():
     model, batches = stack(kind=Normed)
     weaken(model.blocks, [2, 3], 0.01)
     _, small, report = shrunk(model, batches, 1 / 3, [0, 1, 4, 5], "blocks")
-    assert not report.compensation and any(note.startswith("blocks.1 gives no sum") for note in report.notes)
+    assert not report.compensation and any(
+        text.startswith("blocks.1 (of the smaller model): not fitted") for text in report.left_out
+    )
     assert all(
         torch.equal(p, q) for p, q in zip(small.blocks[1].parameters(), model.blocks[1].parameters(), strict=True)
     )
@@ -233,7 +235,7 @@ def test_of_a_mixture_the_shared_expert_is_fitted(name, last):
     weaken(model.model.layers, [2])
     _, _, report = shrunk(model, [inputs], 0.25, [0, 1, 3], "model.layers")
     assert [row.tensor for row in report.compensation] == ([f"model.layers.1.{last}"] if last else [])
-    assert any(note.startswith("model.layers.1 gives no sum") for note in report.notes) is (last is None)
+    assert any(text.startswith("model.layers.1 (of") for text in report.left_out) is (last is None)
     if last:
         assert report.compensation[0].after < report.compensation[0].before
 
@@ -282,7 +284,9 @@ def test_blocks_that_are_no_chain_are_named():
     model = Counting(*(Numbered() for _ in range(4))).double()
     model.blocks[2].down.weight.data *= 0.1
     _, report = shrink_layers(model, [torch.randn(2, 40, 8, dtype=torch.float64)], 0.25)
-    assert not report.compensation and any("blocks is no chain" in note for note in report.notes)
+    assert not report.compensation and any(
+        "does not read what the one before gives alone" in text for text in report.left_out
+    )
 
 
 def test_an_unknown_method_is_refused_and_none_fits_nothing():

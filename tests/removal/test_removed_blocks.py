@@ -341,3 +341,84 @@ def test_outputs_by_block_do_not_count():
     small, report = shrink_layers(model, [{**inputs, "output_attentions": False}], 1 / 6, compensate=None)
     assert torch.equal(small(**inputs).logits, expected) and len(small(**inputs).hidden_states) == 6
     assert report.difference < 1e-5 and model.config.output_hidden_states
+
+
+class Branch(nn.Module):
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.up, self.down, self.in_place = nn.Linear(8, 16), nn.Linear(16, 8), in_place
+
+    def forward(self, x):
+        added = self.down(torch.relu(self.up(x)))
+        if self.in_place:
+            x += added
+            return x
+        return x + added
+
+
+class Network(nn.Module):
+    def __init__(self, blocks=5, needed=0, **keys):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 8), nn.ModuleList(Branch(**keys) for _ in range(blocks))
+        self.needed = needed  # so many first blocks have weights that the forward reads
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        for at in range(self.needed):
+            x = x * self.blocks[at].up.weight[:2].sum()
+        return x
+
+
+def network(**keys):
+    torch.manual_seed(0)
+    return Network(**keys).double(), [torch.randn(20, 4, dtype=torch.float64) for _ in range(3)]
+
+
+@pytest.mark.parametrize("where", ["weight", "batch"])
+def test_values_that_are_not_finite_are_named(where):
+    model, batches = network()
+    (model.blocks[2].up.weight if where == "weight" else batches[1])[0, 0] = torch.nan
+    name, at = ("blocks.2", 0) if where == "weight" else ("blocks.0", 1)
+    with pytest.raises(
+        SparsityError, match=f"shrink_layers: {name} reads or gives .* not finite for batch {at}; leave"
+    ):
+        shrink_layers(model, batches, 0.2)
+
+
+def test_blocks_that_change_their_input_in_place_are_removed_like_others():
+    model, batches = network()
+    same, _ = network(in_place=True)
+    expected, report = shrink_layers(model, batches, 0.4)
+    small, found = shrink_layers(same, batches, 0.4)
+    assert report.changed == found.changed and torch.allclose(small(batches[0]), expected(batches[0]))
+
+
+def test_the_report_says_which_blocks_left_and_if_fewer_did_than_were_asked_for():
+    model, batches = network(blocks=4, needed=2)
+    small, report = shrink_layers(model, batches, 0.75, compensate=None)
+    assert report.changed[0] == "blocks: without the blocks 2, 3" and len(small.blocks) == 2
+    assert [text.partition(":")[0] for text in report.left_out] == [
+        f"blocks.{at} stays, and only 2 of 3 blocks leave" for at in (0, 1)
+    ]
+
+
+def test_calls_that_cannot_be_compared_are_refused():
+    model, batches = network()
+
+    def run(model, x):
+        x = model.first(x)
+        for block in model.blocks:
+            x = block(x)
+        return x
+
+    with pytest.raises(SparsityError, match="forward calls a module of the model, but not the model itself"):
+        shrink_layers(model, batches, 0.2, forward=run)
+    with pytest.raises(SparsityError, match=r"no nn.ModuleList 'first', but 'blocks'; its blocks"):
+        shrink_layers(model, batches, 0.2, layers="first")
+    with torch.inference_mode(), pytest.raises(SparsityError, match="shrink_layers: in inference mode, weights"):
+        shrink_layers(model, batches, 0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, report = shrink_layers(*network(), 0.2)
+    assert any("under torch.autocast; call shrink_layers outside" in text for text in report.left_out)

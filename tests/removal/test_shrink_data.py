@@ -34,7 +34,7 @@ def test_layers_that_read_dropped_units_have_the_best_weights_for_the_others():
     assert torch.equal(small[2].bias, model[2].bias)
     (row,) = report.compensation
     assert row.tensor == "2.weight" and row.after < 0.8 * row.before
-    assert "mean output error of the 1 layers that make up for what was removed: " in str(report)
+    assert "mean output error of what makes up for the removed parts (1 layers): " in str(report)
     assert error(small, model, batches) < 0.8 * error(plain, model, batches)
 
 
