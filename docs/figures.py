@@ -125,10 +125,15 @@ def smollm2() -> Table:
     ]
 
 
+def of_mix() -> list[dict[str, str]]:
+    """The rows of SmolLM2, calibrated on a mix of kinds of text."""
+    return [r for r in read("results/quality_by_kind") if (r["model"], r["calibrated on"]) == ("SmolLM2", "a mix")]
+
+
 def of_kinds() -> dict[tuple[str, str], dict[str, float]]:
     """The divergence of pruned SmolLM2 by (structure, method) and kind of text; "mean" is without German."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for r in read("results/quality_by_kind"):
+    for r in of_mix():
         found.setdefault((r["structure"], r["method"]), {})[r["kind"]] = float(r["divergence"])
     return found
 
@@ -414,6 +419,10 @@ def _of_pruning() -> dict[str, str]:
         worst = max((k for k in row if k not in ("mean", "German")), key=row.__getitem__)
         found |= {name: f"{row['mean']:.2f}", f"{name}_worst": f"{row[worst]:.2f}", f"{name}_worst_kind": worst}
         found[f"{name}_german"] = f"{row['German']:.2f}"
+        tokens = next(r["tokens"] for r in of_mix() if (r["structure"], r["method"]) == (structure, method))
+        found[f"{name}_tokens"] = f"{int(tokens):,}"
+        if structure == "2:4":
+            found[f"{name}_share"] = f"{row['mean'] / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}
