@@ -1,5 +1,6 @@
 """`quality` compares a pruned model with the dense one by kind of data, and `mixed` deals batches of several kinds."""
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -69,7 +70,10 @@ class QualityReport(Table[QualityRow]):
 
     @property
     def mean(self) -> QualityRow:
-        """The mean over the kinds, each of which counts the same, whatever its count; geometric for perplexities."""
+        """The mean over the kinds, each of which counts the same, whatever its count; geometric for perplexities.
+
+        Without kinds it is the row "all".
+        """
         return self.rows[-1]
 
     @property
@@ -116,7 +120,8 @@ def quality(
 
     Raises:
         SparsityError: There are no batches of a kind; parameters have no values; outputs have other shapes than those
-            of the dense model, no tensor of floats, or NaN; or a token mask does not fit them.
+            of the dense model, no tensor of floats, or values that are not finite; the model does not run on a
+            batch; or a token mask does not fit.
 
     >>> dense = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     >>> pruned, _ = sparsekit_ao.prune(dense, "2:4")
@@ -128,11 +133,17 @@ def quality(
     for one in (dense, model):
         refuse_valueless(checked_model(one, "quality"), "quality")
     by_kind: Mapping[str, Any] = batches if isinstance(batches, Mapping) else {"all": batches}
-    if not by_kind or MEAN in by_kind or (by_kind is batches and any(isinstance(b, Tensor) for b in by_kind.values())):
+    names = [*map(str, by_kind)]
+    if (
+        not by_kind
+        or MEAN in names
+        or len({*names}) < len(names)
+        or (by_kind is batches and any(isinstance(b, Tensor) for b in by_kind.values()))
+    ):
         what = f"a dict with {', '.join(map(repr, by_kind)) or 'nothing'}"
         raise SparsityError(
-            f"quality: batches must be a list of batches, or {{kind: batches}} with kinds not called {MEAN!r}, got "
-            f"{what}; if this is one batch, give [batch]"
+            f"quality: batches must be a list of batches, or {{kind: batches}} with kinds of different names, none of "
+            f"them {MEAN!r}, got {what}; if this is one batch, give [batch]"
         )
     for kind, of_kind in by_kind.items():
         check_batches(of_kind, token_mask, forward, "quality" if by_kind is not batches else f"quality: kind {kind!r}")
@@ -159,9 +170,7 @@ class _Comparison:
         """Compare the models on the batches of one kind."""
         sums = Counter[str]()  # of floats, and of one tensor
         for at, batch in enumerate(batches):
-            sums.update(added := self._sums(batch, where := f"quality: batch {at} of {kind!r}"))
-            if any(math.isnan(value) for value in added.values() if not isinstance(value, Tensor)):
-                raise SparsityError(f"{where}: outputs that count contain NaN; leave out such rows, or mend the model")
+            sums.update(self._sums(batch, f"quality: batch {at} of {kind!r}"))
         if not (count := sums["count"]):
             raise SparsityError(f"quality: there are no batches of {kind!r}; an iterator that was used up gives none")
         found = {name: sums[name] / count for name in ("divergence", "agreement", "cosine") if name in sums}
@@ -178,7 +187,8 @@ class _Comparison:
     def _sums(self, batch: Any, where: str) -> dict[str, Any]:
         """Run both models on a batch, and return sums over its rows."""
         data = CalibrationData.checked(self.dense, [batch], self.forward, self.token_mask, where)
-        (wanted, is_logits), (got, _) = (_compared(replace(data, model=m).output(0)) for m in (self.dense, self.model))
+        wanted, is_logits = _compared(data.output(0))
+        got = _compared(self._output(data, where))[0]
         if wanted is None or got is None or wanted.shape != got.shape:
             shapes = " and ".join("no tensor of floats" if t is None else str(tuple(t.shape)) for t in (wanted, got))
             raise SparsityError(
@@ -196,7 +206,37 @@ class _Comparison:
         sums = Counter[str](count=len(a))
         for parts in zip(*(t.split(max(1, _PART // a.shape[1])) for t in (a, b, known.to(a.device))), strict=True):
             sums.update((_of_logits if is_logits else _of_states)(*parts))
+        if any(math.isnan(value) for value in sums.values() if not isinstance(value, Tensor)):
+            # Logits may be -inf, unless all of a row are.
+            totals = [rows.double().logsumexp(-1) if is_logits else rows.double().sum(-1) for rows in (a, b)]
+            names = zip(("the dense model", "the model"), totals, strict=True)
+            whose = " and ".join(name for name, total in names if not total.isfinite().all())
+            raise SparsityError(
+                f"{where}: outputs of {whose} that count have values that are not finite; leave out such rows, or mend "
+                "the model"
+            )
         return sums
+
+    def _output(self, data: CalibrationData, where: str) -> Any:
+        """Run the model on a batch that the dense model runs on."""
+        try:
+            return replace(data, model=self.model).output(0)
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError, ValueError, TypeError) as error:
+            ids, table = _ids_of(data.batches[0]), None
+            with contextlib.suppress(NotImplementedError, AttributeError):
+                table = self.model.get_input_embeddings().weight  # type: ignore[operator]
+            hint = ""
+            if ids is not None and table is not None and int(ids.max()) >= len(table):
+                hint = (
+                    f", since it has {len(table)} tokens, and the batch has the id {int(ids.max())}. After "
+                    "shrink_vocabulary, give a forward that translates ids by new_ids of its report for the smaller "
+                    "model, and returns the logits of the kept tokens of the dense one"
+                )
+            raise SparsityError(
+                f"{where}: the dense model runs on it, but the model does not{hint}: {error}"
+            ) from error
 
     def _labels(self, data: CalibrationData, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return what each of the logits [batch, tokens, classes] predicts, or None, and which tokens count."""
@@ -216,17 +256,38 @@ class _Comparison:
         return labels if self.is_causal else None, mask
 
 
-def _predicts_next(data: CalibrationData, logits: Tensor, counts: Tensor) -> bool:
-    """Return whether the logits of tokens stay the same if the last token of their row is another one."""
+def _predicts_next(data: CalibrationData, logits: Tensor, counts: Tensor) -> bool | None:
+    """Return whether logits of the first half of a row stay the same if tokens of the second half are others.
+
+    None is returned if it is not known, as no token can be another one.
+    """
     row = int(counts.sum(-1).argmax())
-    *others, last = counts[row].nonzero().flatten().tolist()
+    places = counts[row].nonzero().flatten()
+    first, second = places[: len(places) // 2], places[len(places) // 2 :]
     batch = copied_tensors(data.batches[0])
     ids: Any = _ids_of(batch)
-    ids[row, last] = (ids[row, last] + 1) % logits.shape[-1]
-    again: Any = _compared(replace(data, batches=[batch]).output(0))[0]
-    before, after = (t[row, others].float() for t in (logits, again))
-    rounding = torch.finfo(logits.dtype).eps ** 0.5  # if one token takes another expert, products round otherwise
-    return float((after - before).abs().max()) <= rounding * float(before.abs().max())
+    # Tokens that a config names stay where they are: images, for example, must have as many as before.
+    configs = {
+        id(c): vars(c) for m in data.model.modules() if (c := getattr(m, "config", None)) and hasattr(c, "__dict__")
+    }
+    named = [at for c in configs.values() for name, at in c.items() if "token_i" in name and type(at) is int]
+    is_text = counts & ~torch.isin(ids, torch.tensor(named, dtype=ids.dtype, device=ids.device))
+    if not is_text[row, second].any():
+        return None
+    texts = ids[is_text].unique()
+    texts = texts if len(texts) > 1 else torch.cat([texts, (texts + 1) % logits.shape[-1]]).sort().values
+    changed = second[is_text[row, second]]
+    ids[row, changed] = texts.roll(-1)[torch.searchsorted(texts, ids[row, changed])]
+    try:
+        again: Any = _compared(replace(data, batches=[batch]).output(0))[0]
+    except Exception:  # such as where a token means something else than a text
+        return None
+    # Logits of classes that no token has are -inf in both.
+    change = (again[row].float() - logits[row].float()).nan_to_num(0).norm(dim=-1).to(ids.device)
+    # Products round otherwise if other tokens take other experts: in 16 bits by up to 1e-2, which is as much as tokens
+    # of an untrained encoder change others. So more is allowed only where a model says that it generates.
+    limit = 1e-2 if getattr(data.model, "can_generate", bool)() else 1e-4
+    return float(change[first].mean()) <= limit * float(change[second].mean())
 
 
 def _ids_of(batch: Any) -> Tensor | None:

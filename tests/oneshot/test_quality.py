@@ -1,5 +1,6 @@
 """quality: what it reports of logits, tokens and other outputs is what plain formulas give, by kind and in the mean."""
 
+import copy
 import math
 
 import hf_models
@@ -10,7 +11,7 @@ from discovered import fill
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import SparsityError, mixed, prune, quality
+from sparsekit_ao import SparsityError, mixed, prune, quality, shrink_vocabulary
 
 
 def both(name):
@@ -104,6 +105,61 @@ def test_a_token_that_later_ones_help_to_predict_has_no_perplexity(name):
     divergence, _ = nats(dense, pruned, **batch)
     assert math.isnan(row.perplexity + row.dense_perplexity) and row.count == 11
     assert row.divergence == pytest.approx(divergence[batch["attention_mask"].bool()].mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "is_filled"), [("bfloat16", True), ("bfloat16", False), ("float32", False)])
+@torch.no_grad()
+def test_no_length_and_no_rounding_makes_an_encoder_predict_the_next_token(dtype, is_filled):
+    torch.manual_seed(0)
+    keys = hf_models._COMMON | {"max_position_embeddings": 256}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**keys)).eval()
+    model = (fill(model) if is_filled else model).to(getattr(torch, dtype))
+    for length in (16, 64, 256):
+        assert math.isnan(quality(model, model, [ids_of(2, length)]).mean.perplexity)
+
+
+@torch.no_grad()
+def test_a_decoder_has_a_perplexity_with_images_masked_classes_and_equal_tokens():
+    llava, inputs = hf_models.make("LLaVA")
+    inputs["input_ids"][0, -1] = 48  # the next id is that of an image
+    assert quality(llava, copy.deepcopy(llava), [inputs]).mean.perplexity > 1
+    llama = hf_models.make("Llama")[0].eval()
+    llama.lm_head.register_forward_hook(lambda layer, args, logits: logits.index_fill(-1, torch.tensor(2), -math.inf))
+    for ids in (ids_of(2, 9), torch.full((2, 9), 7)):
+        assert 1 < quality(llama, llama, [ids]).mean.perplexity < math.inf
+
+
+@torch.no_grad()
+def test_an_input_that_admits_no_other_tokens_has_no_perplexity():
+    llama = hf_models.make("Llama")[0].eval()
+    ids = ids_of(1, 8)
+
+    def forward(model, batch):
+        return model(batch) if torch.equal(batch, ids) else 1 / 0
+
+    row = quality(llama, llama, [ids], forward).mean
+    assert math.isnan(row.perplexity) and row.agreement == 1
+
+
+@torch.no_grad()
+def test_a_model_of_fewer_tokens_is_compared_by_the_forward_that_an_error_advises():
+    llama = hf_models.make("Llama")[0].eval()
+    small, _, report = shrink_vocabulary(llama, range(3, 30))
+    new, batch = report.new_ids, ids_of(2, 8) % 27 + 3
+    with pytest.raises(
+        SparsityError, match=r"the model does not, since it has \d+ tokens, and the batch has the id 49"
+    ):
+        quality(llama, small, [torch.full((1, 4), 49)])
+    table = torch.zeros(50, dtype=torch.long)
+    table[[*new]] = torch.tensor([*new.values()])
+
+    def forward(model, ids):
+        if model is small:
+            return model(table[ids])
+        return {"logits": model(ids).logits[..., [*new]]}
+
+    row = quality(llama, small, [batch], forward).mean
+    assert row.divergence < 1e-6 and row.agreement == 1
 
 
 @torch.no_grad()
@@ -203,7 +259,8 @@ def test_a_dense_model_that_accelerate_keeps_on_disk_is_read_where_it_lies(tmp_p
         ({"input_ids": ids_of(1, 4)}, r"a dict with 'input_ids'; if this is one batch, give \[batch\]"),
         (ids_of(1, 4), "got one tensor"),
         ({"code": 3}, "quality: kind 'code': batches must be a list of batches"),
-        ({"mean": [ids_of(1, 4)]}, "kinds not called 'mean', got"),
+        ({"mean": [ids_of(1, 4)]}, "kinds of different names, none of them 'mean', got"),
+        ({3: [ids_of(1, 4)], "3": [ids_of(1, 4)]}, "of different names, none of them 'mean', got a dict with 3, '3'"),
     ],
 )
 def test_batches_that_are_none_are_refused(batches, message):
@@ -224,9 +281,13 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(SparsityError, match=r"model must be a torch\.nn\.Module"):
         quality(dense, None, [inputs])
     broken = hf_models.make("Llama")[0]
-    broken.lm_head.weight.data[3] = math.nan
-    with pytest.raises(SparsityError, match="batch 0 of 'code': outputs that count contain NaN"):
-        quality(dense, broken, {"code": [inputs]})
+    for value in (math.nan, math.inf):
+        broken.lm_head.weight.data[3] = value
+        for models, whose in (((dense, broken), "the model"), ((broken, broken), "the dense model and the model")):
+            with pytest.raises(
+                SparsityError, match=f"batch 0 of 'code': outputs of {whose} that count have values that"
+            ):
+                quality(*models, {"code": [inputs]})
     with pytest.raises(SparsityError, match=r"has no values"):
         quality(dense, broken.to("meta"), [inputs])
 
