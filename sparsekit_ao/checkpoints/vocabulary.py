@@ -74,21 +74,22 @@ def shrink_vocabulary(
     (5, {1: 0, 2: 1, 5: 2, 7: 3, 31999: 4})
     """
     start, dense_tokenizer = time.perf_counter(), tokenizer
-    check_comparable(WHERE, checked_model(model, "shrink_vocabulary"))
-    if not hasattr(model, "get_input_embeddings"):
-        raise SparsityError(f"{WHERE}needs a model of transformers, got {type(model).__name__}")
+    _check_arguments(model, tokenizer, example_inputs)
     small: Any = copy.deepcopy(model)
     tokenizer, count = copy.deepcopy(tokenizer), len(small.get_input_embeddings().weight)  # calls change its settings
-    items = [keep] if isinstance(keep, str) else keep.tolist() if isinstance(keep, Tensor) else list(keep)
+    given: Any = [keep] if isinstance(keep, str) else keep.tolist() if isinstance(keep, Tensor) else keep
+    items = [*given] if hasattr(given, "__iter__") or hasattr(given, "__getitem__") else []
     texts = items if tokenizer is not None and all(isinstance(item, str) for item in items) else []
     if tokenizer is None and any(isinstance(item, str) for item in items):
         raise SparsityError(f"{WHERE}keep has texts, which need the tokenizer of the model; pass it too")
     if not items or not (texts or all(type(item) is int and 0 <= item < count for item in items)):
         raise SparsityError(
-            f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3]}"
+            f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3] or keep!r}"
         )
     encoded = [tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts]
     asked: list[Any] = [*itertools.chain(*encoded)] if texts else items
+    if not asked:
+        raise SparsityError(f"{WHERE}the texts have no tokens, got {texts[:3]}; give texts that are not empty")
     owners: list[Any] = [getattr(module, "config", None) for module in small.modules()]
     owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
     owners.append(getattr(small, "generation_config", None))
@@ -125,6 +126,37 @@ def shrink_vocabulary(
         seconds, memory = time.perf_counter() - start, report.before.bytes + report.after.bytes
         return model, dense_tokenizer, replace(report, seconds=seconds, memory=memory)
     return small, None if data is None else tokenizer, report
+
+
+def _check_arguments(model: nn.Module, tokenizer: object, example_inputs: object) -> None:
+    """Raise an error unless a model has an embedding of tokens, and its values and the other arguments fit."""
+    check_comparable(WHERE, checked_model(model, "shrink_vocabulary"))
+    table = None
+    with contextlib.suppress(AttributeError, NotImplementedError):  # no model of transformers, or one without tokens
+        table = model.get_input_embeddings().weight  # type: ignore[operator]
+    if not isinstance(table, Tensor) or table.ndim != 2:
+        raise SparsityError(
+            f"{WHERE}needs a model of transformers whose get_input_embeddings returns the embedding of tokens, got "
+            f"{type(model).__name__}; if a part of it reads tokens, such as its text_model, set "
+            "model.get_input_embeddings = model.text_model.get_input_embeddings"
+        )
+    if torch.is_inference_mode_enabled():
+        raise SparsityError(f"{WHERE}weights made in inference mode cannot be trained; call it outside, or use no_grad")
+    if name := next((name for name, p in model.named_parameters() if p.is_inference()), ""):
+        raise SparsityError(
+            f"{WHERE}{name} was made in inference mode, and such weights cannot be trained; load the model outside of "
+            "torch.inference_mode()"
+        )
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "get_vocab")):
+        raise SparsityError(f"{WHERE}tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
+    inputs = {} if example_inputs is None else example_inputs
+    if not isinstance(inputs, Mapping) or any(
+        name.endswith("input_ids") and not isinstance(value, Tensor) for name, value in inputs.items()
+    ):
+        raise SparsityError(
+            f"{WHERE}example_inputs must be a dict of keyword arguments with tensors of ids, such as "
+            f'{{"input_ids": ids}}, got {example_inputs!r:.80}'
+        )
 
 
 class _Kept(nn.Module):

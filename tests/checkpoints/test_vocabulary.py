@@ -307,8 +307,20 @@ def test_what_is_refused():
     for keep in ("text", ["text"], [1, "text"]):
         with pytest.raises(SparsityError, match="keep has texts, which need the tokenizer of the model"):
             shrink_vocabulary(model, keep)
-    with pytest.raises(SparsityError, match="needs a model of transformers, got Linear"):
-        shrink_vocabulary(torch.nn.Linear(2, 2), [0])
+    for keep in (5, None, torch.tensor(5)):
+        with pytest.raises(
+            SparsityError, match=r"keep must be ids from 0 to 49, or .* texts, got (tensor\(5\)|5|None)$"
+        ):
+            shrink_vocabulary(model, keep)
+    with pytest.raises(SparsityError, match="tokenizer must be a tokenizer of transformers, got int"):
+        shrink_vocabulary(model, ["text"], 5)
+    for inputs in (torch.tensor([[1]]), {"input_ids": [[1]]}):
+        with pytest.raises(SparsityError, match="example_inputs must be a dict of keyword arguments with tensors"):
+            shrink_vocabulary(model, [1], example_inputs=inputs)
+    others = [hf_models.make(name)[0] for name in ("CLIP", "Wav2Vec2", "ViT")]
+    for other in (torch.nn.Linear(2, 2), *others):
+        with pytest.raises(SparsityError, match=f"the embedding of tokens, got {type(other).__name__}; if a part"):
+            shrink_vocabulary(other, [0])
     model.register_buffer("frequencies", torch.ones(50))
     with pytest.raises(SparsityError, match="frequencies also has a dimension of 50"):
         shrink_vocabulary(model, [0])
@@ -318,8 +330,24 @@ def test_what_is_refused():
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     assert tokenizer("abz")["input_ids"] == [0]
+    with pytest.raises(
+        SparsityError, match=r"the texts have no tokens, got \['', ' '\]; give texts that are not empty"
+    ):
+        shrink_vocabulary(decoder_of(tokenizer), ["", " "], tokenizer)
     with pytest.raises(SparsityError, match="encodes this text otherwise: 'abz'"):
         shrink_vocabulary(decoder_of(tokenizer), ["a cbz", "abz"], tokenizer)
+
+
+def test_weights_that_could_not_be_trained_are_refused():
+    model = made("Llama")
+    with torch.inference_mode():
+        with pytest.raises(
+            SparsityError, match="weights made in inference mode cannot be trained; call it outside, or"
+        ):
+            shrink_vocabulary(model, KEEP)
+        model.lm_head = torch.nn.Linear(32, 50, bias=False)
+    with pytest.raises(SparsityError, match=r"lm_head\.weight was made in inference mode, and such weights cannot"):
+        shrink_vocabulary(model, KEEP)
 
 
 def test_models_whose_ids_cannot_follow_are_refused():
