@@ -95,11 +95,14 @@ def _run(args: argparse.Namespace) -> None:
         raise SparsityError(f"--out is {args.folder}, the folder of the dense model; give another one")
     if (args.folder / MANIFEST).exists():
         raise SparsityError(f"the config in {args.folder} does not describe its model; begin with the dense model")
-    if args.data is None and (args.command == "shrink" or args.length or args.recover):
+    is_cut = args.length and not args.held_out
+    if args.data is None and (args.command == "shrink" or is_cut or args.recover):
         raise SparsityError("shrink, --length and --recover need --data, a file with typical text")
     files = _files(args)
     if (least := min(args.tokens, 2 if args.length is None else args.length)) < 2:
         raise SparsityError(f"--tokens and --length must be at least 2, got {least}")
+    if args.tokens < 2 * len(args.data or ()):
+        raise SparsityError(f"--tokens must be at least 2 for each of {len(args.data)} files, got {args.tokens}")
     checked_level(vars(args).get("ratio") or 0, "--ratio: ")
     pattern, level = keys.pop("pattern", None), keys.get("sparsity_level")
     ScopeSparsifier(level, pattern=pattern)  # raises errors of these, too
@@ -116,7 +119,7 @@ def _run(args: argparse.Namespace) -> None:
         if files:
             counts = [sum(ids.numel() for ids in windows.values()) for windows in (used, held_out)]
             each = f" ({counts[0] // len(used):,} of each kind)" if len(used) > 1 else ""
-            print(f"{counts[0]:,} tokens to calibrate on{each}, {counts[1]:,} held out")
+            print(f"{counts[0]:,} tokens to calibrate on{each}, " * bool(used) + f"{counts[1]:,} tokens held out")
             length = next(iter(held_out.values())).shape[1]
             args.line += [f"--tokens={args.tokens}", f"--length={length}"]  # the last ones of a line count
         keys |= {"inplace": True} if args.command == "prune" else {}  # offloaded models cannot be copied
@@ -172,6 +175,9 @@ def _files(args: argparse.Namespace) -> dict[str, tuple[str, Path]]:
             if kind in files or kind == MEAN:
                 why = "is the name of the mean" if kind == MEAN else "was given before"
                 raise SparsityError(f"{option}: the kind {kind!r} {why}; give another one: {option} KIND={file}")
+            if option == "--held-out" and any(file.samefile(other) for of, other in files.values() if of == "--data"):
+                why = "is also given by --data, which holds out a tenth of it"
+                raise SparsityError(f"{option}: {file} {why}; give another file, or leave it out")
             files[kind] = option, file
     return files
 
@@ -193,6 +199,9 @@ def _windows(
     found = {kind: _windows_of(tokenizer, *file, tokens, length) for kind, file in files.items()}
     used = {kind: windows for kind, (windows, _) in found.items() if files[kind][0] == "--data"}
     count = min(map(len, used.values()), default=0)
+    if count < max(map(len, used.values()), default=0):
+        shortest = next(files[kind][1] for kind, windows in used.items() if len(windows) == count)
+        print(f"{shortest} is short, so only {count * length:,} tokens of each kind are used")
     return {kind: windows[:count] for kind, windows in used.items()}, {kind: held for kind, (_, held) in found.items()}
 
 

@@ -64,7 +64,7 @@ def test_a_pruned_folder_loads_plainly_and_the_perplexities_are_printed(llama, d
     out = tmp_path / "out"
     assert run("prune", llama, "--pattern", "2:4", *short(data), "--exclude", "*.q_proj", "--out", out) == 0
     printed = capsys.readouterr().out
-    assert "256 tokens to calibrate on, 400 held out" in printed
+    assert "256 tokens to calibrate on, 400 tokens held out" in printed and "is short" not in printed
     head, row = re.search(r"^on held-out text.*\n(kind +count +.*perplexity)\n(text +400 .*)$", printed, re.M).groups()
     table = "\n".join([f"| {' | '.join(line.split())} |" for line in (head, row)])
     assert table.replace("\n", "\n|---|---|---|---|---|---|\n") in (out / "README.md").read_text()
@@ -127,7 +127,7 @@ def test_several_kinds_are_drawn_evenly_measured_and_on_the_card(name, llama, tm
     assert run(name, llama, *argv, "--out", tmp_path / "out") == 0
     counts = "528 tokens to calibrate on (176 of each kind), "  # 11 windows of each, as many as the short one has
     printed = capsys.readouterr().out
-    assert counts in printed
+    assert counts in printed and f"{tmp_path / 'short.txt'} is short, so only 176 tokens of each kind" in printed
     assert [set(batch["input_ids"].flatten().tolist()) for batch in seen] == [{3}, {4}, {6}] * 3
     assert sum(len(batch["input_ids"]) for batch in seen) == 33
     rows = [line.split() for line in printed.split("on held-out text")[1].splitlines()[2:7]]
@@ -140,6 +140,13 @@ def test_several_kinds_are_drawn_evenly_measured_and_on_the_card(name, llama, tm
     assert run(*(word.replace(str(tmp_path / "out"), str(tmp_path / "again")) for word in shlex.split(line)[3:])) == 0
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(again[key], made[key]) for key in again)
+
+
+def test_a_model_pruned_without_data_is_measured_on_held_out_text(llama, data, tmp_path, capsys):
+    assert run("prune", llama, "--pattern", "2:4", "--held-out", data, "--length", 16, "--out", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^4,000 tokens held out\n(.*\n)+text +4,?000 ", printed, re.M) and "calibrate" not in printed
+    assert "--length=16" in (tmp_path / "out/README.md").read_text()
 
 
 def test_held_out_documents_are_in_no_window_to_calibrate_on(llama, tmp_path, monkeypatch):
@@ -257,6 +264,8 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, llama, data, tmp_p
         ("prune --data DATA --held-out old=nowhere", "--held-out: nowhere is not a file, or it is empty"),
         ("prune --data DATA --data DATA", "--data: the kind 'text' was given before; give another one: --data KIND="),
         ("prune --data DATA --held-out text=DATA", "--held-out: the kind 'text' was given before; give another one"),
+        ("prune --data DATA --held-out old=DATA", "text.txt is also given by --data, which holds out a tenth of it"),
+        ("prune --data DATA --data b=DATA --tokens 3", "--tokens must be at least 2 for each of 2 files, got 3"),
         ("prune --data mean=DATA", "--data: the kind 'mean' is the name of the mean; give another one"),
         ("prune --length 16", "shrink, --length and --recover need --data"),
         ("prune --recover", "shrink, --length and --recover need --data"),
