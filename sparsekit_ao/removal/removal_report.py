@@ -86,7 +86,8 @@ class ShrinkReport(Table[KeptUnits]):
         not_in_config: Why a model constructed from the config of a transformers model differs from the smaller one, and
             `from_pretrained` does not load it. Empty if it does, None if this was not determined. Set by `shrink`.
         multiples: Couplings that keep a multiple of 32 units, as large MLPs do by default; set by `shrink`.
-        left_out: Couplings that keep more than was asked for, and modules that were never called, with the reason.
+        left_out: Couplings and blocks that keep more than was asked for, blocks that were not fitted, and modules that
+            were never called, with the reason.
         frozen: Axes, except inputs and outputs, from which nothing may be removed, and why; set by `shrink`.
         values: What the forward read from values of the example inputs, as in `Discovery`; set by `shrink`.
         compensation: Output errors before and after of the layers that make up for what was removed: those that read
@@ -97,7 +98,7 @@ class ShrinkReport(Table[KeptUnits]):
         zeros: How many weights were zero and are zero now, as text; "" for a dense model. Set by them too.
         call: The call of `shrink` as text, for a model card.
         seconds, memory: How many seconds the call would take, and how many bytes it would need at the peak beside what
-            is in memory, as a dry run estimates it.
+            is in memory, as a dry run of `shrink` or `shrink_vocabulary` estimates it.
         new_ids: {id of a kept token: its id now}; set by `shrink_vocabulary`.
         manifest: Plain data for `cut_to`; empty after a dry run, and of `shrink_vocabulary`, whose config says it all.
 
