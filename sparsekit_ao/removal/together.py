@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -105,24 +106,30 @@ def by_layers(plan: Plan, trials: Trials) -> list[Plan]:
     return layers if active(layers) else []
 
 
-MOVES = (near_integers, pairs_of_integers, by_layers)
+MOVES = (near_integers, pairs_of_integers, by_layers)  # the later ones are tried once what shares integers is merged
 
 
 def find_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan]], Trials]) -> list[Plan]:
     """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
-    trials = make_trials(plans)
+    trials, (first, *later) = make_trials(plans), MOVES
     trials.reference.check_lengths()
-    found = search(trials.plans, trials, MOVES)
-    while merged := _merged_with_sharers(found, trials, make_trials):
-        replaced = set(itertools.chain(*merged.values()))
-        left_out = [plan for plan in found if plan.left_out and plan not in replaced]
-        trials = make_trials([*(plan for plan in active(found) if plan not in replaced), *merged])
-        found = [*left_out, *search(trials.plans, trials, MOVES)]
+    found = search(trials.plans, trials, [first])
+    merged = _merged_with_sharers(found, trials, make_trials)
+    replaced, instead, failed = set(itertools.chain(*merged.values())), [*merged], Counter[str]()
+    for plan in (plan for plan in found if plan.left_out and plan not in replaced):
+        others = (move(replace(plan, left_out=""), trials) for move in later if failed[_family(plan)] < ENOUGH)
+        if moved := next(filter(None, others), []):
+            instead += moved
+            replaced.add(plan)
+        failed[_family(plan)] += not moved
+    if replaced:
+        trials = make_trials([*(plan for plan in active(found) if plan not in replaced), *active(instead)])
+        left_out = [plan for plan in (*found, *instead) if plan.left_out and plan not in replaced]
+        found = [*left_out, *search(trials.plans, trials, [first])]
     names = [plan.name for plan in plans]  # single layers have other names, and come last
     good = sorted(active(found), key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
-    left_out = [plan for plan in found if plan.left_out]
     del trials  # frees its masked model
-    return [*_with_unread(make_trials(good)), *left_out]
+    return [*_with_unread(make_trials(good)), *(plan for plan in found if plan.left_out)]
 
 
 def _merged_with_sharers(
