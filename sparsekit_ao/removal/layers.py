@@ -50,6 +50,7 @@ def shrink_experts(
     scores: Mapping[str, Tensor] | None = None,
     token_mask: TokenMask = None,
     dry_run: bool = False,
+    progress: bool = True,
 ) -> tuple[nn.Module, ShrinkReport]:
     """Remove a fraction of the experts of every layer: those with the lowest `expert_scores` (REAP, arXiv 2510.13999).
 
@@ -76,6 +77,7 @@ def shrink_experts(
         token_mask: Which tokens of the batches count, as for `one_shot`.
         dry_run: If True, return the model itself and a report of what would be left, which is verified all the same.
             It lacks `error_to_dense` and what becomes of the config. False by default.
+        progress: If True (default), show progress, as `one_shot` does.
 
     Returns:
         The smaller model, and a `ShrinkReport`.
@@ -250,35 +252,44 @@ def shrink_layers(
     units = len(influences)
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
-    oracle, stays = _Oracle(data, _passing_on), dict[int, str]()
+    oracle = _Oracle(data, _passing_on)
+    small, report, remaining = _without_least(oracle, path, influences, kept, dry_run)
+    if compensate is not None and not dry_run:
+        of_small = replace(data, model=small)
+        report = fit_blocks(of_small, report, model, path, remaining)
+        report = replace(report, error_to_dense=of_small.error_to(oracle.dense_output))
+    return small, report
+
+
+def _without_least(
+    oracle: "_Oracle", path: str, influences: Tensor, kept: int, dry_run: bool
+) -> tuple[nn.Module, ShrinkReport, list[int]]:
+    """Return the model without the blocks of least influence that others do not need, its report, and what remains."""
+    units, stays = len(influences), dict[int, str]()
     follows = ([], {}) if oracle.fields is None else oracle.fields.of_blocks(path)
     without = partial(_without_blocks, oracle, path, *follows)
     while True:
         keep = keep_mask(influences[None], max(kept, len(stays)))[0]
+        gone = (~keep).nonzero().flatten().tolist()
         try:
             small, report = without(keep, dry_run)
             break
         except SparsityError as error:
             oracle.check_repeats()
-            dropped = (~keep).nonzero().flatten().tolist()
-            failed = _failing_alone(without, dropped, units)
+            failed = _failing_alone(without, gone, units)
             if not failed.keys() - stays.keys() or len(stays | failed) == units:
                 raise SparsityError(
-                    f"shrink_layers: {path} without the blocks {dropped}: {error}. Remove fewer blocks, or shrink the "
+                    f"shrink_layers: {path} without the blocks {gone}: {error}. Remove fewer blocks, or shrink the "
                     "units of all blocks instead (`shrink`)."
                 ) from error
             stays |= failed
             influences[[*failed]] = torch.inf
-    gone, asked = (~keep).nonzero().flatten().tolist(), units - kept
+    asked = units - kept
     instead = "another block leaves instead" if len(gone) == asked else f"only {len(gone)} of {asked} blocks leave"
     others = [f"{path}.{at} stays, and {instead}: without it {why}" for at, why in stays.items()]
     blocks = [f"{path}: without the blocks {', '.join(map(str, gone))}"] if gone else []
     report = replace(report, left_out=(*report.left_out, *others), changed=(*blocks, *report.changed))
-    if compensate is not None and not dry_run:
-        of_small = replace(data, model=small)
-        report = fit_blocks(of_small, report, model, path, keep.nonzero().flatten().tolist())
-        report = replace(report, error_to_dense=of_small.error_to(oracle.dense_output))
-    return small, report
+    return small, report, keep.nonzero().flatten().tolist()
 
 
 def _failing_alone(without: Callable[[Tensor, bool], Any], dropped: Sequence[int], units: int) -> dict[int, str]:
