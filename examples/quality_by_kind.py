@@ -7,9 +7,9 @@
     python examples/quality_by_kind.py --tiny                               # every step, in a minute
 
 2:4 drops weights of all Linear layers but the output layer; then a quarter of the units of each MLP leaves the model,
-or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. `quality` compares the results with the dense model
-on held-out texts of all kinds: divergence in nats per token, share of equal first choices, perplexity. Writes a CSV
-with a row for each kind and one for the mean over the kinds that may be calibrated on.
+or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. `quality`
+compares the results with the dense model on held-out texts of all kinds: divergence in nats per token, share of equal
+first choices, perplexity. Writes a CSV with a row for each kind and one for the mean over the kinds other than German.
 """
 
 import argparse
@@ -37,8 +37,8 @@ METHODS: dict[tuple[str, str], dict[str, Any]] = {
     ("2:4", "sparsegpt"): {"compensate": "sparsegpt"},
     ("2:4", "admm"): {},
     ("2:4", "recovered"): {},
-    (UNITS, "obs"): {},
-    (UNITS, "recovered"): {},
+    (UNITS, "obs"): {"score": "obs"},
+    (UNITS, "recovered"): {"score": "obs"},
     (BLOCKS, "removed"): {"compensate": None},
     (BLOCKS, "fitted"): {},
     (BLOCKS, "recovered"): {},
@@ -107,8 +107,11 @@ def joined(batches: Sequence[dict[str, torch.Tensor]], size: int) -> list[dict[s
 def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], passes: int) -> nn.Module:
     """The pruned or smaller model; `passes` over the batches if it is recovered."""
     how = METHODS[structure, method]
+    recovery = {"recover": passes} if method == "recovered" else {}
+    if structure == UNITS:
+        return shrink(dense, ratio={"mlp": 0.25}, batches=batches, **how, **recovery)[0]
     if structure == "2:4":
-            return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
+        return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
     small, _ = shrink_layers(dense, batches, 0.25, **how)
     if method == "recovered":
         recover(small, dense, batches, passes=passes)
