@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ..calibration import token_rows
 from ..coupling import BoundCoupling, Member, expert_couplings
 from ..coupling.bound import is_list
 from ..coupling.experts import packed_experts, rated_experts
@@ -221,7 +222,7 @@ def shrink_layers(
         batches, forward: As for `expert_scores`.
         ratio: The fraction of the blocks that is removed.
         layers: The name of the `nn.ModuleList` of the blocks; None (default) takes the one with the most parameters.
-        token_mask: Which tokens count in the fit, as for `one_shot`. Influences are those of all tokens.
+        token_mask: Which tokens count, as for `one_shot`.
         compensate: `"least_squares"` (default) fits blocks; None leaves all weights as they are. Zeros, such as those
             of a pruned model, stay zero.
         progress: If True (default), show progress, as `one_shot` does.
@@ -350,12 +351,15 @@ def _influences(data: CalibrationData, path: str) -> Tensor:
     # For each block the sum of its cosines, their number and that of its calls. If small tensors of each call were kept
     # instead, the allocator could not reuse the memory between them, and each batch would take more of it.
     totals, inputs = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu"), list[Tensor]()
+    orders = set[bool]()
 
     def record(at: int, block: nn.Module, args: Any, output: Any) -> None:
         before, after = first_tensor(inputs), first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
         cosines = F.cosine_similarity(before.double(), after.double(), dim=-1)
+        mask = data.token_masks[index].masks["decoder" in path]
+        cosines = token_rows(cosines[..., None], mask, orders)
         if not cosines.isfinite().all():
             raise SparsityError(
                 f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave such "

