@@ -196,17 +196,18 @@ def shrink_layers(
     progress: bool = True,
     dry_run: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
-    """Remove the repeated blocks that change their input least, and let the blocks before them make up for them.
+    """Remove the runs of repeated blocks that change their input least, and let the blocks before make up for them.
 
-    The influence of a block is one minus the cosine of its input and its output, averaged over tokens (ShortGPT,
-    arXiv 2403.03853).
+    The influence of a run of blocks is one minus the cosine of its input and its output, averaged over tokens (arXiv
+    2403.17887, and ShortGPT, arXiv 2403.03853, for single blocks). The runs whose influences have the smallest sum are
+    removed, with at least one block between two of them.
 
     The result gives the outputs of the dense model in which the removed blocks return their input. On the first batch
     this is verified, as strictly as by `compact`; `difference` in the report is what was found, and `error_to_dense` is
     the error to the outputs of the dense model as it is. Blocks that remain are renumbered (`layer_idx`) and counted
     anew (`num_layers`), also in the config of a transformers model. Parts of other tensors that belong to a removed
-    block, such as its embeddings in Gemma 3n, leave with it. A block that others need stays, and the block that
-    changes its input least among the others leaves instead: the first block of a T5 has the bias of positions, and
+    block, such as its embeddings in Gemma 3n, leave with it. A block that others need stays, and another one
+    leaves instead: the first block of a T5 has the bias of positions, and
     some blocks of Gemma 3n the keys and values, that others use. The report says so in `left_out`.
 
     The last matrix of the block before each run of removed blocks, and its bias, are then fitted to the dense model's
@@ -249,12 +250,12 @@ def shrink_layers(
         what = "no nn.ModuleList" if not lists else f"no nn.ModuleList {layers!r}, but {', '.join(map(repr, lists))}"
         raise SparsityError(f"shrink_layers: the model has {what}; its blocks must be modules of an nn.ModuleList")
     path = layers or max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    influences = _influences(data, path)
-    units = len(influences)
+    units = len(lists[path])
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
+    influences = _influences(data, path, max(units - kept, 1))
     oracle = _Oracle(data, _passing_on)
-    small, report, remaining = _without_least(oracle, path, influences, kept, dry_run)
+    small, report, remaining = _without_least(oracle, path, influences, units - kept, dry_run)
     if compensate is not None and not dry_run:
         of_small = replace(data, model=small)
         report = fit_blocks(of_small, report, model, path, remaining)
@@ -263,15 +264,15 @@ def shrink_layers(
 
 
 def _without_least(
-    oracle: "_Oracle", path: str, influences: Tensor, kept: int, dry_run: bool
+    oracle: "_Oracle", path: str, influences: Tensor, asked: int, dry_run: bool
 ) -> tuple[nn.Module, ShrinkReport, list[int]]:
-    """Return the model without the blocks of least influence that others do not need, its report, and what remains."""
+    """Return the model without blocks of least influence that others do not need, its report, and what remains."""
     units, stays = len(influences), dict[int, str]()
     follows = ([], {}) if oracle.fields is None else oracle.fields.of_blocks(path)
     without = partial(_without_blocks, oracle, path, *follows)
     while True:
-        keep = keep_mask(influences[None], max(kept, len(stays)))[0]
-        gone = (~keep).nonzero().flatten().tolist()
+        gone = _of_least_influence(influences, asked)
+        keep = torch.ones(units, dtype=torch.bool, device="cpu").index_fill_(0, torch.tensor(gone).long(), False)
         try:
             small, report = without(keep, dry_run)
             break
@@ -284,8 +285,9 @@ def _without_least(
                     "units of all blocks instead (`shrink`)."
                 ) from error
             stays |= failed
-            influences[[*failed]] = torch.inf
-    asked = units - kept
+            for at in failed:
+                for first in range(at + 1):
+                    influences[first, at - first :] = torch.inf
     instead = "another block leaves instead" if len(gone) == asked else f"only {len(gone)} of {asked} blocks leave"
     others = [f"{path}.{at} stays, and {instead}: without it {why}" for at, why in stays.items()]
     blocks = [f"{path}: without the blocks {', '.join(map(str, gone))}"] if gone else []
@@ -345,35 +347,43 @@ def _pass_on(inputs: list[Tensor], block: nn.Module, args: Any, output: Any) -> 
     return tree_map_only(Tensor, lambda tensor: inputs[0] if tensor is after and inputs else tensor, output)
 
 
-def _influences(data: CalibrationData, path: str) -> Tensor:
-    """Return the influence of each block of a list."""
+def _influences(data: CalibrationData, path: str, longest: int) -> Tensor:
+    """Return the influence of each run of blocks of a list, [first block, length - 1]; infinity where there is none."""
     layers: Any = data.model.get_submodule(path)
-    # For each block the sum of its cosines, their number and that of its calls. If small tensors of each call were kept
-    # instead, the allocator could not reuse the memory between them, and each batch would take more of it.
-    totals, inputs = torch.zeros(len(layers), 3, dtype=torch.float64, device="cpu"), list[Tensor]()
-    orders = set[bool]()
+    # Sums are kept, and not tensors of each call, between which the allocator could not reuse memory.
+    cosines, counts = torch.zeros(2, len(layers), longest, dtype=torch.float64, device="cpu")
+    calls, inputs, orders = [0] * len(layers), dict[int, Tensor | None](), set[bool]()
+
+    def keep_input(at: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        before = first_tensor([args, kwargs])
+        inputs[at] = None if before is None else F.normalize(before.double(), dim=-1)
 
     def record(at: int, block: nn.Module, args: Any, output: Any) -> None:
-        before, after = first_tensor(inputs), first_tensor(output)
+        before, after = inputs[at], first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
-        cosines = F.cosine_similarity(before.double(), after.double(), dim=-1)
-        mask = data.token_masks[index].masks["decoder" in path]
-        cosines = token_rows(cosines[..., None], mask, orders)
-        if not cosines.isfinite().all():
-            raise SparsityError(
-                f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave such "
-                "inputs out, or mend the model"
-            )
-        totals[at] += torch.tensor([float(cosines.sum()), cosines.numel(), 1], dtype=torch.float64, device="cpu")
+        after, mask = F.normalize(after.double(), dim=-1), data.token_masks[index].masks["decoder" in path]
+        for first in range(max(at - longest + 1, 0), at + 1):
+            before = inputs.get(first)
+            if before is None or before.shape != after.shape:
+                continue
+            of_tokens = token_rows((before * after).sum(-1, keepdim=True), mask, orders)
+            if not of_tokens.isfinite().all():
+                raise SparsityError(
+                    f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave "
+                    "such inputs out, or mend the model"
+                )
+            cosines[first, at - first] += of_tokens.sum().cpu()
+            counts[first, at - first] += of_tokens.numel()
+        calls[at] += 1
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
         for at, block in enumerate(layers):
-            hooks.enter_context(block.register_forward_pre_hook(partial(_keep_input, inputs), with_kwargs=True))
+            hooks.enter_context(block.register_forward_pre_hook(partial(keep_input, at), with_kwargs=True))
             hooks.enter_context(block.register_forward_hook(partial(record, at)))
         for index in range(len(data.batches)):
+            inputs.clear()
             data.output(index)
-    calls = totals[:, 2].int().tolist()
     if not calls or 0 in calls:
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
     if max(calls) > len(data.batches):
@@ -382,8 +392,25 @@ def _influences(data: CalibrationData, path: str) -> Tensor:
             "batch, as in models whose layers share weights, so no block can be removed for one of these calls; lower "
             "the number of calls, such as config.num_hidden_layers"
         )
-    totals = torch.stack(of_all_ranks(totals)).sum(0)  # so that all ranks remove the same blocks
-    return 1 - totals[:, 0] / totals[:, 1]
+    cosines, counts = torch.stack(of_all_ranks(torch.stack([cosines, counts]))).sum(
+        0
+    )  # all ranks remove the same blocks
+    return torch.where(counts > 0, 1 - cosines / counts, torch.inf)
+
+
+def _of_least_influence(influences: Tensor, count: int) -> list[int]:
+    """Return so many blocks, or fewer if others have to stay, in runs whose influences have the smallest sum."""
+    units, costs = len(influences), influences.tolist()
+    # best[at][count]: the sum and the blocks of the best choice among the blocks from `at` on, by their number.
+    best = [{0: (0.0, list[int]())} for _ in range(units + 2)]
+    for at in reversed(range(units)):
+        best[at] = dict(best[at + 1])
+        for end in range(at + 1, min(at + count, units) + 1):
+            for others, (cost, gone) in best[end + 1].items():  # the block after a run remains
+                total, cost = end - at + others, cost + costs[at][end - at - 1]
+                if total <= count and cost < best[at].get(total, (torch.inf,))[0]:
+                    best[at][total] = (cost, [*range(at, end), *gone])
+    return best[0][max(best[0])][1]
 
 
 def _check_layer_types(model: nn.Module, path: str, kept: Sequence[int]) -> None:

@@ -143,7 +143,7 @@ def test_blocks_before_two_runs_are_fitted_one_after_another(name, path, last):
     batches = [{k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}]
     removed = [1, 2, 5]
     kept = [0, 3, 4, 6]
-    weaken(model.get_submodule(path), removed)
+    weaken(model.get_submodule(path), removed, 0.2)
     plain, small, report = shrunk(model, batches, 3 / 7, kept, path)
     assert [row.tensor for row in report.compensation] == [f"{path}.{at}.{last}.weight" for at in (0, 2)]
     assert all(row.after < row.before for row in report.compensation)

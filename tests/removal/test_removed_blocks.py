@@ -5,6 +5,7 @@ generated with and without a cache, which are more than fit the sliding windows.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -436,11 +437,11 @@ class Shift(nn.Module):
 
 
 class Shifted(nn.Module):
-    def __init__(self):
+    def __init__(self, *blocks):
         super().__init__()
-        self.blocks = nn.ModuleList([Shift(2.0, True), Shift(0.1, False)])
+        self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x, mask):
+    def forward(self, x, mask=None):
         for block in self.blocks:
             x = block(x)
         return x
@@ -451,5 +452,32 @@ def test_tokens_that_do_not_count_have_no_say_in_which_blocks_leave(token_mask, 
     x, mask = torch.randn(2, 6, 8), torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
     x[..., 0] = 1 - mask
     batches = [{"x": x, "mask": mask}]
-    small, report = shrink_layers(Shifted(), batches, 0.5, token_mask=token_mask, compensate=None)
+    model = Shifted(Shift(2.0, True), Shift(0.1, False))
+    small, report = shrink_layers(model, batches, 0.5, token_mask=token_mask, compensate=None)
     assert f"blocks: without the blocks {removed}" in report.changed and len(small.blocks) == 1
+
+
+def test_blocks_that_undo_each_other_leave_together():
+    model = Shifted(Shift(0.1, False), Shift(0.5, False), Shift(-0.5, False), Shift(0.2, False))
+    _, report = shrink_layers(model, [torch.randn(2, 6, 8)], 0.5, compensate=None)
+    assert "blocks: without the blocks 1, 2" in report.changed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_runs_that_leave_have_the_smallest_sum_of_influences(seed):
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(7)]
+    model, x = Shifted(*blocks).double(), torch.randn(3, 5, 8).double()
+    states = [x]
+    for block in blocks:
+        states.append(block(states[-1]))
+
+    def influence(gone):
+        starts = [at for at in gone if at - 1 not in gone]
+        ends = [next(end for end in range(at, 8) if end not in gone) for at in starts]
+        pairs = zip(starts, ends, strict=True)
+        return float(sum(1 - torch.cosine_similarity(states[a], states[b], dim=-1).mean() for a, b in pairs))
+
+    best = min(itertools.combinations(range(7), 3), key=influence)
+    _, report = shrink_layers(model, [x], 3 / 7, compensate=None)
+    assert f"blocks: without the blocks {', '.join(map(str, best))}" in report.changed
