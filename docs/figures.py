@@ -146,6 +146,20 @@ def quality_by_kind() -> Table:
     return [["", *kinds], *lines]
 
 
+def solved_tasks() -> Table:
+    """Programming tasks that a pruned Qwen2.5-Coder solves, its divergence from the dense model, and the cost."""
+    ways = dict[tuple[str, str], list[dict[str, str]]]()
+    for r in read("results/quality_qwen"):
+        ways.setdefault((r["structure"], r["method"]), []).append(r)
+    found = [["", "tokens", "tasks solved", "divergence, mean", "worst kind", "seconds", "peak GiB"]]
+    for (structure, method), rows in ways.items():
+        by_kind = {r["kind"]: float(r["divergence"]) for r in rows}
+        worst = max((kind for kind in by_kind if kind not in ("mean", "German")), key=by_kind.__getitem__)
+        cells = [rows[0]["tokens"], rows[0]["solved"], f"{by_kind['mean']:.2f}", f"{worst}, {by_kind[worst]:.2f}"]
+        found.append([f"{structure}, {method}", *cells, rows[0]["seconds"], rows[0]["peak GiB"]])
+    return found
+
+
 def look_first() -> Table:
     """What the dry run says of two models, what then happens, and the same without the worst layers."""
     rows = read("benchmarks/results/look_first")
@@ -369,7 +383,7 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, quality_by_kind, look_first, networks),
+        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, quality_by_kind, solved_tasks, look_first, networks),
         *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),

@@ -353,28 +353,33 @@ def _influences(data: CalibrationData, path: str, longest: int) -> Tensor:
     # Sums are kept, and not tensors of each call, between which the allocator could not reuse memory.
     cosines, counts = torch.zeros(2, len(layers), longest, dtype=torch.float64, device="cpu")
     calls, inputs, orders = [0] * len(layers), dict[int, Tensor | None](), set[bool]()
+    of_decoder = "decoder" in path.split(".")
+
+    def of_length_one(x: Tensor) -> Tensor:
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
     def keep_input(at: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         before = first_tensor([args, kwargs])
-        inputs[at] = None if before is None else F.normalize(before.double(), dim=-1)
+        inputs[at] = None if before is None else of_length_one(before)
 
     def record(at: int, block: nn.Module, args: Any, output: Any) -> None:
         before, after = inputs[at], first_tensor(output)
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
-        after, mask = F.normalize(after.double(), dim=-1), data.token_masks[index].masks["decoder" in path]
+        after, mask = of_length_one(after), data.token_masks[index].masks[of_decoder]
         for first in range(max(at - longest + 1, 0), at + 1):
             before = inputs.get(first)
             if before is None or before.shape != after.shape:
                 continue
-            of_tokens = token_rows((before * after).sum(-1, keepdim=True), mask, orders)
+            of_tokens = token_rows((before.to(after.device) * after).sum(-1, keepdim=True), mask, orders)
             if not of_tokens.isfinite().all():
                 raise SparsityError(
                     f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave "
                     "such inputs out, or mend the model"
                 )
-            cosines[first, at - first] += of_tokens.sum().cpu()
+            cosines[first, at - first] += of_tokens.double().sum().cpu()
             counts[first, at - first] += of_tokens.numel()
+        inputs.pop(at - longest + 1, None)  # no longer run begins with it
         calls[at] += 1
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
