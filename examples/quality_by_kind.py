@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         row["peak GiB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}"
         row["solved"] = f"{sum(solved(tokenizer, model))} of {len(TASKS)}" if args.tasks else ""
         seen = quality(dense, model, {kind: held_out[kind] for kind in kinds})
-        others = [*quality(dense, model, {UNSEEN: held_out[UNSEEN]})] if UNSEEN in held_out else []
-        print(f"{structure} {method}: {row['seconds']} s, {row['solved']}\n{seen}", *others, sep="\n", flush=True)
+        others = quality(dense, model, {UNSEEN: held_out[UNSEEN]}) if UNSEEN in held_out else ()
+        print(f"{structure} {method}: {row['seconds']} s, {row['solved']}\n{seen}\n{others or ''}", flush=True)
         for one in (*seen, *others):
             names = ("divergence", "agreement", "perplexity", "dense_perplexity")
             measured = {name: getattr(one, name) for name in names}
