@@ -383,7 +383,18 @@ def shrink_time() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     one.__name__: one
     for one in (
-        *(mask_update, targets, one_pass, one_pass_blocks, one_layer, smollm2, quality_by_kind, solved_tasks, look_first, networks),
+        *(
+            mask_update,
+            targets,
+            one_pass,
+            one_pass_blocks,
+            one_layer,
+            smollm2,
+            quality_by_kind,
+            solved_tasks,
+            look_first,
+            networks,
+        ),
         *(units, units_recovered, digits, sparse_language_model, proximal, torch_pruning, equal_flops),
         *(walk_memory, pattern_cost, method_cost, mixture, mixture_bytes),
         *(prune_ranks, offloaded, shrink_time),
@@ -437,6 +448,11 @@ def _of_pruning() -> dict[str, str]:
         found[f"{name}_tokens"] = f"{int(tokens):,}"
         if structure == "2:4":
             found[f"{name}_share"] = f"{row['mean'] / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
+    of_qwen = {
+        r["kind"]: r for r in read("results/quality_qwen") if (r["structure"], r["method"]) == ("2:4", "recovered")
+    }
+    found["tasks_dense"] = of_qwen["code"]["dense solved"]
+    found |= {f"tasks_{kind.lower()}": f"{float(of_qwen[kind]['divergence']):.2f}" for kind in ("code", "German")}
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}
