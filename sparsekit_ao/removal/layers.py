@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..calibration import token_rows
+from ..calibration.products import Products
 from ..coupling import BoundCoupling, Member, expert_couplings
 from ..coupling.bound import is_list
 from ..coupling.experts import packed_experts, rated_experts
@@ -196,7 +197,7 @@ def shrink_layers(
     progress: bool = True,
     dry_run: bool = False,
 ) -> tuple[nn.Module, ShrinkReport]:
-    """Remove the runs of repeated blocks that change their input least, and let the blocks before make up for them.
+    """Remove the runs of repeated blocks that change their input least; the blocks before them make up for them.
 
     The influence of a run of blocks is one minus the cosine of its input and its output, averaged over tokens (arXiv
     2403.17887, and ShortGPT, arXiv 2403.03853, for single blocks). The runs whose influences have the smallest sum are
@@ -206,9 +207,9 @@ def shrink_layers(
     this is verified, as strictly as by `compact`; `difference` in the report is what was found, and `error_to_dense` is
     the error to the outputs of the dense model as it is. Blocks that remain are renumbered (`layer_idx`) and counted
     anew (`num_layers`), also in the config of a transformers model. Parts of other tensors that belong to a removed
-    block, such as its embeddings in Gemma 3n, leave with it. A block that others need stays, and another one
-    leaves instead: the first block of a T5 has the bias of positions, and
-    some blocks of Gemma 3n the keys and values, that others use. The report says so in `left_out`.
+    block, such as its embeddings in Gemma 3n, leave with it. A block that others need stays, and another one leaves
+    instead: the first block of a T5 has the bias of positions, and some blocks of Gemma 3n the keys and values, that
+    others use. The report says so in `left_out`.
 
     The last matrix of the block before each run of removed blocks, and its bias, are then fitted to the dense model's
     hidden states after the run, in closed form, with the inputs that they have in the smaller model (ReplaceMe, arXiv
@@ -272,7 +273,7 @@ def _without_least(
     without = partial(_without_blocks, oracle, path, *follows)
     while True:
         gone = _of_least_influence(influences, asked)
-        keep = torch.ones(units, dtype=torch.bool, device="cpu").index_fill_(0, torch.tensor(gone).long(), False)
+        keep = torch.tensor([at not in gone for at in range(units)], device="cpu")
         try:
             small, report = without(keep, dry_run)
             break
@@ -348,47 +349,54 @@ def _pass_on(inputs: list[Tensor], block: nn.Module, args: Any, output: Any) -> 
 
 
 def _influences(data: CalibrationData, path: str, longest: int) -> Tensor:
-    """Return the influence of each run of blocks of a list, [first block, length - 1]; infinity where there is none."""
-    layers: Any = data.model.get_submodule(path)
-    # Sums are kept, and not tensors of each call, between which the allocator could not reuse memory.
-    cosines, counts = torch.zeros(2, len(layers), longest, dtype=torch.float64, device="cpu")
-    calls, inputs, orders = [0] * len(layers), dict[int, Tensor | None](), set[bool]()
-    of_decoder = "decoder" in path.split(".")
+    """Return the influence of each run of blocks of a list, [first block, length - 1].
 
-    def of_length_one(x: Tensor) -> Tensor:
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+    A run whose blocks do not follow each other in the model, or change the shape, has the sum of their influences.
+    """
+    layers: Any = data.model.get_submodule(path)
+    units = len(layers)
+    # For each run the sum of its influences over tokens, and their number. Tensors of each call are not kept, since the
+    # allocator could not reuse the memory between them.
+    sums = torch.zeros(units, longest, 2, dtype=torch.float64, device="cpu")
+    calls, orders, inputs = [0] * units, set[bool](), dict[int, Tensor]()  # inputs of blocks that followed each other
+    is_decoder = False
 
     def keep_input(at: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal is_decoder
         before = first_tensor([args, kwargs])
-        inputs[at] = None if before is None else of_length_one(before)
+        if at - 1 not in inputs or before is None or before.shape != inputs[at - 1].shape:
+            inputs.clear()
+        if before is not None:
+            inputs[at] = _normalized(before)
+        inputs.pop(at - longest, None)  # a run from there would be too long
+        is_decoder, calls[at] = masks.of_decoder([args, kwargs]), calls[at] + 1
 
     def record(at: int, block: nn.Module, args: Any, output: Any) -> None:
-        before, after = inputs[at], first_tensor(output)
+        before, after = inputs.get(at), first_tensor(output)
+        if calls[at] > index + 1:
+            return  # an error is raised below
         if before is None or after is None or before.shape != after.shape:
             raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
-        after, mask = of_length_one(after), data.token_masks[index].masks[of_decoder]
-        for first in range(max(at - longest + 1, 0), at + 1):
-            before = inputs.get(first)
-            if before is None or before.shape != after.shape:
-                continue
-            of_tokens = token_rows((before.to(after.device) * after).sum(-1, keepdim=True), mask, orders)
+        after = _normalized(after)
+        for first, before in inputs.items():
+            halves = (before.to(after.device) - after).square().sum(-1, keepdim=True) / 2  # 1 - cosine, not rounded
+            of_tokens = token_rows(halves, masks.masks[is_decoder], orders).double()
             if not of_tokens.isfinite().all():
                 raise SparsityError(
                     f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave "
                     "such inputs out, or mend the model"
                 )
-            cosines[first, at - first] += of_tokens.double().sum().cpu()
-            counts[first, at - first] += of_tokens.numel()
-        inputs.pop(at - longest + 1, None)  # no longer run begins with it
-        calls[at] += 1
+            sums[first, at - first] += torch.tensor([float(of_tokens.sum()), len(of_tokens)], device="cpu")
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
         for at, block in enumerate(layers):
             hooks.enter_context(block.register_forward_pre_hook(partial(keep_input, at), with_kwargs=True))
             hooks.enter_context(block.register_forward_hook(partial(record, at)))
-        for index in range(len(data.batches)):
+        for index, masks in enumerate(data.token_masks):
             inputs.clear()
-            data.output(index)
+            read = partial(data.token_masks.__getitem__, index)
+            with Products({}, lambda *_: None, read) if masks.marked else nullcontext():
+                data.output(index)
     if not calls or 0 in calls:
         raise SparsityError(f"shrink_layers: not all modules of {path} were called")
     if max(calls) > len(data.batches):
@@ -397,24 +405,32 @@ def _influences(data: CalibrationData, path: str, longest: int) -> Tensor:
             "batch, as in models whose layers share weights, so no block can be removed for one of these calls; lower "
             "the number of calls, such as config.num_hidden_layers"
         )
-    cosines, counts = torch.stack(of_all_ranks(torch.stack([cosines, counts]))).sum(
-        0
-    )  # all ranks remove the same blocks
-    return torch.where(counts > 0, 1 - cosines / counts, torch.inf)
+    sums = torch.stack(of_all_ranks(sums)).sum(0)  # so that all ranks remove the same blocks
+    influences = sums[..., 0] / sums[..., 1]
+    for first in range(units):
+        for length in range(2, min(longest, units - first) + 1):
+            if not sums[first, length - 1, 1]:
+                influences[first, length - 1] = influences[first : first + length, 0].sum()
+    return influences
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Return the vectors of a tensor with length one."""
+    return F.normalize(x.double(), dim=-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _of_least_influence(influences: Tensor, count: int) -> list[int]:
-    """Return so many blocks, or fewer if others have to stay, in runs whose influences have the smallest sum."""
+    """Return `count` blocks, or fewer if others have to stay, in runs whose influences have the smallest sum."""
     units, costs = len(influences), influences.tolist()
-    # best[at][count]: the sum and the blocks of the best choice among the blocks from `at` on, by their number.
+    # best[at]: for each number of blocks, the smallest sum of their influences, and the blocks, of those from `at` on.
     best = [{0: (0.0, list[int]())} for _ in range(units + 2)]
     for at in reversed(range(units)):
         best[at] = dict(best[at + 1])
         for end in range(at + 1, min(at + count, units) + 1):
-            for others, (cost, gone) in best[end + 1].items():  # the block after a run remains
-                total, cost = end - at + others, cost + costs[at][end - at - 1]
-                if total <= count and cost < best[at].get(total, (torch.inf,))[0]:
-                    best[at][total] = (cost, [*range(at, end), *gone])
+            for number, (cost, gone) in best[end + 1].items():  # the block after a run remains
+                whole, total = costs[at][end - at - 1] + cost, end - at + number
+                if total <= count and whole < best[at].get(total, (torch.inf,))[0]:
+                    best[at][total] = (whole, [*range(at, end), *gone])
     return best[0][max(best[0])][1]
 
 

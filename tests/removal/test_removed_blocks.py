@@ -481,3 +481,70 @@ def test_the_runs_that_leave_have_the_smallest_sum_of_influences(seed):
     best = min(itertools.combinations(range(7), 3), key=influence)
     _, report = shrink_layers(model, [x], 3 / 7, compensate=None)
     assert f"blocks: without the blocks {', '.join(map(str, best))}" in report.changed
+
+
+class Ordered(nn.Module):
+    def __init__(self, order, *blocks):
+        super().__init__()
+        self.order, self.blocks = order, nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for at in self.order:
+            x = self.blocks[at](x) if at < len(self.blocks) else x
+        return x
+
+
+def test_blocks_that_run_in_another_order_leave_by_the_sum_of_their_influences():
+    blocks = [Shift(by, False) for by in (0.1, 0.2, 0.3, 0.4)]
+    _, report = shrink_layers(Ordered([3, 2, 1, 0], *blocks), [torch.randn(2, 6, 8)], 0.75, compensate=None)
+    assert "blocks: without the blocks 0, 1, 2" in report.changed
+
+
+def test_influences_far_below_the_precision_of_a_cosine_still_rank_blocks():
+    torch.manual_seed(0)
+    blocks = [Shift(by, False) for by in (3e-5, 1e-5, 2e-5)]
+    _, report = shrink_layers(Shifted(*blocks), [torch.randn(2, 60, 8)], 1 / 3, compensate=None)
+    assert "blocks: without the blocks 1" in report.changed
+
+
+class Pair(nn.Module):
+    """An encoder whose output the decoder's blocks do not need to read, under names of their own."""
+
+    def __init__(self, name, *blocks):
+        super().__init__()
+        self.encoder, self.name = Shifted(Shift(0.1, False)), name
+        self.add_module(name, Shifted(*blocks))
+
+    def forward(self, x, decoder_x, attention_mask=None, decoder_attention_mask=None, labels=None):
+        return self.get_submodule(self.name)(decoder_x + 0 * self.encoder(x).mean())
+
+
+@pytest.mark.parametrize("name", ["decoder", "text_decoder", "dec"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_blocks_of_a_decoder_are_rated_by_the_tokens_of_the_decoder(name, is_first):
+    masks = [torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])]
+    encoder, decoder = masks if is_first else masks[::-1]
+    x = torch.randn(2, 4, 8)
+    x[..., 0] = 1 - decoder
+    batch = {"x": x.clone(), "decoder_x": x, "attention_mask": encoder, "decoder_attention_mask": decoder}
+    model = Pair(name, Shift(2.0, True), Shift(0.1, False))
+    _, report = shrink_layers(model, [batch], 0.5, layers=f"{name}.blocks", compensate=None)
+    assert f"{name}.blocks: without the blocks 0" in report.changed
+
+
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder = Shifted(Shift(2.0, True), Shift(0.1, False))
+
+    def forward(self, x, attention_mask=None, labels=None):
+        return self.decoder(x)
+
+
+def test_labels_do_not_change_which_blocks_of_a_decoder_alone_leave():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    x = torch.randn(2, 4, 8)
+    x[..., 0] = 1 - mask
+    batch = {"x": x, "attention_mask": mask, "labels": torch.ones_like(mask)}
+    _, report = shrink_layers(Alone(), [batch], 0.5, compensate=None)
+    assert "decoder.blocks: without the blocks 0" in report.changed
