@@ -386,7 +386,8 @@ def _influences(data: CalibrationData, path: str, longest: int) -> Tensor:
                     f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave "
                     "such inputs out, or mend the model"
                 )
-            sums[first, at - first] += torch.tensor([float(of_tokens.sum()), len(of_tokens)], device="cpu")
+            sums[first, at - first, 0] += float(of_tokens.sum())
+            sums[first, at - first, 1] += len(of_tokens)
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
         for at, block in enumerate(layers):

@@ -507,6 +507,30 @@ def test_influences_far_below_the_precision_of_a_cosine_still_rank_blocks():
     assert "blocks: without the blocks 1" in report.changed
 
 
+class Twice(Shift):
+    """A block that calls itself."""
+
+    def forward(self, x, again=True):
+        return self(x, again=False) if again else super().forward(x)
+
+
+def test_a_block_that_calls_itself_is_refused_as_one_that_runs_twice():
+    model = Shifted(Twice(0.1, False), Twice(0.2, False))
+    with pytest.raises(SparsityError, match=r"blocks\.0 is called 2 times for a batch"):
+        shrink_layers(model, [torch.randn(2, 6, 8)], 0.5)
+
+
+def test_a_coarse_default_dtype_changes_no_choice():
+    blocks = [Shift(by, False) for by in (0.1001, 0.1, 0.1002)]
+    model, x = Shifted(*blocks), torch.ones(2, 6, 8) + torch.arange(8)
+    expected = shrink_layers(model, [x], 1 / 3, compensate=None)[1].changed
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert shrink_layers(model, [x], 1 / 3, compensate=None)[1].changed == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Pair(nn.Module):
     """An encoder whose output the decoder's blocks do not need to read, under names of their own."""
 
