@@ -521,12 +521,14 @@ def test_a_block_that_calls_itself_is_refused_as_one_that_runs_twice():
 
 
 def test_a_coarse_default_dtype_changes_no_choice():
-    blocks = [Shift(by, False) for by in (0.1001, 0.1, 0.1002)]
+    blocks = [
+        Shift(by, False) for by in (0.001, 0.001001, 0.001002)
+    ]  # the same in bfloat16
     model, x = Shifted(*blocks), torch.ones(2, 6, 8) + torch.arange(8)
-    expected = shrink_layers(model, [x], 1 / 3, compensate=None)[1].changed
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert shrink_layers(model, [x], 1 / 3, compensate=None)[1].changed == expected
+        _, report = shrink_layers(model, [x], 1 / 3, compensate=None)
+        assert "blocks: without the blocks 0" in report.changed
     finally:
         torch.set_default_dtype(torch.float32)
 
