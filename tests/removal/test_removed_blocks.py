@@ -521,9 +521,7 @@ def test_a_block_that_calls_itself_is_refused_as_one_that_runs_twice():
 
 
 def test_a_coarse_default_dtype_changes_no_choice():
-    blocks = [
-        Shift(by, False) for by in (0.001, 0.001001, 0.001002)
-    ]  # the same in bfloat16
+    blocks = [Shift(by, False) for by in (0.001, 0.001001, 0.001002)]  # the same in bfloat16
     model, x = Shifted(*blocks), torch.ones(2, 6, 8) + torch.arange(8)
     try:
         torch.set_default_dtype(torch.bfloat16)
