@@ -7,7 +7,9 @@
     python examples/quality_by_kind.py --tiny                               # every step, in a minute
 
 2:4 drops weights of all Linear layers but the output layer; then a quarter of the units of each MLP leaves the model,
-or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. `quality`
+or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. A kind that
+is made only if `--calibrate` names it is "functions": headers of functions, with the bodies that the dense model writes.
+"and logits" trains the recovered model once more as a whole, towards the dense model's logits. `quality`
 compares the results with the dense model on held-out texts of all kinds: divergence in nats per token, share of equal
 first choices, perplexity. Writes a CSV with a row for each kind and one for the mean over the kinds other than German.
 """
@@ -23,12 +25,13 @@ import torch
 from rows import write_rows
 from smollm2 import load_model, windows
 from tasks import TASKS, solved
-from texts import texts_by_kind
+from texts import completed_headers, texts_by_kind
 from torch import nn
 
 from sparsekit_ao import mixed, prune, quality, recover
 from sparsekit_ao.removal import shrink, shrink_layers
 
+LOGITS, RATE = "and logits", 0.0005  # the recovered model, trained once more at this rate
 UNITS, BLOCKS = "a quarter of the MLP units", "a quarter of the blocks"
 # {(structure, method): arguments of `prune`, `shrink` or `shrink_layers`}
 METHODS: dict[tuple[str, str], dict[str, Any]] = {
@@ -37,12 +40,16 @@ METHODS: dict[tuple[str, str], dict[str, Any]] = {
     ("2:4", "sparsegpt"): {"compensate": "sparsegpt"},
     ("2:4", "admm"): {},
     ("2:4", "recovered"): {},
+    ("2:4", LOGITS): {},
     (UNITS, "obs"): {"score": "obs"},
     (UNITS, "recovered"): {"score": "obs"},
+    (UNITS, LOGITS): {},
     (BLOCKS, "removed"): {"compensate": None},
     (BLOCKS, "fitted"): {},
     (BLOCKS, "recovered"): {},
+    (BLOCKS, LOGITS): {},
 }
+FUNCTIONS = "functions"
 UNSEEN = "German"  # the kind that is measured alone
 
 
@@ -53,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     tokenizer, dense = load(args)
     texts = texts_by_kind(args.texts)  # of which kinds there are files
+    if args.calibrate and FUNCTIONS in args.calibrate.split(","):
+        texts[FUNCTIONS] = completed_headers(tokenizer, dense, (4, 2) if args.tiny else (args.tokens // 64, 64))
     kinds = [kind for kind in texts if kind != UNSEEN]
     length, count = (32, 2) if args.tiny else (512, args.measure)
     held_out = {kind: pairs(windows(tokenizer, own[1], length, count), 1) for kind, own in texts.items()}
@@ -64,13 +73,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings |= {"tokens": each * len(chosen) * args.window, "threads": args.threads, "torch": torch.__version__}
     settings["dense solved"] = f"{sum(solved(tokenizer, dense))} of {len(TASKS)}" if args.tasks else ""
     rows = list[dict[str, Any]]()
+    model, seconds = dense, 0.0
     for structure, method in METHODS:
         if structure not in args.structures or method not in args.methods:
             continue
         start = time.perf_counter()
-        model = pruned(dense, structure, method, batches, args.passes)
-        row: dict[str, Any] = {"structure": structure, "method": method}
-        row["seconds"] = f"{time.perf_counter() - start:.0f}"
+        if method == LOGITS:  # after "recovered"
+            recover(model, dense, batches, outputs="kl", passes=1, rate=RATE)
+        else:
+            model, seconds = pruned(dense, structure, method, batches, args.passes), 0.0
+        seconds += time.perf_counter() - start
+        row: dict[str, Any] = {"structure": structure, "method": method, "seconds": f"{seconds:.0f}"}
         row["peak GiB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}"
         row["solved"] = f"{sum(solved(tokenizer, model))} of {len(TASKS)}" if args.tasks else ""
         seen = quality(dense, model, {kind: held_out[kind] for kind in kinds})
@@ -145,6 +158,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.methods = args.methods.split(",") if args.methods else names
     if unknown := [one for one in args.methods if one not in names]:
         parser.error(f"--methods: {unknown[0]!r} is none of {', '.join(names)}")
+    if LOGITS in args.methods and "recovered" not in args.methods:
+        parser.error(f"--methods: {LOGITS!r} goes on from 'recovered', which is not there")
     if args.tiny:
         args.methods, args.tokens, args.window = ("magnitude", "removed"), 128, 32
     return args

@@ -74,6 +74,14 @@ SMOLLM2 = (
     ("--tokens", "16384", "--structures", UNITS, "--methods", "norms,obs"),
     (*MOST, "1", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "influence,recovered"),
 )
+QWEN = (  # the model lies in six wheels: see "A model that writes programs" in docs/benchmarks.md
+    (
+        *("--model", "out/Qwen2.5-Coder-0.5B-Instruct", "--gguf", "model.gguf", "--name", "quality_qwen"),
+        *("--tasks", "--calibrate", "functions,code", "--measure", "2"),
+        *("--structures", f"2:4,{UNITS.split(',')[0]},a quarter of the blocks"),
+        *("--methods", "sparsegpt,admm,recovered,and logits,obs,removed,fitted"),
+    ),
+)
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
     "prune_minilm_2_4_more": _minilm("2:4", 8, "prune_minilm_2_4_more.csv", *MORE),
@@ -92,6 +100,7 @@ JOBS: dict[str, Job] = {
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_smollm2": Job("prune_smollm2.py", 300, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
     "quality_by_kind": _example("quality_by_kind", 60),
+    "quality_qwen": Job("quality_by_kind.py", 240, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
