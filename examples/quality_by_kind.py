@@ -8,7 +8,7 @@
 
 2:4 drops weights of all Linear layers but the output layer; then a quarter of the units of each MLP leaves the model,
 or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. A kind that
-is made only if `--calibrate` names it is "functions": headers of functions, with the bodies that the dense model writes.
+comes only where `--calibrate` names it is "functions": headers of functions, with bodies that the dense model writes.
 "and logits" trains the recovered model once more as a whole, towards the dense model's logits. `quality`
 compares the results with the dense model on held-out texts of all kinds: divergence in nats per token, share of equal
 first choices, perplexity. Writes a CSV with a row for each kind and one for the mean over the kinds other than German.
@@ -60,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     tokenizer, dense = load(args)
     texts = texts_by_kind(args.texts)  # of which kinds there are files
-    if args.calibrate and FUNCTIONS in args.calibrate.split(","):
-        texts[FUNCTIONS] = completed_headers(tokenizer, dense, (4, 2) if args.tiny else (args.tokens // 64, 64))
     kinds = [kind for kind in texts if kind != UNSEEN]
+    chosen = args.calibrate.split(",") if args.calibrate else [*kinds]
     length, count = (32, 2) if args.tiny else (512, args.measure)
+    if FUNCTIONS in chosen:
+        counts = (max(args.tokens // len(chosen) // 128, 4), max(length * count // 128, 2))
+        texts[FUNCTIONS] = completed_headers(tokenizer, dense, counts)
+        kinds.append(FUNCTIONS)
     held_out = {kind: pairs(windows(tokenizer, own[1], length, count), 1) for kind, own in texts.items()}
-    chosen = args.calibrate.split(",") if args.calibrate else kinds
     each = max(args.tokens // args.window // len(chosen), 1)
     calibration = {kind: pairs(windows(tokenizer, texts[kind][0], args.window, each), 1) for kind in chosen}
     batches = joined(mixed(calibration), args.batch)
