@@ -49,7 +49,7 @@ BLOCKS = "a quarter of the blocks"
 STRUCTURES = {
     **dict.fromkeys(("2:4", "unstructured"), (*METHODS, LOGITS, THEIRS)),
     **dict.fromkeys(SHRUNK, tuple(UNITS)),
-    BLOCKS: ("influence", "fitted", "recovered"),
+    BLOCKS: ("influence", "fitted", "recovered", LOGITS),
 }
 FAST = ("magnitude", "wanda", "norms", "influence", "fitted")
 

@@ -72,7 +72,7 @@ SMOLLM2 = (
     (*MOST, "2", "--structures", "2:4", "--methods", "sparsegpt,recovered,and logits"),
     (*MOST, "2", "--structures", "unstructured", "--methods", "sparsegpt,recovered"),
     ("--tokens", "16384", "--structures", UNITS, "--methods", "norms,obs"),
-    (*MOST, "1", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "influence,recovered"),
+    (*MOST, "1", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "influence,recovered,and logits"),
 )
 QWEN = (  # the model lies in six wheels: see "A model that writes programs" in docs/benchmarks.md
     (
