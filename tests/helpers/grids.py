@@ -36,5 +36,23 @@ def turns(values, rows, each=1):
 
 
 def grid(*axes):
-    """`covering` of the product of these axes."""
-    return covering(itertools.product(*axes))
+    """Rows of the product of these axes such that each pair of values of two axes appears in one of them.
+
+    Unlike `covering`, which looks at every row, it builds them: from the first pair that no row has, each other axis
+    takes the value with the most such pairs.
+    """
+    axes = [list(axis) for axis in axes]
+    if EXHAUSTIVE or len(axes) < 2:
+        return list(itertools.product(*axes))
+    places = [[(axis, at) for at in range(len(values))] for axis, values in enumerate(axes)]
+    left = {pair: None for two in itertools.combinations(places, 2) for pair in itertools.product(*two)}
+    rows = []
+    while left:
+        row = list(next(iter(left)))
+        for axis in places:
+            if all(axis[0][0] != other for other, _ in row):
+                row.append(max(axis, key=lambda place: sum(tuple(sorted((place, at))) in left for at in row)))
+        for pair in itertools.combinations(sorted(row), 2):
+            left.pop(pair, None)
+        rows.append(tuple(axes[axis][at] for axis, at in sorted(row)))
+    return rows
