@@ -1,4 +1,4 @@
-"""The dense model in a walk: it gives the outputs that blocks of the pruned model are trained to match."""
+"""The dense model in a walk: it gives the outputs that blocks of the pruned model are to match."""
 
 import itertools
 from collections import Counter
@@ -24,55 +24,23 @@ from .training import PASSES, RATE, Student, Training, output_tensor, refuse_unf
 from .walk import Walk, without_autocast_cache
 
 
-class Teacher:
-    """The dense model in a walk; it trains blocks of the pruned model to match its own blocks (`walk.Matching`).
+class DenseStreams:
+    """The hidden states of the dense model in a walk, which blocks of the pruned model are to give (`walk.Matching`).
 
     `data` is of the pruned model; with `dense=None` that model is the dense one, until the walk reaches its blocks.
     """
 
-    row: Any = BlockRow
     caller = "recover"
 
-    def __init__(
-        self,
-        dense: nn.Module | None,
-        data: CalibrationData,
-        *,
-        passes: int = PASSES,
-        rate: float = RATE,
-        seed: int = 0,
-        outputs: str | None = None,
-    ) -> None:
+    def __init__(self, dense: nn.Module | None, data: CalibrationData) -> None:
         _check_models(data.model, dense, self.caller)
         check_ranks(data, self.caller)
         self.dense, self.data = dense, data
-        self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
         self.streams: list[Stream] = []  # of the dense model, one for each chain; empty before `start`
 
-    def described(self) -> tuple[object, ...]:
-        """Return values that identify this teacher."""
-        return self.dense, self.passes, self.rate, self.seed, self.outputs
-
     def start(self, walk: Walk) -> None:
-        """Begin the dense stream; if the model itself is the dense one and has no blocks, keep its outputs instead."""
-        self.walk, dense = walk, walk.data.model if self.dense is None else self.dense
-        if is_elsewhere(walk.data.model) and not walk.blocks:
-            raise SparsityError(
-                "recover: a model without repeated blocks, or with outputs=, is trained as a whole, so its weights "
-                "must be in memory; load it without offloading, and recover before fully_shard"
-            )
-        data = replace(self.data, model=dense)
-        with eval_mode(dense):
-            if walk.blocks:
-                self._begin_streams(walk, data)
-                return
-            refuse_unfit(walk.data.output(0), data.output(0), "the model")
-            if self.dense is None:
-                for k in range(len(data.batches)):
-                    walk.kept.put(("outputs", k), output_tensor(data.output(k)))
-
-    def _begin_streams(self, walk: Walk, dense: CalibrationData) -> None:
         """Begin the dense streams of all chains, since a model that is its own dense model changes from now on."""
+        self.walk, dense = walk, replace(self.data, model=walk.data.model if self.dense is None else self.dense)
         # For each chain the dense blocks and, for each block in the walk, the last of these that it stands for.
         paired = [_paired(walk.data.model, dense.model, names) for names in walk.names_of_chains]
         self._dense_blocks = [blocks for blocks, _ in paired]
@@ -80,9 +48,10 @@ class Teacher:
         self._check_blocks(walk, dense)
         first = [blocks[0] for blocks in self._dense_blocks]
         self.streams = [Stream(chain, walk.kept, walk.device) for chain in walk.chains]
-        for index in range(len(dense.batches)):
-            for chain, arguments in captured(dense, first, index).items():
-                self.streams[chain].begin(arguments)
+        with eval_mode(dense.model):
+            for index in range(len(dense.batches)):
+                for chain, arguments in captured(dense, first, index).items():
+                    self.streams[chain].begin(arguments)
 
     def _check_blocks(self, walk: Walk, dense: CalibrationData) -> None:
         """Raise an error unless the blocks of a smaller model have outputs of the dense blocks' shapes."""
@@ -98,7 +67,8 @@ class Teacher:
                     block.register_forward_hook(lambda block, _, output: outputs.update({block: output}))
                 )
             for data in (walk.data, dense):
-                data.output(0)
+                with eval_mode(data.model):
+                    data.output(0)
         for (block, dense_block), name in zip(pairs, walk.names, strict=True):
             if _has_weights(block):
                 refuse_unfit(outputs[block], outputs[dense_block], name)
@@ -113,6 +83,47 @@ class Teacher:
         for dense_block in self._dense_blocks[chain][stream.advanced : self._last[at] + 1]:
             with loaded(self.dense, [dense_block], self.walk.device), eval_mode(self.dense):
                 stream.advance(dense_block)
+
+
+class Teacher(DenseStreams):
+    """The dense model in a walk; it trains blocks of the pruned model to match its own blocks."""
+
+    row = BlockRow
+
+    def __init__(
+        self,
+        dense: nn.Module | None,
+        data: CalibrationData,
+        *,
+        passes: int = PASSES,
+        rate: float = RATE,
+        seed: int = 0,
+        outputs: str | None = None,
+    ) -> None:
+        super().__init__(dense, data)
+        self.passes, self.rate, self.seed, self.outputs = passes, rate, seed, outputs
+
+    def described(self) -> tuple[object, ...]:
+        """Return values that identify this teacher."""
+        return self.dense, self.passes, self.rate, self.seed, self.outputs
+
+    def start(self, walk: Walk) -> None:
+        """Begin the dense streams; if the model itself is the dense one and has no blocks, keep its outputs instead."""
+        if walk.blocks:
+            super().start(walk)
+            return
+        self.walk, dense = walk, walk.data.model if self.dense is None else self.dense
+        if is_elsewhere(walk.data.model):
+            raise SparsityError(
+                "recover: a model without repeated blocks, or with outputs=, is trained as a whole, so its weights "
+                "must be in memory; load it without offloading, and recover before fully_shard"
+            )
+        data = replace(self.data, model=dense)
+        with eval_mode(dense):
+            refuse_unfit(walk.data.output(0), data.output(0), "the model")
+            if self.dense is None:
+                for k in range(len(data.batches)):
+                    walk.kept.put(("outputs", k), output_tensor(data.output(k)))
 
     def match(self, at: int) -> BlockRow | None:
         """Train a block, with its inputs in the pruned model, to give the dense outputs; None if it has no weights."""

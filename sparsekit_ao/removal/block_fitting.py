@@ -17,7 +17,7 @@ from ..models.names import named_tensors, owner_of, weights_by_name
 from ..oneshot.chain import CalibrationData
 from ..oneshot.solvers import least_squares
 from ..oneshot.solving import LayerRow, may_change
-from ..oneshot.teacher import Teacher
+from ..oneshot.teacher import DenseStreams
 from ..oneshot.training import output_tensor, over_ranks
 from ..oneshot.walk import Walk, checkpoint_of
 from .removal_report import ShrinkReport, text_of_zeros
@@ -46,7 +46,7 @@ def fit_blocks(
     return replace(report, compensation=tuple(rows), zeros=zeros, left_out=(*report.left_out, *fitting.left_out))
 
 
-class BlockFitting(Teacher):
+class BlockFitting(DenseStreams):
     """The dense model in a walk; it fits each block before removed ones to the hidden states after these.
 
     Let X be the inputs that the last matrix W of a block has in the smaller model, and R what the block's outputs lack.
@@ -66,7 +66,7 @@ class BlockFitting(Teacher):
         uses = Counter(id(p) for _, p in named)  # by name below, since offloaded parameters are replaced
         self._shared = {name for name, p in (*named, *named_tensors(data.model)) if uses[id(p)] > 1}
 
-    def match(self, at: int) -> LayerRow | None:  # type: ignore[override]
+    def match(self, at: int) -> LayerRow | None:
         """Fit the block of this number if blocks after it were removed, and return a row of the report."""
         if not self.is_fitted[at]:
             return None
