@@ -254,7 +254,7 @@ def shrink_layers(
     units = len(lists[path])
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
-    influences = _influences(data, path, max(units - kept, 1))
+    influences = _Influences(data, path, max(units - kept, 1)).measure()
     oracle = _Oracle(data, _passing_on)
     small, report, remaining = _without_least(oracle, path, influences, units - kept, dry_run)
     if compensate is not None and not dry_run:
@@ -348,71 +348,82 @@ def _pass_on(inputs: list[Tensor], block: nn.Module, args: Any, output: Any) -> 
     return tree_map_only(Tensor, lambda tensor: inputs[0] if tensor is after and inputs else tensor, output)
 
 
-def _influences(data: CalibrationData, path: str, longest: int) -> Tensor:
-    """Return the influence of each run of blocks of a list, [first block, length - 1].
+class _Influences:
+    """The influence of each run of blocks of a list: one minus the cosine of its input and its output.
 
     A run whose blocks do not follow each other in the model, or change the shape, has the sum of their influences.
     """
-    layers: Any = data.model.get_submodule(path)
-    units = len(layers)
-    # For each run the sum of its influences over tokens, and their number. Tensors of each call are not kept, since the
-    # allocator could not reuse the memory between them.
-    sums = torch.zeros(units, longest, 2, dtype=torch.float64, device="cpu")
-    calls, orders, inputs = [0] * units, set[bool](), dict[int, Tensor]()  # inputs of blocks that followed each other
-    is_decoder = False
 
-    def keep_input(at: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal is_decoder
-        before = first_tensor([args, kwargs])
+    def __init__(self, data: CalibrationData, path: str, longest: int) -> None:
+        layers: Any = data.model.get_submodule(path)
+        self.data, self.path, self.longest, self.layers, units = data, path, longest, layers, len(layers)
+        # For each run, [first block, length - 1], the sum of its influences over tokens, and their number. Tensors of
+        # each call are not kept, since the allocator could not reuse the memory between them.
+        self.sums = torch.zeros(units, longest, 2, dtype=torch.float64, device="cpu")
+        self.calls, self.orders, self.is_decoder = [0] * units, set[bool](), False
+        self.inputs = dict[int, Tensor]()  # inputs of the last blocks that followed each other
+
+    def measure(self) -> Tensor:
+        """Run the model over the data, and return the influences, [first block, length - 1]."""
+        data = self.data
+        with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
+            for at, block in enumerate(self.layers):
+                hooks.enter_context(block.register_forward_pre_hook(partial(self._keep_input, at), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(partial(self._add, at)))
+            for self.index, self.masks in enumerate(data.token_masks):
+                self.inputs.clear()
+                read = partial(data.token_masks.__getitem__, self.index)
+                with Products({}, lambda *_: None, read) if self.masks.marked else nullcontext():
+                    data.output(self.index)
+        self._check_calls()
+        sums = torch.stack(of_all_ranks(self.sums)).sum(0)  # so that all ranks remove the same blocks
+        influences, units = sums[..., 0] / sums[..., 1], len(sums)
+        for first in range(units):
+            for length in range(2, min(self.longest, units - first) + 1):
+                if not sums[first, length - 1, 1]:
+                    influences[first, length - 1] = influences[first : first + length, 0].sum()
+        return influences
+
+    def _keep_input(self, at: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        before, inputs = first_tensor([args, kwargs]), self.inputs
         if at - 1 not in inputs or before is None or before.shape != inputs[at - 1].shape:
             inputs.clear()
         if before is not None:
             inputs[at] = _normalized(before)
-        inputs.pop(at - longest, None)  # a run from there would be too long
-        is_decoder, calls[at] = masks.of_decoder([args, kwargs]), calls[at] + 1
+        inputs.pop(at - self.longest, None)  # a run from there would be too long
+        self.is_decoder = self.masks.of_decoder([args, kwargs])
+        self.calls[at] += 1
 
-    def record(at: int, block: nn.Module, args: Any, output: Any) -> None:
-        before, after = inputs.get(at), first_tensor(output)
-        if calls[at] > index + 1:
-            return  # an error is raised below
+    def _add(self, at: int, block: nn.Module, args: Any, output: Any) -> None:
+        """Add the influences of the runs that end with this block."""
+        before, after = self.inputs.get(at), first_tensor(output)
+        if self.calls[at] > self.index + 1:
+            return  # `_check_calls` raises an error
         if before is None or after is None or before.shape != after.shape:
-            raise SparsityError(f"shrink_layers: {path}.{at} gives no tensor of its input's shape")
+            raise SparsityError(f"shrink_layers: {self.path}.{at} gives no tensor of its input's shape")
         after = _normalized(after)
-        for first, before in inputs.items():
+        for first, before in self.inputs.items():
             halves = (before.to(after.device) - after).square().sum(-1, keepdim=True) / 2  # 1 - cosine, not rounded
-            of_tokens = token_rows(halves, masks.masks[is_decoder], orders).double()
+            of_tokens = token_rows(halves, self.masks.masks[self.is_decoder], self.orders).double()
             if not of_tokens.isfinite().all():
                 raise SparsityError(
-                    f"shrink_layers: {path}.{at} reads or gives values that are not finite for batch {index}; leave "
-                    "such inputs out, or mend the model"
+                    f"shrink_layers: {self.path}.{at} reads or gives values that are not finite for batch "
+                    f"{self.index}; leave such inputs out, or mend the model"
                 )
-            sums[first, at - first, 0] += float(of_tokens.sum())
-            sums[first, at - first, 1] += len(of_tokens)
+            self.sums[first, at - first, 0] += float(of_tokens.sum())
+            self.sums[first, at - first, 1] += len(of_tokens)
 
-    with ExitStack() as hooks, torch.no_grad(), eval_mode(data.model):
-        for at, block in enumerate(layers):
-            hooks.enter_context(block.register_forward_pre_hook(partial(keep_input, at), with_kwargs=True))
-            hooks.enter_context(block.register_forward_hook(partial(record, at)))
-        for index, masks in enumerate(data.token_masks):
-            inputs.clear()
-            read = partial(data.token_masks.__getitem__, index)
-            with Products({}, lambda *_: None, read) if masks.marked else nullcontext():
-                data.output(index)
-    if not calls or 0 in calls:
-        raise SparsityError(f"shrink_layers: not all modules of {path} were called")
-    if max(calls) > len(data.batches):
-        raise SparsityError(
-            f"shrink_layers: {path}.{calls.index(max(calls))} is called {max(calls) / len(data.batches):g} times for a "
-            "batch, as in models whose layers share weights, so no block can be removed for one of these calls; lower "
-            "the number of calls, such as config.num_hidden_layers"
-        )
-    sums = torch.stack(of_all_ranks(sums)).sum(0)  # so that all ranks remove the same blocks
-    influences = sums[..., 0] / sums[..., 1]
-    for first in range(units):
-        for length in range(2, min(longest, units - first) + 1):
-            if not sums[first, length - 1, 1]:
-                influences[first, length - 1] = influences[first : first + length, 0].sum()
-    return influences
+    def _check_calls(self) -> None:
+        """Raise an error unless each block was called once for a batch."""
+        calls, most = self.calls, max(self.calls, default=0)
+        if not calls or 0 in calls:
+            raise SparsityError(f"shrink_layers: not all modules of {self.path} were called")
+        if most > len(self.data.batches):
+            raise SparsityError(
+                f"shrink_layers: {self.path}.{calls.index(most)} is called {most / len(self.data.batches):g} times for "
+                "a batch, as in models whose layers share weights, so no block can be removed for one of these calls; "
+                "lower the number of calls, such as config.num_hidden_layers"
+            )
 
 
 def _normalized(x: Tensor) -> Tensor:
