@@ -125,7 +125,9 @@ class BlockFitting(DenseStreams):
         size = (weights * change.square()).sum(0)
         last.scale = (weights * change * changed).sum(0) / size.where(size > 0, 1)
         error, total = (weights * (changed - last.scale * change).square()).sum(), (last.scale.square() * size).sum()
-        return bool(error <= torch.finfo(last.target.parameter.dtype).eps * total) and bool(total > 0)
+        hidden = output_tensor(self.walk.streams[-1].hidden(0))  # may be in 16 bits where the block is in float32
+        eps = max(torch.finfo(dtype).eps for dtype in (last.target.parameter.dtype, hidden.dtype))
+        return bool(error <= eps * total) and bool(total > 0)
 
     def _run(self, at: int, index: int, targets: Sequence[Target]) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
         """Return rows of the output of a block for a batch, and of inputs of weights (None for a part of a weight)."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sparsekit_ao import SparsityError, prune
+from sparsekit_ao.models import loading
 from sparsekit_ao.models.running import output_error
 from sparsekit_ao.removal import shrink_layers
 
@@ -254,8 +255,10 @@ def test_tokens_that_do_not_count_change_nothing():
     assert not torch.allclose(all_tokens, fits[0], atol=1e-4)
 
 
-def test_a_model_in_bfloat16_that_accelerate_keeps_on_disk_is_fitted_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("emulated", [frozenset(), frozenset({torch.bfloat16})])  # by CPUs without such instructions
+def test_a_model_in_bfloat16_that_accelerate_keeps_on_disk_is_fitted_to_the_same_bits(emulated, tmp_path, monkeypatch):
     accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(loading, "_emulated", lambda: emulated)
     model, inputs = hf_models.deep("Llama", 5)
     model = model.to(torch.bfloat16)
     weaken(model.model.layers, [1, 3])
