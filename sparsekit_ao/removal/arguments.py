@@ -25,7 +25,7 @@ from .score import NORM, Cost, cost_function
 from .sizes import has_config
 from .verify import Reference
 
-_ROWS, _TOKENS = 2, 64  # of the inputs of the trials of a dry run, at most
+_ROWS, _TOKENS = 2, 64  # of the inputs of trials, at most
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,9 +37,10 @@ class ShrinkCall:
         model: The same with plain weights in place of normalized or computed ones.
         all_data: The batches, or the example inputs.
         data: The same, but in a dry run one batch alone.
-        trial_inputs: The example inputs, but in a dry run a few of their rows and tokens.
+        trial_inputs: A few rows and tokens of the example inputs.
         cost_of: A function of plans and the units that they keep, or None if each layer has a budget of its own.
         reference_of: A function of a model that returns it as a reference with the example inputs.
+        trial_reference_of: The same with the trial inputs.
     """
 
     model: nn.Module
@@ -70,8 +71,9 @@ class ShrinkCall:
         self.cost_of = cost_function(self.budget, self.model, self.example_inputs)
         self._check_ratio()
         normed, inputs = undo_weight_norms(self.model), self.example_inputs
-        self.trial_inputs = _shortened(self.model, inputs) if self.dry_run else inputs
-        self.reference_of = partial(Reference, inputs=self.trial_inputs, normed=normed)
+        self.trial_inputs = _shortened(self.model, inputs)
+        self.reference_of = partial(Reference, inputs=inputs, normed=normed)
+        self.trial_reference_of = partial(Reference, inputs=self.trial_inputs, normed=normed)
         self.max_sparsity = LIMIT if self.max_sparsity is None else self.max_sparsity
         self.exclude = names_in_place_of_modules(self.whole, self.exclude)
 

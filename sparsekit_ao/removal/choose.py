@@ -196,9 +196,9 @@ def _held_by_config(call: ShrinkCall, plans: Sequence[Plan], fields: ConfigField
     trials, twin = None, make_twin(call.model, plans, fields)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
-            short = Trials(twin.model, drop_random_units(twin.plans), call.reference_of, fields=fields)
+            short = Trials(twin.model, drop_random_units(twin.plans), call.trial_reference_of, fields=fields)
             trials = None if short.problem([]) else short
-    trials = trials or Trials(call.model, drop_random_units(plans), call.reference_of, fields=fields)
+    trials = trials or Trials(call.model, drop_random_units(plans), call.trial_reference_of, fields=fields)
     reasons = dict.fromkeys(plans, NOT_HELD.format("no field of it counts these units alone"))
     for group, covers in fields.together([plan.bound for plan in plans]):
         for counting in covers:

@@ -40,12 +40,8 @@ def estimate_call(
     call: ShrinkCall, plans: Sequence[Plan], report: ShrinkReport, trials: float, scoring: float
 ) -> tuple[float, int]:
     """Return the seconds and bytes that the call takes, from what trials and scoring took in a dry run of it."""
-    full, short = (
-        min(seconds_of(lambda inputs=inputs: count_flops(call.model, inputs)) for _ in range(2))  # type: ignore[misc]
-        for inputs in (call.example_inputs, call.trial_inputs)
-    )
-    # Trials take as long as forward passes on their inputs, and verification takes some eight on all example inputs.
-    seconds = trials * full / short + scoring * call.all_data.one_batch()[1] + _VERIFIED * full
+    full = min(seconds_of(lambda: count_flops(call.model, call.example_inputs)) for _ in range(2))
+    seconds = trials + scoring * call.all_data.one_batch()[1] + _VERIFIED * full
     memory = 2 * report.after.bytes  # masked and smaller copies, whose large weights are computed or shared
     if call.batches is not None and active(plans) and (call.compensate or call.recover):
         _, layers, walk = _walk_of_readers(call.model, removals_of(active(plans)), call.data)

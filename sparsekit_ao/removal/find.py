@@ -106,16 +106,19 @@ def find_plans(
     named: Collection[str] | None = None,
     fields: ConfigFields | None = None,
     caller_verifies: bool = False,
+    trial_inputs: Any = None,
 ) -> tuple[list[Plan], Discovery]:
     """Return plans as `removable` finds them, on a short twin if there is one that serves, and what was discovered.
 
+    Trials run on the trial inputs, such as a part of the example inputs; None takes the example inputs.
     Couplings of the kind "width" are left out unless they are `named`; None tries all. With `caller_verifies`, the
     caller must check the result on the whole model; only what was discovered in a short model is checked here.
     """
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # otherwise trials would fail, and every coupling be left out for this reason
-    reference_of = partial(Reference, inputs=example_inputs, tolerance=tolerance)
+    tried_on = example_inputs if trial_inputs is None else trial_inputs
+    reference_of = partial(Reference, inputs=tried_on, tolerance=tolerance)
     given: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "named": named}
     given["fields"] = fields
     tried: Callable[..., list[Plan] | None] = partial(_tried, model, reference_of=reference_of, **given)

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ..coupling import Coupling
+from ..coupling import Coupling, Discovery
+from ..errors import SparsityError
 from ..models.names import Exclusion
 from ..models.progress import phases, public_call, text_of_call
 from ..models.running import TokenMask, kept_generators
@@ -16,10 +19,11 @@ from .arguments import ShrinkCall
 from .choose import divide_by_size, fit_to_config, keep_inside_blocks, layers_of, leave_out_rivals, set_numbers
 from .compensation import compensate_weights, estimate_call, recover_blocks
 from .find import find_plans
-from .plan import active
+from .plan import Plan, active
 from .removal_report import ShrinkReport, add_reasons
 from .score import Cost, score_units
 from .together import plan_together, remove_together
+from .trials import Trials, drop_random_units
 
 
 @kept_generators()
@@ -154,16 +158,7 @@ def shrink(
     )
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
-    plans, discovery = find_plans(
-        call.model,
-        call.trial_inputs,
-        couplings,
-        exclude=call.exclude,
-        multiple_of=multiple_of,
-        named=call.names,
-        fields=call.fields,
-        caller_verifies=True,
-    )
+    plans, discovery = _find_plans(call)
     plans = set_numbers(call, plans)
     layers = layers_of(call.model, plans)
     if recover or "width" in call.exclude:
@@ -188,3 +183,16 @@ def shrink(
     report = add_reasons(report, model, discovery, plans, call.cost_of is not None)
     report = recover_blocks(call, small, report, layers)
     return small, replace(report, call=text_of_call())
+
+
+def _find_plans(call: ShrinkCall) -> tuple[list[Plan], Discovery]:
+    """Return plans that trials on the trial inputs find, or on the example inputs if these show something wrong."""
+    given: dict[str, Any] = {"exclude": call.exclude, "multiple_of": call.multiple_of, "named": call.names}
+    find = partial(find_plans, call.model, call.example_inputs, call.couplings, fields=call.fields, **given)
+    if call.trial_inputs is not call.example_inputs:
+        plans, discovery = find(caller_verifies=True, trial_inputs=call.trial_inputs)
+        with suppress(SparsityError):
+            trials = Trials(call.model, drop_random_units(active(plans)), call.reference_of)
+            if not trials.problem(trials.plans):
+                return plans, discovery
+    return find(caller_verifies=True)

@@ -190,10 +190,11 @@ def remove_together(
     A dry run leaves out the same, but copies no values, and its report has no sizes yet.
     """
     left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
+    reference_of = call.trial_reference_of if call.dry_run else call.reference_of
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
         rated = drop_lowest(rated, call.cost_of, call.ratio)
-        trials = Trials(call.model, rated, call.reference_of, fields=call.fields if keeps_config else None)
+        trials = Trials(call.model, rated, reference_of, fields=call.fields if keeps_config else None)
         trials.in_training, removed = call.dry_run, trials.tried if call.dry_run else trials.removed
         try:
             return [*rated, *left_out], *removed(rated, call.fields)

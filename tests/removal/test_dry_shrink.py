@@ -92,6 +92,23 @@ def test_the_trials_of_a_dry_run_read_few_rows_and_tokens(how, monkeypatch):
     assert plan.couplings == shrink(model, inputs, 0.5)[1].couplings
 
 
+@pytest.mark.parametrize("shape", [(2, 80), (80, 4)])
+def test_what_fails_on_all_rows_and_tokens_alone_is_left_out(shape):
+    def run(m, ids):
+        x = m.up(m.words(ids)).relu()
+        x = x.unflatten(-1, (2, 8)).flatten(-2) if max(ids.shape) > 64 else x
+        return m.last(m.other(m.down(x)).relu())
+
+    layers = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "other": nn.Linear(8, 12), "last": nn.Linear(12, 3)}
+    model, ids = Net(run, words=nn.Embedding(20, 8), **layers), torch.randint(20, shape)
+    small, report = shrink(model, ids, 0.5)
+    assert (small.up.out_features, small.other.out_features) == (16, 6)
+    assert report.left_out and all("does not run" in why for why in report.left_out)
+    assert shrink(model, ids, 0.5, dry_run=True)[1].left_out == report.left_out
+    small, _ = shrink(model, ids, 0.5, budget="flops")
+    assert small.up.out_features == 16 > 12 > small.other.out_features
+
+
 class Pair(nn.Module):
     """A model of two inputs."""
 
