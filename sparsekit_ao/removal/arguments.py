@@ -148,15 +148,15 @@ class ShrinkCall:
 
 def _shortened(model: nn.Module, inputs: Any) -> Any:
     """Return inputs with fewer rows and tokens, or the same ones if a model cannot be compared on fewer."""
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    plain = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    tensors = [leaf for leaf in _pytree.tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.ndim]
     tokens = {tensor.shape[1] for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()}
 
     def shorten(tensor: Tensor) -> Tensor:
         tensor = tensor[:_ROWS] if tensor.ndim and len(tensor) == len(tensors[0]) else tensor
         return tensor[:, :_TOKENS] if tensor.ndim > 1 and tensor.shape[1] in tokens else tensor
 
-    short = _pytree.tree_map_only(Tensor, shorten, inputs)
+    short = _pytree.tree_map_only(Tensor, shorten, plain)
     if [t.shape for t in _pytree.tree_leaves(short) if isinstance(t, Tensor) and t.ndim] == [t.shape for t in tensors]:
         return inputs
     try:
