@@ -190,8 +190,8 @@ def _find_plans(call: ShrinkCall) -> tuple[list[Plan], Discovery]:
     given: dict[str, Any] = {"exclude": call.exclude, "multiple_of": call.multiple_of, "named": call.names}
     find = partial(find_plans, call.model, call.example_inputs, call.couplings, fields=call.fields, **given)
     if call.trial_inputs is not call.example_inputs:
-        plans, discovery = find(caller_verifies=True, trial_inputs=call.trial_inputs)
-        with suppress(SparsityError):
+        with suppress(SparsityError):  # such as: a masked model gives only zeros for few tokens
+            plans, discovery = find(caller_verifies=True, trial_inputs=call.trial_inputs)
             trials = Trials(call.model, drop_random_units(active(plans)), call.reference_of)
             if not trials.problem(trials.plans):
                 return plans, discovery
