@@ -100,7 +100,7 @@ JOBS: dict[str, Job] = {
     "export_minilm": _example("export_minilm", 2),
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_smollm2": Job("prune_smollm2.py", 300, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
-    "quality_by_kind": _example("quality_by_kind", 60),
+    "quality_by_kind": _example("quality_by_kind", 90),
     "quality_qwen": Job("quality_by_kind.py", 150, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),
     "dst_language_model": _example("dst_language_model", 20),
