@@ -29,6 +29,7 @@ MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
 ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
 LARGE = 2  # rows of dense outputs with more than LARGE times the typical norm count as if they had no more
+ROWS = 64  # rows of logits that are compared at a time
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
 
@@ -199,7 +200,9 @@ class Training:
         counts.view(-1)[places] = True
         if is_divided:
             expected, counts = expected[kept], counts[kept]
-        return _error(actual[counts], expected[counts], self.metric, self.typical)
+        # Logits of large vocabularies take much memory, so they are copied only if some rows do not count.
+        actual, expected = (t.flatten(0, -2) if bool(counts.all()) else t[counts] for t in (actual, expected))
+        return _error(actual, expected, self.metric, self.typical)
 
     def measured(self) -> float:
         """Return the error of all compared batches and ranks, as `BlockRow` has it."""
@@ -304,13 +307,37 @@ def _error(actual: Tensor, expected: Tensor, metric: str, typical: float) -> tup
     Of rows with far more than the typical squared norm the relative error counts, so that no single token rules, as the
     first one of a text does in many language models.
     """
+    if metric == "kl":
+        return _Divergence.apply(actual, expected), torch.tensor(float(len(actual)), device=actual.device)
     actual, expected = actual.float(), expected.float()
-    if metric == "mse":
-        squares, most = expected.square().sum(-1), LARGE**2 * typical
-        weights = most / squares.clamp(min=most)
-        return ((actual - expected).square().sum(-1) * weights).sum(), (squares * weights).sum()
-    nats = nn.functional.kl_div(actual.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True)
-    return nats, torch.tensor(float(len(actual)), device=actual.device)
+    squares, most = expected.square().sum(-1), LARGE**2 * typical
+    weights = most / squares.clamp(min=most)
+    return ((actual - expected).square().sum(-1) * weights).sum(), (squares * weights).sum()
+
+
+class _Divergence(torch.autograd.Function):
+    """The divergence of the model's logits from the dense ones [rows, classes], in nats, summed over rows.
+
+    Autograd would hold several tensors of the size of the logits. Here the gradient is the only one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, actual: Tensor, expected: Tensor) -> Tensor:
+        gradient = torch.empty_like(actual, dtype=torch.float32)
+        nats = gradient.new_zeros(())
+        for logits, dense_logits, part in zip(*(t.split(ROWS) for t in (actual, expected, gradient)), strict=True):
+            log_q, log_p = logits.float().log_softmax(-1), dense_logits.float().log_softmax(-1)
+            p = log_p.exp()
+            nats += (p * (log_p - log_q)).masked_fill_(log_p == -math.inf, 0).sum()
+            torch.sub(log_q.exp_(), p, out=part)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = actual.dtype
+        return nats
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * factor).to(ctx.dtype), None
 
 
 def over_ranks(total: Tensor) -> Tensor:

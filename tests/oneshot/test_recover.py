@@ -195,6 +195,33 @@ def test_a_model_without_blocks_and_one_with_labels_as_outputs():
     assert again.after < again.before
 
 
+class Classifier(nn.Module):
+    """Logits of four classes, and -inf for the given number of others, as of padding in a vocabulary."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.first, self.last, self.masked = nn.Linear(8, 16), nn.Linear(16, 4), masked
+
+    def forward(self, x):
+        return nn.functional.pad(self.last(self.first(x).relu()), (0, self.masked), value=float("-inf"))
+
+
+def test_classes_that_the_model_masks_do_not_count_in_the_divergence():
+    batches = [torch.randn(100, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    rows = []
+    for masked in (0, 3):
+        torch.manual_seed(0)
+        dense = Classifier(masked)
+        model, _ = prune(dense, "2:4", batches=batches, compensate=None)
+        with torch.no_grad():
+            logits = [torch.cat([one(x)[:, :4] for x in batches]).log_softmax(-1) for one in (model, dense)]
+        expected = nn.functional.kl_div(*logits, reduction="batchmean", log_target=True)
+        (row,) = recover(model, dense, batches, outputs="kl", rate=0.05)
+        assert row.before == pytest.approx(float(expected)) and row.after < 0.7 * row.before
+        rows.append((row.before, row.after, model.first.weight))
+    torch.testing.assert_close(rows[0], rows[1])
+
+
 def test_language_models_blocks_first_and_then_logits():
     model, _ = make("Llama")
     generator = torch.Generator().manual_seed(0)
