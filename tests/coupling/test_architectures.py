@@ -9,6 +9,7 @@ from dataclasses import replace
 import hf_models
 import pytest
 from discovered import pruned
+from grids import nightly_except
 
 from sparsekit_ao import SparsityError
 from sparsekit_ao.coupling import discover
@@ -54,12 +55,7 @@ def halved(model, couplings, inputs):
     return report.after.parameters / report.before.parameters, report.difference
 
 
-IN_EVERY_RUN = ("Llama", "GPT-2", "BERT", "ResNet")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.nightly) for n in hf_models.NAMES]
-)
+@pytest.mark.parametrize("name", nightly_except(hf_models.NAMES, "Llama", "GPT-2", "BERT", "ResNet"))
 def test_half_of_every_discovered_axis_is_removed_exactly(name):
     model, inputs = hf_models.make(name)
     couplings = discover(model, inputs).couplings

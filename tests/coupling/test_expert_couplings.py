@@ -4,6 +4,7 @@ import hf_models
 import pytest
 import torch
 from discovered import assert_exact, fill, pruned
+from grids import nightly_except
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -67,7 +68,7 @@ def grouped(model):
     return fill(type(model)(model.config))
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", nightly_except(PACKED, "Mixtral", "DeepSeek-V3", "GPT-OSS"))
 def test_the_experts_with_the_lowest_scores_are_removed_as_if_no_router_chose_them(name, tmp_path):
     model, inputs = hf_models.make(name)
     model = grouped(model) if name == "DeepSeek-V3" else model

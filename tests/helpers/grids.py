@@ -6,7 +6,18 @@ With SPARSEKIT_AO_EXHAUSTIVE=1 in the environment the whole grids run.
 import itertools
 import os
 
+import pytest
+
 EXHAUSTIVE = os.environ.get("SPARSEKIT_AO_EXHAUSTIVE") == "1"
+
+
+def nightly_except(values, *names):
+    """The values, or rows of values, as parameters of a test; all but those named run in the nightly half."""
+    values = list(values)
+    assert all(name in values for name in names), names
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    marks = [[] if value in names else pytest.mark.nightly for value in values]
+    return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
 
 
 def covering(rows):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from grids import nightly_except
 from hf_models import make
 from networks import Net
 from torch import nn
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 from sparsekit_ao import prune, recover
 from sparsekit_ao.removal import shrink_experts
 
-MIXTURES = ["Mixtral", "GPT-OSS", "DeepSeek-V3", "GraniteMoE", "Llama 4"]
-MIXTURES += [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("Qwen3-MoE", "OLMoE", "PhiMoE")]
+EVERY = ("Mixtral", "GPT-OSS", "DeepSeek-V3")
+MIXTURES = nightly_except([*EVERY, "GraniteMoE", "Llama 4", "Qwen3-MoE", "OLMoE", "PhiMoE"], *EVERY)
 DENSE = re.compile(r"embed_tokens|lm_head|norm|router|\.gate\.weight|bias")
 BATCHES = [torch.randint(1, 50, (4, 24), generator=torch.Generator().manual_seed(k)) for k in range(4)]
 

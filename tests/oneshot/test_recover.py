@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from grids import turns
+from grids import nightly_except, turns
 from hf_models import deep, make
 from networks import Net
 from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, prepared
@@ -261,9 +261,7 @@ REMEMBERING = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.nightly if n == "xLSTM" else []) for n in (*REMEMBERING, "own")]
-)
+@pytest.mark.parametrize("name", nightly_except([*REMEMBERING, "own"], "Rwkv", "GPT2", "own"))
 def test_models_that_keep_a_cache_are_recovered_and_keep_it_afterwards(name):
     torch.manual_seed(0)
     if name == "own":

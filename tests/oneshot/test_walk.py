@@ -6,6 +6,7 @@ import logging
 import accelerate
 import pytest
 import torch
+from grids import nightly_except
 from networks import Net
 from pruned_models import interrupted
 from torch import nn
@@ -250,9 +251,7 @@ def mixture(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "place", ["disk", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("all on disk", "cpu"))]
-)
+@pytest.mark.parametrize("place", nightly_except(["disk", "all on disk", "cpu"], "disk"))
 def test_experts_of_an_offloaded_model_are_removed_in_one_walk_and_recovered(place, mixture, tmp_path):
     here, report = removal.shrink_experts(in_memory(mixture), BATCHES, 0.5)
     dense = PLACES[place](mixture, tmp_path)

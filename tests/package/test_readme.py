@@ -10,6 +10,7 @@ import figures
 import printed
 import pytest
 import torch
+from grids import nightly_except
 
 import sparsekit_ao
 from sparsekit_ao import removal
@@ -21,7 +22,9 @@ PAGES = {
     if "_generated" not in path.parts
 }
 README = PAGES["README.md"]
-LONG = [f"docs/{name}.md" for name in ("compact", "experts", "integrations/checkpoints", "integrations/trainer")]
+LONG = ("compact", "experts", "larger", "integrations/checkpoints", "integrations/exporters", "integrations/trainer")
+LONG = {f"docs/{name}.md" for name in LONG}
+WITH_BLOCKS = [name for name, text in PAGES.items() if printed.BLOCK.search(text)]
 
 
 def table_rows(name):
@@ -103,11 +106,7 @@ def test_what_pages_say_about_tables_is_true():
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of lightning, peft and DDP's broadcast_buffers
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if name in LONG else [])
-        for name, text in PAGES.items()
-        if printed.BLOCK.search(text)
-    ],
+    nightly_except(WITH_BLOCKS, *(name for name in WITH_BLOCKS if name not in LONG)),
 )
 def test_the_blocks_of_a_page_run_from_top_to_bottom(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import nightly_except
 from networks import NETWORKS, Net, skip
 from torch import nn
 from torch.nn import functional as F
@@ -34,9 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.nightly if case == "llama, flops" else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", nightly_except(CASES, "llama", "VGG, flops"))
 def test_a_dry_run_has_the_sizes_of_the_real_one_and_changes_nothing(case):
     torch.manual_seed(0)
     make, inputs, options = CASES[case]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compact_models import close, rebuilt
 from discovered import fill, pruned_jointly
+from grids import nightly_except
 from networks import NETWORKS, Heads, Net
 from stock import EVERYTHING, refuses
 from torch import nn
@@ -400,12 +401,7 @@ CONVOLUTIONAL |= {
 }
 
 
-IN_EVERY_RUN = {*POOLED, "VGG", "DenseNet"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.nightly) for n in CONVOLUTIONAL]
-)
+@pytest.mark.parametrize("name", nightly_except(CONVOLUTIONAL, *POOLED, "VGG"))
 def test_the_same_is_removed_in_both_layouts(name):
     make, inputs = CONVOLUTIONAL[name]
     model, x = fill(make()), inputs()

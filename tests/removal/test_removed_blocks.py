@@ -10,6 +10,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from grids import nightly_except
 from torch import nn
 
 from sparsekit_ao import SparsityError
@@ -247,20 +248,8 @@ def dropped_of(report):
     return [at for at in range(group["sizes"][group["unit"]]) if at not in group["kept"][0]]
 
 
-SOME = (
-    "Gemma 3n, first",
-    "Gemma 3n, sharing",
-    "Gemma 4",
-    "Qwen 3 MoE",
-    "Llama 4",
-    "DeepSeek-V3",
-    "T5, encoder",
-    "DPT, read",
-)
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.nightly) for n in (*DECODERS, *ENCODERS)]
+    "name", nightly_except([*DECODERS, *ENCODERS], "Gemma 3n, sharing", "Llama 4", "T5, encoder", "DPT, read")
 )
 def test_a_removed_block_passes_its_input_on(name, tmp_path):
     model, path, quiet, inputs = made(name)

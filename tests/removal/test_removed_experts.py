@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 import transformers
+from grids import nightly_except
 from test_removed_blocks import _DECODER, _LATENT, assert_same, fill, inputs_of
 from torch import nn
 
@@ -144,11 +145,8 @@ def choosing_among(model, kept, gates_of):
     return dense
 
 
-SOME = ("Qwen3-MoE, as they are", "DeepSeek-V3, groups", "GPT-OSS", "Llama 4")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SOME else pytest.mark.nightly) for name in MIXTURES]
+    "name", nightly_except(MIXTURES, "Qwen3-MoE, as they are", "DeepSeek-V3, groups", "GPT-OSS", "Llama 4")
 )
 def test_routers_choose_among_kept_experts(name, tmp_path):
     model, inputs = made(name)

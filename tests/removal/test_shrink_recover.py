@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from discovered import fill
+from grids import nightly_except
 from networks import NETWORKS, Net, conv, head, images, skip
 from stock import EVERYTHING
 from torch import nn
@@ -57,7 +58,7 @@ def case(name):
     return fill(make()), [inputs() for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", nightly_except(CASES, "stages", "tapped", "TCN", "decoder with RMSNorm"))
 def test_units_inside_of_blocks_leave_and_blocks_are_recovered(name):
     model, batches = case(name)
     small, report = shrink(model, ratio=EVERYTHING, score="obs", batches=batches, recover=True)
@@ -67,7 +68,9 @@ def test_units_inside_of_blocks_leave_and_blocks_are_recovered(name):
     assert all(small(x).shape == model(x).shape for x in batches)
 
 
-@pytest.mark.parametrize("name", ["stages", "tapped", "DenseNet", "WaveNet", "decoder with RMSNorm"])
+@pytest.mark.parametrize(
+    "name", nightly_except(["stages", "tapped", "DenseNet", "WaveNet", "decoder with RMSNorm"], "tapped", "WaveNet")
+)
 def test_the_error_of_recover_comes_first_and_its_advice_helps(name):
     model, batches = case(name)
     small, _ = shrink(model, ratio=EVERYTHING, batches=batches, compensate=None)
