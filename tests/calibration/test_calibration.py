@@ -217,6 +217,21 @@ def test_statistics_are_saved_and_copied():
     assert sparsifier.statistics["0.weight"].input_square.any()
 
 
+@pytest.mark.parametrize(
+    ("need", "value"),
+    [("hessian", torch.ones(8)), ("input_square", [1.0] * 8), ("input_square", torch.ones(1, 8, dtype=torch.int64))],
+)
+def test_saved_statistics_of_another_kind_are_refused(need, value):
+    sparsifier = prepared(mlp())
+    sparsifier.calibrate([torch.randn(8, 8)])
+    state = copy.deepcopy(sparsifier.state_dict())
+    before = sparsifier.statistics["0.weight"].input_square.clone()
+    state["statistics"]["0.weight"]["sums"][need] = value
+    with pytest.raises(SparsityError, match=f"0.weight: statistics have an unknown entry.*{need}"):
+        sparsifier.load_state_dict(state)
+    assert torch.equal(sparsifier.statistics["0.weight"].input_square, before)
+
+
 # errors: nothing is kept, hooks are removed
 
 
