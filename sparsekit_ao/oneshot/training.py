@@ -29,7 +29,7 @@ MEASURED = 8  # the number of batches on which passes are compared
 HELD_OUT = 8  # one in HELD_OUT rows of these batches is held out from training if they have at least ENOUGH rows
 ENOUGH = 2048  # with fewer rows, an eighth is too few to measure an error, so none is held out
 LARGE = 2  # rows of dense outputs with more than LARGE times the typical norm count as if they had no more
-ROWS = 64  # rows of logits that are compared at a time
+COMPARED = 1 << 23  # elements of logits that are compared at a time
 EVERY = 2  # errors are measured after the last pass and every EVERY passes before it
 PATIENCE = 4  # training ends if the error has not become smaller in PATIENCE passes
 
@@ -201,7 +201,7 @@ class Training:
         if is_divided:
             expected, counts = expected[kept], counts[kept]
         # Logits of large vocabularies take much memory, so they are copied only if some rows do not count.
-        actual, expected = (t.flatten(0, -2) if bool(counts.all()) else t[counts] for t in (actual, expected))
+        actual, expected = (t.reshape(-1, t.shape[-1]) if bool(counts.all()) else t[counts] for t in (actual, expected))
         return _error(actual, expected, self.metric, self.typical)
 
     def measured(self) -> float:
@@ -318,26 +318,27 @@ def _error(actual: Tensor, expected: Tensor, metric: str, typical: float) -> tup
 class _Divergence(torch.autograd.Function):
     """The divergence of the model's logits from the dense ones [rows, classes], in nats, summed over rows.
 
-    Autograd would hold several tensors of the size of the logits. Here the gradient is the only one.
+    Autograd would hold several tensors of the size of the logits. This holds the gradient alone, for one backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, actual: Tensor, expected: Tensor) -> Tensor:
-        gradient = torch.empty_like(actual, dtype=torch.float32)
-        nats = gradient.new_zeros(())
-        for logits, dense_logits, part in zip(*(t.split(ROWS) for t in (actual, expected, gradient)), strict=True):
-            log_q, log_p = logits.float().log_softmax(-1), dense_logits.float().log_softmax(-1)
+        gradient = torch.empty_like(actual, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        nats = torch.zeros((), device=actual.device)
+        size = max(COMPARED // max(actual.shape[-1], 1), 1)
+        for start in range(0, len(actual), size):
+            rows = slice(start, start + size)
+            log_q, log_p = (logits[rows].float().log_softmax(-1) for logits in (actual, expected))
             p = log_p.exp()
             nats += (p * (log_p - log_q)).masked_fill_(log_p == -math.inf, 0).sum()
-            torch.sub(log_q.exp_(), p, out=part)
-        ctx.save_for_backward(gradient)
-        ctx.dtype = actual.dtype
+            if gradient is not None:
+                torch.sub(log_q.exp_(), p, out=gradient[rows])
+        ctx.gradient, ctx.dtype = gradient, actual.dtype
         return nats
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * factor).to(ctx.dtype), None
+        return ctx.gradient.mul_(factor).to(ctx.dtype), None
 
 
 def over_ranks(total: Tensor) -> Tensor:

@@ -20,6 +20,13 @@ def nightly_except(values, *names):
     return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
 
 
+def nightly_for(values, *names):
+    """The values as parameters of a test; those named run in the nightly half."""
+    values = list(values)
+    assert all(name in values for name in names), names
+    return nightly_except(values, *(value for value in values if value not in names))
+
+
 def covering(rows):
     """Rows of a grid such that each pair of values of two parameters that the grid has appears in one of them.
 

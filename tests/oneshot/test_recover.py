@@ -19,6 +19,7 @@ from stock import same
 from torch import nn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
+from sparsekit_ao.oneshot import training
 from sparsekit_ao.oneshot.teacher import Teacher
 from sparsekit_ao.removal import shrink_layers
 
@@ -220,6 +221,36 @@ def test_classes_that_the_model_masks_do_not_count_in_the_divergence():
         assert row.before == pytest.approx(float(expected)) and row.after < 0.7 * row.before
         rows.append((row.before, row.after, model.first.weight))
     torch.testing.assert_close(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_the_divergence_and_its_gradient_are_those_of_torch(rows, dtype, monkeypatch):
+    monkeypatch.setattr(training, "COMPARED", 30)  # three rows at a time
+    generator = torch.Generator().manual_seed(0)
+    actual, expected = (torch.randn(rows, 10, generator=generator).to(dtype) for _ in range(2))
+    actual.requires_grad_()
+    values, gradients = [], []
+    for loss in (
+        training._error(actual, expected, "kl", 1.0)[0],
+        nn.functional.kl_div(
+            *(t.float().log_softmax(-1) for t in (actual, expected)), reduction="sum", log_target=True
+        ),
+    ):
+        values.append(loss.detach())
+        gradients += torch.autograd.grad(loss * 3, actual)
+    torch.testing.assert_close(values[0], values[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert gradients[0].dtype == dtype
+
+
+@pytest.mark.parametrize("outputs", ["mse", "kl"])
+def test_outputs_of_one_dimension_are_one_row(outputs):
+    torch.manual_seed(0)
+    dense, batches = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), [*torch.randn(8, 8)]
+    model, _ = prune(dense, "2:4", batches=batches, compensate=None)
+    (row,) = recover(model, dense, batches, outputs=outputs)
+    assert row.after < row.before
 
 
 def test_language_models_blocks_first_and_then_logits():
