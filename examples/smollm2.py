@@ -10,6 +10,7 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+@cache  # reading the file takes half a minute
 def load_model(layers: int | None = None) -> tuple[Any, Any]:
     """The tokenizer and the dense model, of its first layers if a number is given, in float32 and eval mode."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported
@@ -39,6 +41,7 @@ def load_model(layers: int | None = None) -> tuple[Any, Any]:
     return AutoTokenizer.from_pretrained(**where), model
 
 
+@cache
 def split_texts() -> tuple[list[str], list[str]]:
     """Docstrings to calibrate on and held-out ones; a tenth of the top-level modules is held out."""
     texts: tuple[list[str], list[str]] = [], []
