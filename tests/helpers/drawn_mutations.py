@@ -65,7 +65,7 @@ def main(room, count, seed, *tests):
     tests, caught = tests or [pathlib.Path(room).parts[0]], 0
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "examples"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out"))
         text = (package / "__init__.py").read_text()
         if outcome(copy, "__init__.py", text, text, tests)[0] != "SURVIVED":
             sys.exit(f"the tests {tests} do not pass as they are")
