@@ -101,6 +101,10 @@ def test_states_of_adapters_that_cannot_be_merged_are_refused():
         with pytest.raises(SparsityError, match=text):
             export.merge_lora(lora, sparsifier)
         assert same(before, lora)
+    lora, sparsifier, _, _ = adapted(squash=True)
+    for model in (lora.get_base_model(), nn.Linear(2, 2)):  # with adapters, and without
+        with pytest.raises(SparsityError, match=f"expected a model of peft.get_peft_model, got {type(model).__name__}"):
+            export.merge_lora(model, sparsifier)
     lora, sparsifier, _, _ = adapted(squash=True, targets=["up"], modules_to_save=["down"])
     with pytest.raises(SparsityError, match="down.weight is in modules_to_save, so peft replaces it"):
         export.merge_lora(lora, sparsifier)
