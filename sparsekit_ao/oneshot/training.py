@@ -201,7 +201,8 @@ class Training:
         if is_divided:
             expected, counts = expected[kept], counts[kept]
         # Logits of large vocabularies take much memory, so they are copied only if some rows do not count.
-        actual, expected = (t.reshape(-1, t.shape[-1]) if bool(counts.all()) else t[counts] for t in (actual, expected))
+        all_count = bool(counts.all())
+        actual, expected = (t.reshape(-1, t.shape[-1]) if all_count else t[counts] for t in (actual, expected))
         return _error(actual, expected, self.metric, self.typical)
 
     def measured(self) -> float:
