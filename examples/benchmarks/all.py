@@ -68,7 +68,7 @@ THEIRS = "SparseGPT of LLM Compressor"
 MOST = ("--tokens", "65536", "--passes")
 SMOLLM2 = (
     ("--tokens", "8192", "--structures", "2:4", "--methods", f"magnitude,wanda,{THEIRS},sparsegpt,admm"),
-    ("--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
+    ("--tokens", "32768", "--passes", "4", "--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
     (*MOST, "2", "--structures", "2:4", "--methods", "sparsegpt,recovered,and logits"),
     (*MOST, "2", "--structures", "unstructured", "--methods", "sparsegpt,recovered"),
     ("--tokens", "16384", "--structures", UNITS, "--methods", "norms,obs"),

@@ -187,17 +187,17 @@ def test_layers_are_listed_once_with_all_names():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (TWO_FOUR, ("2:4",)),
-        ({"pattern": patterns.n_m(1, 4)}, ("1:4",)),
-        ({"pattern": patterns.blocks(4, 4, 0.5)}, ("4x4 blocks",)),
-        ({"pattern": patterns.blocks(1, 4, 0.75)}, ("1x4 blocks",)),
+        *(({"pattern": patterns.n_m(n, m)}, (f"{n}:{m}",)) for n, m in ((1, 8), (1, 4), (2, 4), (4, 8), (8, 16))),
+        *(({"pattern": patterns.blocks(n, n, 0.5)}, (f"{n}x{n} blocks",)) for n in (4, 8, 16, 32)),
+        *(({"pattern": patterns.blocks(1, n, 0.75)}, (f"1x{n} blocks",)) for n in (4, 8, 16)),
+        *(({"pattern": patterns.blocks(n, 1, 0.5)}, (f"{n}x1 blocks",)) for n in (4, 8, 16)),
         ({"pattern": patterns.rows(0.5)}, ("rows",)),
         ({"pattern": patterns.columns(0.5)}, ("columns",)),
         ({"sparsity_level": 0.5}, ("unstructured",)),
     ],
 )
 @pytest.mark.parametrize(
-    "kind", [lambda: nn.Linear(12, 20), lambda: nn.Conv2d(12, 20, 3), lambda: nn.ConvTranspose1d(12, 20, 2)]
+    "kind", [lambda: nn.Linear(64, 96), lambda: nn.Conv2d(64, 96, 3), lambda: nn.ConvTranspose1d(64, 96, 2)]
 )
 def test_the_report_names_patterns(kind, config, expected):
     torch.manual_seed(0)
@@ -208,6 +208,12 @@ def test_the_report_names_patterns(kind, config, expected):
     assert row.density == int((model[0].weight != 0).sum()) / model[0].weight.numel()
     sparsifier.squash_mask()
     assert export.report(model)[0].patterns == expected
+
+
+def test_patterns_that_do_not_fit_a_weight_are_not_named():
+    model = nn.Sequential(nn.Conv1d(64, 96, 2, groups=32))  # 3 outputs in each group
+    masked(model, sparsity_level=0.5)
+    assert export.report(model)[0].patterns == ("unstructured",)
 
 
 def test_the_report_as_text_as_csv_and_as_a_picture(tmp_path):
