@@ -501,6 +501,14 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
         nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)),
         "#   8 in 0.weight[0] and 2 more: _softmax in 1",
     ),
+    "rows of a lower triangle": (
+        Net(lambda m, x: m.b(torch.tril(m.a(x).mT).mT), **PAIR),
+        "#   8 in a.weight[0] and 2 more: tril in the model",
+    ),
+    "padded at one end": (
+        Net(lambda m, x: m.b(F.pad(m.a(x), (0, 2))), a=nn.Linear(4, 8), b=nn.Linear(10, 2)),
+        "#   8 in a.weight[0] and a.bias[0]: constant_pad_nd in the model\n",
+    ),
     "read by index": (
         nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 2)),
         torch.zeros(3, dtype=torch.long),

@@ -111,6 +111,11 @@ def test_scores_of_experts_are_mean_gates_times_norms_over_their_own_tokens():
             chosen = gates[:, expert] > 0
             want = (gates[:, expert] * norms)[chosen].mean() if chosen.any() else torch.tensor(0.0)
             torch.testing.assert_close(found[expert].float(), want)
+        padded = torch.cat([inputs["input_ids"], torch.zeros_like(inputs["input_ids"][:, :2])], 1)
+        mask = torch.ones_like(padded)
+        mask[:, -2:] = 0  # these tokens count nowhere
+        again = expert_scores(model, [{"input_ids": padded, "attention_mask": mask}])
+        torch.testing.assert_close(again["model.layers.0.mlp.experts"], found)
 
 
 def test_what_has_no_packed_experts_or_would_keep_too_few_is_refused():

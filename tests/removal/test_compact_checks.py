@@ -191,7 +191,10 @@ class Centred(nn.Module):
 
 class GatedNorm(Centred):
     def forward(self, x, gate):
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight * F.silu(gate)
+        return x * torch.rsqrt(self.power(x).mean(-1, keepdim=True) + self.eps) * self.weight * F.silu(gate)
+
+    def power(self, x):
+        return x * x
 
 
 def normed(norm):
@@ -207,11 +210,18 @@ def test_a_mean_that_is_subtracted_is_no_root_mean_square():
     assert not found.couplings and "8 in a.weight[0] and 3 more: mean in norm" in str(found)
 
 
-def test_a_gated_norm_is_folded():
+@pytest.mark.parametrize("power", [lambda x: x * x, torch.square, lambda x: x**2])
+def test_a_gated_norm_is_folded(power, monkeypatch):
+    monkeypatch.setattr(GatedNorm, "power", lambda _, x: power(x))
     coupling = discover(normed(GatedNorm), x()).couplings[0]
     model = pruned(normed(GatedNorm), [coupling])
     small, report = compact(model, coupling, x())
     assert report.difference <= 1e-5 and not report.notes and small.norm.eps == 2e-5
+
+
+def test_a_mean_of_other_powers_is_no_root_mean_square(monkeypatch):
+    monkeypatch.setattr(GatedNorm, "power", lambda _, x: x**4)
+    assert not discover(normed(GatedNorm), x()).couplings
 
 
 def test_a_norm_that_cannot_be_tested_is_reported():
