@@ -170,9 +170,9 @@ def look_first() -> Table:
 
 
 def networks() -> Table:
-    """Networks with convolutions: pruned, and recovered."""
-    names = ("network", "structure", "before", "recovered", "seconds")
-    titles = ["network", "structure", "pruned", "recovered", "seconds"]
+    """Trained networks: pruned, with new statistics of their batch norms where these were measured, and recovered."""
+    names = ("network", "structure", "before", "statistics", "recovered", "seconds")
+    titles = ["network", "structure", "pruned", "new statistics", "recovered", "seconds"]
     return [titles, *([r[name] for name in names] for r in read("results/prune_networks"))]
 
 
