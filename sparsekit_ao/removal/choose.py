@@ -21,7 +21,6 @@ from ..oneshot.training import refuse_unfit
 from ..oneshot.walk import Walk
 from .arguments import ShrinkCall
 from .compaction import check_names
-from .config_fields import ConfigFields
 from .plan import EVEN, HALF, LIMIT, NOT_HELD, Plan, active, give_own_names, leave_out_layers
 from .remove import plain_tensor
 from .trials import Trials, drop_random_units
@@ -177,42 +176,37 @@ def keep_inside_blocks(call: ShrinkCall, plans: Sequence[Plan], layers: Iterable
 
 
 def fit_to_config(call: ShrinkCall, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
-    """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done."""
-    fields = call.fields
+    """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done.
+
+    The others know the fields that count their units. With one budget, plans may later keep any multiple of their
+    `multiple`. It is raised until the config can express its largest multiple below the number of units, or else to the
+    number of units.
+    """
+    fields, tried = call.fields, active(plans)
     if fields is None or not (call.is_open if call.keep_config is None else call.keep_config):
         return [*plans], False
-    held = [*(plan for plan in plans if plan.left_out), *_held_by_config(call, active(plans), fields)]
-    is_kept = bool(call.keep_config or active(held))
-    return held if is_kept else [*plans], is_kept
-
-
-def _held_by_config(call: ShrinkCall, plans: Sequence[Plan], fields: ConfigFields) -> list[Plan]:
-    """Return the plans, with the fields of the config that count their units; those without such fields are left out.
-
-    With one budget, plans may later keep any multiple of their `multiple`. It is then raised until the config can
-    express its largest multiple below the number of units, or else to the number of units.
-    """
-    held = dict[Plan, Plan]()
-    trials, twin = None, make_twin(call.model, plans, fields)
+    trials, twin = None, make_twin(call.model, tried, fields)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
             short = Trials(twin.model, drop_random_units(twin.plans), call.trial_reference_of, fields=fields)
             trials = None if short.problem([]) else short
-    trials = trials or Trials(call.model, drop_random_units(plans), call.trial_reference_of, fields=fields)
-    reasons = dict.fromkeys(plans, NOT_HELD.format("no field of it counts these units alone"))
-    for group, covers in fields.together([plan.bound for plan in plans]):
+    trials = trials or Trials(call.model, drop_random_units(tried), call.trial_reference_of, fields=fields)
+    held, reasons = dict[Plan, Plan](), dict.fromkeys(tried, NOT_HELD.format("no field of it counts these units alone"))
+    for group, covers in fields.together([plan.bound for plan in tried]):
         for counting in covers:
             if not (why := trials.problem([replace(trials.plans[at], fields=counting) for at in group])):
-                held |= {plans[at]: replace(plans[at], fields=counting) for at in group}
+                held |= {tried[at]: replace(tried[at], fields=counting) for at in group}
                 break
-            reasons |= {plans[at]: why for at in group}
-    if call.cost_of is not None:
-        for plan in held:
-            steps = [m for m in range(plan.multiple, plan.units, plan.multiple) if plan.units % m == 0]
-            largest = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
-            fitting = (m for m, n in largest.items() if n and fields.allows(held[plan].fields, n, plan.units))
-            held[plan] = replace(held[plan], multiple=next(fitting, plan.units))
-    return [held.get(plan, replace(plan, left_out=why)) for plan, why in reasons.items()]
+            reasons |= {tried[at]: why for at in group}
+    if not call.keep_config and not held:
+        return [*plans], False
+    for plan in held if call.cost_of is not None else ():
+        steps = [m for m in range(plan.multiple, plan.units, plan.multiple) if plan.units % m == 0]
+        largest = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
+        fitting = (m for m, n in largest.items() if n and fields.allows(held[plan].fields, n, plan.units))
+        held[plan] = replace(held[plan], multiple=next(fitting, plan.units))
+    fitted = [held.get(plan, replace(plan, left_out=why)) for plan, why in reasons.items()]
+    return [*(plan for plan in plans if plan.left_out), *fitted], True
 
 
 def leave_out_rivals(model: nn.Module, plans: Sequence[Plan]) -> list[Plan]:
