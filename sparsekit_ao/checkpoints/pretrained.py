@@ -391,7 +391,7 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     >>> model = load_pretrained("smaller", transformers.AutoModelForCausalLM)  # doctest: +SKIP
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     folder = Path(path)
     try:
@@ -400,6 +400,8 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
         if not isinstance(manifest := json.loads((folder / MANIFEST).read_text()), dict):
             raise ValueError(f"{MANIFEST} is not a JSON object")
         config, values = AutoConfig.from_pretrained(folder), _weights(folder)
+        is_given = (folder / "generation_config.json").exists()
+        generation = GenerationConfig.from_pretrained(folder) if is_given else None
     except SparsityError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as e:  # damaged files
@@ -416,6 +418,8 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
     if missing:
         raise SparsityError(f"load_pretrained: {folder} holds no values of {', '.join(missing[:5])}")
     model.load_state_dict(values, strict=False)
+    if generation is not None:
+        vars(model)["generation_config"] = generation
     return model.eval()
 
 

@@ -23,9 +23,10 @@ from ..removal.verify import Reference
 
 WHERE = "shrink_vocabulary: "
 _IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs
-_SIZES = re.compile(r"(?!.*type_vocab).*vocab_size.*")  # the entries that hold the number of tokens
+_SIZES = re.compile(r"(?!.*type_vocab).*vocab_size.*|n_words")  # the entries that hold the number of tokens
 # Entries of generation configs that hold ids in other forms.
 _OTHER_IDS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias", "lang_to_id", "task_to_id")
+_OF_LANGUAGE = re.compile(r"cur_lang_code\w*|(prefix|suffix)_tokens")  # attributes of tokenizers that hold ids
 _LENGTH = 12  # tokens of the text on which outputs are compared
 _SINGLE = re.compile(r"(##)?.|<0x[0-9A-F]{2}>", re.DOTALL)  # a character, one inside of a word, or a byte
 
@@ -106,7 +107,7 @@ def shrink_vocabulary(
         if (last := max(tokenizer.get_vocab().values())) >= count:
             raise SparsityError(
                 f"{WHERE}the tokenizer has a token with the id {last}, but the input embedding has {count} rows; call "
-                "model.resize_token_embeddings(len(tokenizer)) first"
+                f"model.resize_token_embeddings({last + 1}) first"
             )
         kept |= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *tokenizer("")["input_ids"]}
         data, reason = _data_of(tokenizer)
@@ -114,6 +115,7 @@ def shrink_vocabulary(
     kept |= {*range(max(_first_positions(small), default=0))}
     new = {token: at for at, token in enumerate(sorted(token for token in kept if 0 <= token < count))}
     if data is not None:
+        _renumber_tables(tokenizer, new)
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(_renumbered(data, new)))
     for text, ids in zip(texts, encoded, strict=True) if data is not None else ():
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
@@ -135,10 +137,12 @@ def _check_arguments(model: nn.Module, tokenizer: object, example_inputs: object
     with contextlib.suppress(AttributeError, NotImplementedError):  # no model of transformers, or one without tokens
         table = model.get_input_embeddings().weight  # type: ignore[operator]
     if not isinstance(table, Tensor) or table.ndim != 2:
+        sizes = {name: len(m.weight) for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        largest = max(sizes, key=sizes.__getitem__, default="")
+        advice = f"; if {largest} is this embedding, set {type(model).__name__}.get_input_embeddings = lambda model: "
         raise SparsityError(
             f"{WHERE}needs a model of transformers whose get_input_embeddings returns the embedding of tokens, got "
-            f"{type(model).__name__}; if a part of it reads tokens, such as its text_model, set "
-            "model.get_input_embeddings = model.text_model.get_input_embeddings"
+            f"{type(model).__name__}" + (f"{advice}model.get_submodule({largest!r})" if largest else "")
         )
     if torch.is_inference_mode_enabled():
         raise SparsityError(f"{WHERE}weights made in inference mode cannot be trained; call it outside, or use no_grad")
@@ -271,7 +275,7 @@ def _cut_model(small: Any, configs: Sequence[dict[str, Any]], count: int, new: M
             module.padding_idx = new.get(padding, padding)
         for key in keys:
             setattr(module, key, cut[id(module._parameters[key])])
-        for size in ("num_embeddings", "out_features") if keys else ("vocab_size",):
+        for size in ("num_embeddings", "out_features") if keys else [*filter(_SIZES.fullmatch, vars(module))]:
             if getattr(module, size, None) == count:
                 setattr(module, size, len(old))
 
@@ -288,8 +292,9 @@ def _data_of(tokenizer: Any) -> tuple[Any, str]:
 def _needed(model: Any, kept: Set[int]) -> set[int]:
     """Return the tokens that kept ones need, and single characters; leave only the merges of BPE that make them."""
     if model["type"] == "Unigram":
-        entries = enumerate(model["vocab"])
-        return {at for at, (token, _) in entries if _SINGLE.fullmatch(token) or at == model["unk_id"]}
+        scores = [score for _, score in model["vocab"]]
+        needed = {model["unk_id"], scores.index(min(scores))}  # the lowest score says what unknown characters cost
+        return needed | {at for at, (token, _) in enumerate(model["vocab"]) if _SINGLE.fullmatch(token)}
     vocabulary: dict[str, int] = model["vocab"]
     needed = {at for token, at in vocabulary.items() if _SINGLE.fullmatch(token) or token == model.get("unk_token")}
     if model["type"] == "BPE":
@@ -304,6 +309,19 @@ def _needed(model: Any, kept: Set[int]) -> set[int]:
                 needed.add(vocabulary[parts[at]])
         model["merges"] = [list(merges[at]) for at in sorted(used)]
     return needed
+
+
+def _renumber_tables(tokenizer: Any, new: Mapping[int, int]) -> None:
+    """Write the new ids where the class of a tokenizer holds ids itself, as that of mBART does for its languages."""
+    ids = tokenizer.get_vocab()
+    tokens = {at: token for token, at in ids.items()}
+    for key, value in vars(tokenizer).items():
+        if isinstance(value, dict) and value.items() <= ids.items():
+            vars(tokenizer)[key] = {token: new[at] for token, at in value.items() if at in new}
+        elif isinstance(value, dict) and value.items() <= tokens.items():
+            vars(tokenizer)[key] = {new[at]: token for at, token in value.items() if at in new}
+        elif _OF_LANGUAGE.fullmatch(key):
+            vars(tokenizer)[key] = [new[at] for at in value] if isinstance(value, list) else new.get(value, value)
 
 
 def _renumbered(data: Any, new: Mapping[int, int]) -> Any:

@@ -101,7 +101,7 @@ def _whole_experts(
 ) -> dict[str, Coupling]:
     """Return `"experts"`; {} without a router, a module beside them whose `weight` has a row for each of them."""
     parent = path.rpartition(".")[0]
-    beside = re.compile(re.escape(f"{parent}." if parent else "") + r"[^.]+\.weight")
+    beside = re.compile(re.escape(f"{parent}." if parent else "") + r"[^.]+(\.gate)?\.weight")
     weights = [fqn for fqn, t in tensors.items() if beside.fullmatch(fqn) and t.ndim == 2 and len(t) == experts]
     routers = [fqn.removesuffix(".weight") for fqn in weights]
     if not routers:
@@ -119,7 +119,8 @@ def _whole_experts(
                 members[_starred(fqn)] = rows + " i" * (tensor.ndim - 1)
             elif tensor.numel() == tensor.shape[-1] == experts:  # (1, experts)
                 members[_starred(fqn)] = "i " * (tensor.ndim - 1) + rows
-    around = dict.fromkeys(["", *itertools.accumulate(path.split("."), "{}.{}".format), *routers])
+    modules = [router.removesuffix(".gate") for router in routers]  # which may hold the matrix as their `gate`
+    around = dict.fromkeys(["", *itertools.accumulate(path.split("."), "{}.{}".format), *modules, *routers])
     holders = {f"{_starred(name)}.".lstrip("."): vars(model.get_submodule(name)) for name in around}
     configs = {id(of): (f"{name}config.", of) for name, ints in [*holders.items()][::-1] if (of := ints.get("config"))}
     holders |= {name: vars(config) for name, config in configs.values()}

@@ -242,7 +242,10 @@ class ConfigFields:
         for field in (field for field, n in values.items() if n == units and not field.endswith("_token_id")):
             gained = self._gained_by(field)
             if {name for name, d in gained if d == _NEW} == {path}:
-                dimensions = [(name, d) for (name, d), n in gained.items() if d != _NEW and n == self._shapes[name][d]]
+                # Of a model without other parts that its config still has, some shapes differ at any number of blocks.
+                lacking = self._difference_of(self._constructed({}) or self._shapes)
+                sizes = {place: self._shapes[place[0]][place[1]] for place in gained if place[1] != _NEW}
+                dimensions = [place for place, n in sizes.items() if n == gained[place] and place not in lacking]
                 counted[field] = range(units)
                 break
         usual = self._kinds(path, {})

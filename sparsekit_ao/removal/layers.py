@@ -252,6 +252,10 @@ def shrink_layers(
         raise SparsityError(f"shrink_layers: the model has {what}; its blocks must be modules of an nn.ModuleList")
     path = layers or max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
     units = len(lists[path])
+    if len({*lists[path]}) < units:
+        raise SparsityError(
+            f"shrink_layers: a module stands twice in {path}, so it cannot be removed for one of its calls"
+        )
     if (kept := sparsity_to_nnz(level, units, "")) == 0:
         raise SparsityError(f"shrink_layers: ratio={ratio} keeps none of the {units} blocks in {path}")
     influences = _Influences(data, path, max(units - kept, 1)).measure()
@@ -269,17 +273,22 @@ def _without_least(
 ) -> tuple[nn.Module, ShrinkReport, list[int]]:
     """Return the model without blocks of least influence that others do not need, its report, and what remains."""
     units, stays = len(influences), dict[int, str]()
+    runs = influences[: units - asked + 1, asked - 1].argsort().tolist() if asked else []  # their first blocks
     follows = ([], {}) if oracle.fields is None else oracle.fields.of_blocks(path)
     without = partial(_without_blocks, oracle, path, *follows)
     while True:
         gone = _of_least_influence(influences, asked)
+        if len(gone) < asked:  # blocks that cannot leave alone may do so together, such as those of a period
+            together = ([*range(first, first + asked)] for first in runs)
+            gone = next((run for run in together if not _why_not(without, run, units)), gone)
         keep = torch.tensor([at not in gone for at in range(units)], device="cpu")
         try:
             small, report = without(keep, dry_run)
             break
         except SparsityError as error:
             oracle.check_repeats()
-            failed = _failing_alone(without, gone, units)
+            # Other blocks use what these own.
+            failed = {at: why for at in gone if (why := _why_not(without, [at], units))}
             if not failed.keys() - stays.keys() or len(stays | failed) == units:
                 raise SparsityError(
                     f"shrink_layers: {path} without the blocks {gone}: {error}. Remove fewer blocks, or shrink the "
@@ -290,21 +299,19 @@ def _without_least(
                 for first in range(at + 1):
                     influences[first, at - first :] = torch.inf
     instead = "another block leaves instead" if len(gone) == asked else f"only {len(gone)} of {asked} blocks leave"
-    others = [f"{path}.{at} stays, and {instead}: without it {why}" for at, why in stays.items()]
+    others = [f"{path}.{at} stays, and {instead}: without it {why}" for at, why in stays.items() if at not in gone]
     blocks = [f"{path}: without the blocks {', '.join(map(str, gone))}"] if gone else []
     report = replace(report, left_out=(*report.left_out, *others), changed=(*blocks, *report.changed))
     return small, report, keep.nonzero().flatten().tolist()
 
 
-def _failing_alone(without: Callable[[Tensor, bool], Any], dropped: Sequence[int], units: int) -> dict[int, str]:
-    """Return the blocks without which alone the model gives other outputs, since others use what they own, and how."""
-    failing = dict[int, str]()
-    for at in dropped:
-        try:
-            without(torch.arange(units, device="cpu") != at, True)
-        except SparsityError as error:
-            failing[at] = str(error)
-    return failing
+def _why_not(without: Callable[[Tensor, bool], Any], gone: Sequence[int], units: int) -> str:
+    """Return what is wrong with the model without some blocks, or "" if nothing is."""
+    try:
+        without(torch.tensor([at not in gone for at in range(units)], device="cpu"), True)
+    except SparsityError as error:
+        return str(error)
+    return ""
 
 
 def _without_blocks(

@@ -64,8 +64,22 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
             vars(holder)[key] = sum(block < at for block in kept)  # where a kind of blocks begins
         for key, value in ((field.rpartition(".")[2], value) for field, value in fields.items()):
             setattr(config, key, _of_kept(key, value, kept, removal.keep.numel()))
+        if len(stages := getattr(config, "stage_names", None) or ()) == removal.keep.numel() + 1:
+            _drop_stages(model, config, stages, kept)
     for holder, key, length in counts:
         vars(holder)[key] = length
+
+
+def _drop_stages(model: nn.Module, config: Any, stages: Sequence[str], kept: Sequence[int]) -> None:
+    """Drop names of stages, of which blocks after the first have one each, from the config and modules of a backbone.
+
+    What a removed block would give is what the block before it gives.
+    """
+    names, read = [*stages[: len(kept) + 1]], [at % len(stages) for at in config._out_indices]
+    config._out_indices = [sum(block < at for block in kept) for at in read]
+    config._out_features = [names[at] for at in config._out_indices]
+    for holder in (config, *(module for module in model.modules() if vars(module).get("stage_names") == stages)):
+        holder.stage_names = names
 
 
 def _counts_of_lists(model: nn.Module, kept: Mapping[str, int]) -> list[tuple[nn.Module, str, int]]:

@@ -21,6 +21,11 @@ OF_ANY_MODULE = vars(nn.Module()).keys()  # attributes that every module has
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
 _OF_NORMS = ("normalized_shape", "num_features", "num_channels")
 _ENTRIES = 16  # a tuple or list with more entries is no list of sizes
+# Attributes that count tokens, pixels, blocks or choices, and never units, even if their values are the same.
+_NO_UNITS = re.compile(
+    r".*(window|distance|len|position|chunk|kernel|stride|offset|shift|patch|image|bucket|layer|_id|top_k|per_tok|ratio|"
+    r"label|vocab).*"
+)
 FILLED = ("head_dim", "n_inner")  # fields of configs that may be None or missing, and are then computed from others
 
 
@@ -47,14 +52,15 @@ def find_changes(model: nn.Module, removals: Sequence[Removal]) -> list[Change]:
         for full, holder, attribute in _holders(model, fill_stars(pattern, removal.bound.captured), where):
             was, key = value_of(holder, attribute), (id(holder), attribute)
             _check_value(full, was, holder, axes, removal, where)
-            first = _counted_by(model, counted.setdefault(key, []), removal, axes)
+            is_new = all(other is not removal for other, _ in counted.setdefault(key, []))  # stars may match twice
+            first = _counted_by(model, counted[key], removal, axes)
             if first.kept * removal.scope_units != removal.kept * first.scope_units:
                 raise SparsityError(
                     f"{where}{full!r} is one number for several layers, but {first.bound.name!r} keeps {first.kept} "
                     f"of {first.scope_units} and {name!r} {removal.kept} of {removal.scope_units}. Keep equal numbers, "
                     "or do not list it."
                 )
-            if first is removal:
+            if first is removal and is_new:
                 change = changes.setdefault(key, Change(path=full, was=was, now=was))
                 if change.now % removal.scope_units:
                     raise SparsityError(
@@ -226,6 +232,8 @@ def candidate_attrs(model: nn.Module, plan: Plan, *, inside: bool = False) -> di
             products.pop(size, None)
     for path, value, depth in _integers_around(model, plan.coupling.members, names, captured):
         if value not in products or path in attrs or (inside and (depth > 2 or "config" in path.split("."))):
+            continue
+        if inside and _NO_UNITS.fullmatch(path.rpartition(".")[2]):
             continue
         if not all(_holds(model, bound, path, products[value]) for bound in bindings):
             continue  # such as `**.6.kernel_size` of a child of the model itself, which these stars do not match

@@ -397,6 +397,20 @@ def test_layers_of_different_sizes_are_loaded_by_the_manifest(tmp_path):
         assert torch.equal(export.load_pretrained(tmp_path, AutoModelForCausalLM)(**inputs).logits, want)
 
 
+@pytest.mark.parametrize("name", ["GPT-J", "OPT", "GPT-NeoX", "CodeGen", "BART"])
+@torch.no_grad()
+def test_a_model_that_is_loaded_by_the_manifest_generates_as_it_was_told_to(name, tmp_path):
+    model, inputs = hf_models.make(name)
+    told = {"eos_token_id": [7, 9, 11], "max_new_tokens": 11, "repetition_penalty": 3.0}
+    model.generation_config.update(**told)
+    small, report = shrink(model, inputs, {"heads": 0.5}, score="norm", keep_config=False)
+    assert report.not_in_config
+    export.save_pretrained(small, report, tmp_path)
+    again = export.load_pretrained(tmp_path, type(model))
+    assert {key: getattr(again.generation_config, key) for key in told} == told
+    assert torch.equal(again.generate(inputs["input_ids"]), small.generate(inputs["input_ids"]))
+
+
 class Nothing(nn.Module):
     """Zeros, as an attention's outputs or an MLP's."""
 

@@ -299,6 +299,69 @@ def test_a_tokenizer_that_cannot_be_cut_exactly_is_left_out_with_a_warning():
     assert none is None and small.config.vocab_size == len(report.new_ids) < 30
 
 
+WORDS = ["▁one", "▁two", "▁three", "▁four", "▁cat", "▁dog", *"▁onetwhrfucadg"]
+
+
+@pytest.mark.parametrize("name", ["MBartTokenizer", "MBart50Tokenizer"])
+def test_languages_keep_their_tokens(name):
+    pieces = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>")]
+    pieces += [(word, -1.0 - at) for at, word in enumerate(dict.fromkeys(WORDS))]
+    tokenizer = getattr(transformers, name)(vocab=pieces, src_lang="en_XX", tgt_lang="de_DE")
+    code = "de_DE"
+    rows = max(tokenizer.get_vocab().values()) + 1
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": rows}
+    torch.manual_seed(0)
+    model = transformers.MBartForConditionalGeneration(transformers.MBartConfig(**sizes))
+    small, cut, report = shrink_vocabulary(model, ["one two", "cat dog"], tokenizer)
+    new = report.new_ids
+    assert small.config.vocab_size < rows and cut.lang_code_to_id[code] == cut.convert_tokens_to_ids(code)
+    assert cut.lang_code_to_id[code] == new[tokenizer.lang_code_to_id[code]] != tokenizer.lang_code_to_id[code]
+    for key in ("prefix_tokens", "suffix_tokens"):
+        assert getattr(cut, key) == [new[token] for token in getattr(tokenizer, key)]
+    assert cut("cat")["input_ids"] == [new[token] for token in tokenizer("cat")["input_ids"]]
+
+
+@pytest.mark.parametrize("name", ["XLM", "Flaubert"])
+def test_the_loss_of_a_smaller_model_counts_its_tokens(name):
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, emb_dim=32, n_layers=1, n_heads=2)
+    small, _, report = shrink_vocabulary(getattr(transformers, f"{name}WithLMHeadModel")(config), [5, 9, 11, 20])
+    ids = torch.tensor([[report.new_ids[5], report.new_ids[9]]])
+    assert small(input_ids=ids, labels=ids).loss.isfinite() and small.pred_layer.n_words == len(report.new_ids)
+
+
+def test_unknown_characters_cost_as_much_as_before():
+    pieces = [("<unk>", 0.0), ("ab", -20.0), ("b", -15.0), ("c", -15.0), ("bc", -1.0), ("zzz", -100.0)]
+    words = Tokenizer(models.Unigram(pieces, unk_id=0))  # the lowest score says what they cost
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>")
+    _, cut, _ = shrink_vocabulary(decoder_of(tokenizer), ["ab", "c", "bc"], tokenizer)
+    assert tokenizer.tokenize("abc") == cut.tokenize("abc") == ["ab", "c"]
+
+
+def test_the_advice_for_missing_rows_and_embeddings_helps():
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "c": 9}, unk_token="[UNK]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]")
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(SparsityError, match=r"the id 9, but .* 8 rows; call model.resize_token_embeddings\(10\)"):
+        shrink_vocabulary(model, ["a"], tokenizer)
+    model.resize_token_embeddings(10)
+    assert shrink_vocabulary(model, ["a"], tokenizer)[0].config.vocab_size < 10
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    text |= {"vocab_size": 50, "max_position_embeddings": 20, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = transformers.OwlViTConfig(text_config=text, vision_config={**text, "image_size": 16, "patch_size": 4})
+
+    class OwlViTModel(transformers.OwlViTModel):  # a class of this test alone, which the advice changes
+        pass
+
+    model, ids = OwlViTModel(config).eval(), torch.tensor([KEEP])
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 16, 16)}
+    with pytest.raises(SparsityError, match="if text_model.embeddings.token_embedding is this embedding, set") as error:
+        shrink_vocabulary(model, KEEP, example_inputs=inputs)
+    exec(str(error.value).partition(", set ")[2])  # what the advice says
+    assert shrink_vocabulary(model, KEEP, example_inputs=inputs)[2].couplings[0].of == 50
+
+
 def test_what_is_refused():
     model = hf_models.make("Llama")[0]
     for keep in ([], [50], [-1], [True], [1.0]):
@@ -319,7 +382,7 @@ def test_what_is_refused():
             shrink_vocabulary(model, [1], example_inputs=inputs)
     others = [hf_models.make(name)[0] for name in ("CLIP", "Wav2Vec2", "ViT")]
     for other in (torch.nn.Linear(2, 2), *others):
-        with pytest.raises(SparsityError, match=f"the embedding of tokens, got {type(other).__name__}; if a part"):
+        with pytest.raises(SparsityError, match=f"the embedding of tokens, got {type(other).__name__}"):
             shrink_vocabulary(other, [0])
     model.register_buffer("frequencies", torch.ones(50))
     with pytest.raises(SparsityError, match="frequencies also has a dimension of 50"):

@@ -183,6 +183,11 @@ _MIXTURES = {  # for the tests of experts alone
     ),
     "OLMoE": _of("OlmoeForCausalLM", _DECODER, num_experts=4, num_experts_per_tok=2, **_BATCHED),
     "GraniteMoE": _of("GraniteMoeForCausalLM", _DECODER, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
+    "AFMoE": _of(
+        "AfmoeForCausalLM",
+        {**_HEADS_OF_8, **_EXPERTS, "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 0},
+        **{"layer_types": ["full_attention"] * 2, "sliding_window": 8},
+    ),
     "PhiMoE": _of("PhimoeForCausalLM", _DECODER, num_local_experts=4, num_experts_per_tok=2, **_BATCHED),
 }
 

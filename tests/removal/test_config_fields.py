@@ -34,6 +34,68 @@ def test_few_models_are_constructed(monkeypatch):
     assert report.not_in_config == "" and len(changes(report)) == 3 and len(constructed) <= 12
 
 
+SLIDING = {**LLAMA, "hidden_size": 32, "head_dim": 8, "sliding_window": 16, "use_sliding_window": True}
+SLIDING |= {"layer_types": ["sliding_attention"] * 4, "pad_token_id": 0}
+WIDE_T5 = {**T5, "d_kv": 16, "num_heads": 8, "num_layers": 2}
+OF_TOKENS = {  # {case: (class, fields of its config, attribute whose value equals a number of units)}
+    "T5": ("T5EncoderModel", WIDE_T5, "encoder.block.0.layer.0.SelfAttention.relative_attention_max_distance"),
+    "Gemma 3": ("Gemma3ForCausalLM", SLIDING, "model.layers.0.self_attn.sliding_window"),
+    "Qwen 3": ("Qwen3ForCausalLM", SLIDING, "model.layers.0.self_attn.sliding_window"),
+    "Mistral": ("MistralForCausalLM", {**SLIDING, "sliding_window": 4}, "model.layers.0.self_attn.sliding_window"),
+    "EXAONE": (
+        "Exaone4ForCausalLM",
+        SLIDING,
+        "model.layers.0.self_attn.sliding_window_pattern",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_TOKENS)
+@torch.no_grad()
+def test_attributes_that_count_no_units_stay_though_their_values_are_the_same(case):
+    name, keys, path = OF_TOKENS[case]
+    model_class = getattr(transformers, name)
+    model = fill(model_class(model_class.config_class(**keys))).double()
+    small, report = shrink(model, {"input_ids": IDS}, 0.5, score="norm")
+    holder, _, attribute = path.rpartition(".")
+    before, after = (getattr(one.get_submodule(holder), attribute, "") for one in (model, small))
+    assert before == after and report.not_in_config == "" and report.after.parameters < report.before.parameters
+    again = type(small)(small.config).double().eval()
+    again.load_state_dict(small.state_dict())
+    long = {"input_ids": IDS.repeat(1, 6)}  # more tokens than there were
+    assert torch.equal(first_of(small(**long)), first_of(again(**long)))
+    attributes = [
+        {(name, key): value for name, m in one.named_modules() for key, value in vars(m).items() if type(value) is int}
+        for one in (small, again)
+    ]
+    assert attributes[0] == attributes[1]  # a T5's first block once had its width halved twice
+
+
+def first_of(output):
+    return next(value for key, value in output.items() if key != "past_key_values")
+
+
+class Windowed(nn.Module):
+    """An attention over as many tokens as it has heads, if the example has fewer tokens than that."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.window = 8, 8
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        mask = (distance >= 0) & (distance < self.window)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+def test_a_window_is_no_number_of_heads():
+    torch.manual_seed(0)
+    small, report = shrink(Windowed(), torch.randn(2, 4, 32), 0.5, score="norm")
+    assert (small.heads, small.window) == (4, 8) and report.difference <= 1e-5
+
+
 @pytest.mark.slow
 def test_couplings_that_share_a_field_keep_equal_fractions():
     # One `d_ff` holds the MLPs of both halves, and one `num_heads` all three attentions.

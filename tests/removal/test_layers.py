@@ -79,6 +79,38 @@ def test_blocks_of_a_config_that_computes_their_types_leave_at_the_end():
     assert report.manifest["groups"][0]["kept"] == [[0, 1, 2]]
 
 
+def test_blocks_leave_together_that_cannot_leave_alone():
+    model = tiny("RecurrentGemmaForCausalLM", num_hidden_layers=6, lru_width=32, attention_window_size=8, head_dim=8)
+    for parts in ((model.model.layers[at].temporal_block, model.model.layers[at].mlp_block) for at in (1, 3)):
+        for p in (p for part in parts for p in part.parameters()):
+            p *= 1e-2  # blocks of least influence, of which none can leave: the config repeats three types
+    _, report = shrink_layers(model, [torch.arange(3, 12)[None]], 0.5)
+    (group,) = (group for group in report.manifest["groups"] if group["lists"])
+    kinds = [model.config.layer_types[at] for at in group["kept"][0]]
+    assert kinds == model.config.layer_types[:3] and report.not_in_config == ""
+    assert not any("only" in text for text in report.left_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("GPT-2", "heads"),
+        ("BERT", "heads"),
+        ("GPT-J", "heads"),
+        ("OPT", "heads"),
+        ("Llama", "mlp"),
+        ("GPT-NeoX", "heads"),
+    ],
+)
+def test_blocks_leave_a_model_that_lost_half_of_other_units_before(name, kind):
+    model, inputs = deep(name, 4)
+    half, report = shrink(model, inputs, {kind: 0.5}, keep_config=False, score="norm")
+    small, second = shrink_layers(half, [inputs], 0.5)
+    assert report.after.parameters < report.before.parameters and second.difference <= 1e-5
+    shapes = [{key: p.shape for key, p in m.named_parameters()} for m in (half, small)]
+    assert all(shapes[0][key] == shape for key, shape in shapes[1].items())  # no other dimension was cut
+
+
 def test_shrink_says_what_removes_layers_and_experts():
     model, example_inputs = hf_models.make("Mixtral")
     for kind, rows in (("layers", "layers"), ("experts", "experts 0")):
@@ -216,6 +248,13 @@ def test_scores_of_experts_serve_several_ratios():
 def _integers(model):
     named = ((name, vars(module)) for name, module in model.named_modules())
     return {(name, key): value for name, ints in named for key, value in ints.items() if type(value) is int}
+
+
+def test_a_block_that_stands_twice_in_a_list_is_named():
+    blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model = nn.ModuleDict({"blocks": nn.ModuleList([*blocks, blocks[0]])})
+    with pytest.raises(SparsityError, match="a module stands twice in blocks, so it cannot be removed for one"):
+        shrink_layers(model, [torch.randn(2, 8)], 0.5)
 
 
 EQUAL = {"n_shared_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 4}

@@ -163,6 +163,9 @@ ENCODERS = {
     "ViT": ("ViTForImageClassification", _VISION, "", (2,)),
     "DPT": ("DPTForDepthEstimation", _DPT, "", (1,)),
     "DPT, read": ("DPTForDepthEstimation", _DPT, "", (2,)),
+    "DINOv2": ("Dinov2Model", _VISION, "", (5,)),  # its config has names of stages, one for each block
+    "DINOv3": ("DINOv3ViTModel", _VISION, "", (1, 4)),
+    "BEiT": ("BeitModel", _VISION, "", (2,)),
     "Wav2Vec2": ("Wav2Vec2Model", _SOUND, "encoder.layers", (2,)),
 }
 
@@ -249,7 +252,7 @@ def dropped_of(report):
 
 
 @pytest.mark.parametrize(
-    "name", nightly_except([*DECODERS, *ENCODERS], "Gemma 3n, sharing", "Llama 4", "T5, encoder", "DPT, read")
+    "name", nightly_except([*DECODERS, *ENCODERS], "Gemma 3n, sharing", "Llama 4", "T5, encoder", "DPT, read", "DINOv2")
 )
 def test_a_removed_block_passes_its_input_on(name, tmp_path):
     model, path, quiet, inputs = made(name)
@@ -265,6 +268,23 @@ def test_a_removed_block_passes_its_input_on(name, tmp_path):
     keys = {"experts_implementation": "batched_mm"} if hasattr(model.config, "num_experts_per_tok") else {}
     again = type(model).from_pretrained(tmp_path, dtype=torch.float64, **keys)
     assert_same(wanted, [small, again.eval()], inputs, generates)
+
+
+@pytest.mark.parametrize("quiet", [(1,), (3, 4)])
+def test_a_backbone_gives_the_outputs_of_the_stages_that_remain(quiet, tmp_path):
+    config = transformers.Dinov2Config(**_VISION, out_features=["stage2", "stage4", "stage6"])
+    model = fill(transformers.Dinov2Backbone(config)).double().eval()
+    for p in (p for at in quiet for key, p in model.encoder.layer[at].named_parameters() if "lambda" in key):
+        p.copy_(p * 1e-3)
+    inputs = inputs_of(model)
+    small, report = shrink_layers(model, [inputs], len(quiet) / 6, compensate=None)
+    assert dropped_of(report) == [*quiet] and report.not_in_config == ""
+    save_pretrained(small, report, tmp_path)
+    again = transformers.Dinov2Backbone.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    wanted = skipping(model, "encoder.layer", quiet)(**inputs).feature_maps
+    for smaller in (small, again):
+        for features, expected in zip(smaller(**inputs).feature_maps, wanted, strict=True):
+            torch.testing.assert_close(features, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_blocks_that_no_config_can_hold_are_loaded_by_the_manifest(tmp_path):
