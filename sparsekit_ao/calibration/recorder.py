@@ -172,7 +172,7 @@ class Recording:
     def _take_gradient(self, target: Target, needs: Sequence[str], gradient: Tensor) -> None:
         g = full_tensor(gradient.detach()).float()
         if not is_finite(g):
-            raise SparsityError(f"{target.name}: the gradient is not finite; check the loss")
+            raise SparsityError(f"{target.name}: the gradient is not finite; check the loss, and use no GradScaler")
         increments = {
             "gradient": lambda: g,
             "gradient_square": lambda: g.square(),

@@ -14,7 +14,7 @@ class Conversion:
         left: {tensor: why it was not converted} for all other weights.
         before, after: The bytes of what was converted, before and after, or of whole files if files are written.
         difference: The largest difference of an output, relative to the largest value that differs; None if values are
-            equal bit for bit.
+            equal bit for bit, or were not compared.
         notes: What else you should know, as texts.
 
     >>> print(Conversion(target="to_2_4", converted=("0.weight",), before=200, after=120))

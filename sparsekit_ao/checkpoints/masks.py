@@ -45,7 +45,7 @@ def masked_tensors(
         module, key = next(filter(None, (_owner(model, name) for model in models)), (None, ""))
         if module is None:
             raise SparsityError(f"{target}: the model has no tensor {name}, for which there is a mask")
-        if hasattr(module, "modules_to_save"):
+        if _is_copied(module):
             raise SparsityError(
                 f"{target}: {name} is in modules_to_save, so peft replaces it by a copy without its mask. Pass the "
                 "other masks as {name: mask}, and prune this weight again afterwards."
@@ -67,7 +67,12 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
         return None
     module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
     is_tensor = module._parameters.get(key) is not None or parametrize.is_parametrized(module, key)
-    return (module, key) if is_tensor or hasattr(module, "modules_to_save") else None
+    return (module, key) if is_tensor or _is_copied(module) else None
+
+
+def _is_copied(module: nn.Module) -> bool:
+    """Return whether peft trains a copy of a module; the whole model has an attribute of the same name."""
+    return isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 
 
 def save_masks(masks: Mapping[str, Tensor], folder: Path) -> None:

@@ -273,7 +273,7 @@ class GradientCapture(StepHooks):
             self._states |= dict.fromkeys((g["tensor_fqn"] for g in self._trained(optimizer)), GradientState.STEPPED)
         skipped = getattr(optimizer, "found_inf", None) if self.captures else None
         index = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
-        if self._stepped[index] and not self._warned_of_steps:
+        if self._stepped[index] and self.groups and not self._warned_of_steps:
             self._warned_of_steps = True
             warnings.warn(
                 f"DynamicSparsifier: {type(optimizer).__name__} has taken several steps since the last "

@@ -199,7 +199,8 @@ def _take_budget(budgets: Budgets, k: int, count: Tensor) -> None:
     elif count.numel() and int(count.min()) != int(count.max()):
         raise SparsityError(
             f"{label}: scopes of the saved mask keep from {int(count.min())} to {int(count.max())} blocks, and every "
-            "scope needs the same number; give the scope_shape that the mask was made with"
+            "scope needs the same number; give the scope_shape that the mask was made with, and to a "
+            "ProximalSparsifier with a strength none, as a strength leaves any number in a scope"
         )
     else:
         budgets.set(k, int(count[0]))

@@ -28,7 +28,7 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
 
     Returns:
         The base model without adapters, and a `Conversion`. Its notes give the fraction of each adapter's norm that the
-        mask drops, and its `difference` is the largest of these. Registered masks stay registered, and their tensors
+        mask drops. Registered masks stay registered, and their tensors
         have the names of the base model from now on.
 
     Raises:
@@ -73,7 +73,6 @@ def merge_lora(model: Any, sparsifier: Masks) -> tuple[nn.Module, Conversion]:
         left={name: "no adapter changes it" for name in before if name not in shares},
         before=nbytes,
         after=nbytes,
-        difference=max(shares.values(), default=0.0),
         notes=tuple(notes),
     )
 

@@ -44,7 +44,8 @@ class ProximalSparsifier(BudgetSparsifier):
     for SGD (Yuan and Lin 2006), and `D = (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) / lr` for Adam, so that blocks with
     small gradients are dropped first. If a budget (`sparsity_level` or `nnz`) is given instead of a strength, the
     strength is chosen in each step such that exactly that many blocks remain in every scope. It equals the mean
-    of the norms ||D v|| of the last kept and the first dropped block.
+    of the norms ||D v|| of the last kept and the first dropped block; if blocks at an edge may be smaller, all norms
+    are divided by the root of the number of elements of their block.
 
     A tensor that the optimizer has not moved (gradient accumulation, a step that `GradScaler` skipped, no gradient) is
     not shrunk. Weights stay plain parameters without masks. Sharded weights (DTensor) raise an error; under
@@ -407,7 +408,8 @@ def _shrink(
         windows = block_windows(block, {s.view.param: weights[s] for s in specs}, masks)
         metric = windows if is_plain else block_windows(block, {s.view.param: tensors[s] for s in specs})
         shrunk = [replace(w, mask=None if is_plain else h.values) for w, h in zip(windows, metric, strict=True)]
-        soft_threshold_windows([ScopeWindows(windows=tuple(shrunk), shape=(1,) * block.grid_ndim)], threshold)
+        scopes, by_mean = [ScopeWindows(windows=tuple(shrunk), shape=(1,) * block.grid_ndim)], pruning.scope.as_mean
+        soft_threshold_windows(scopes, threshold, scale=strength is None and by_mean)
         values_alone = [replace(w, mask=None) for w in windows]
         fill_mask(windows, block_scores(values_alone, math.inf, block.grid_ndim, False) != 0)
         for spec, window in zip(specs, windows, strict=True):

@@ -136,7 +136,7 @@ class Report(Table[Row]):
             f"  nearly empty: {r.tensor} keeps {1 - r.sparsity:.2%} of its elements; give it a level of its own, or a "
             "shared budget max_sparsity"
             for r in self.rows
-            if r.sparsity > NEARLY_EMPTY
+            if r.sparsity > NEARLY_EMPTY and 0 not in r.shape
         ]
         lines += [f"  named by no entry: {name} ({count:,})" for name, count in list(self.others.items())[:SHOWN]]
         more = list(self.others.values())[SHOWN:]

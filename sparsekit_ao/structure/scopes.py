@@ -143,7 +143,8 @@ class SparseScope(Thresholded):
     def kth_mid(self, values: Values = None, nnz: Budget = 1, k_weight: float = 1.0) -> Tensor:
         """Return a threshold between the last block kept and the first dropped: `(x_k + w x_{k+1}) / (1 + w)`.
 
-        It needs 1 <= nnz < blocks per scope, so that both exist. The result has the scope grid's shape.
+        It needs 1 <= nnz < blocks per scope, so that both exist. The result has the scope grid's shape. If some blocks
+        are partial, it is a root mean square, as their scores are: `soft_threshold` then needs `scale=True`.
         """
         keep = self.budget(nnz, least=1, spare=1)
         scores = self._scores(values)
@@ -156,7 +157,8 @@ class SparseScope(Thresholded):
 
         The threshold of a kept block is the mean of the norms of the last block kept and the first dropped, but it is
         always below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one.
-        The results have the shape of each member's block grid.
+        If some blocks are partial, these are root mean squares: `soft_threshold` then needs `scale=True`. The results
+        have the shape of each member's block grid.
         """
         rows = self._scores(values)
         kept, real = self._select(rows, self.budget(nnz)), real_slots(scope_windows(self), rows.device)

@@ -37,6 +37,23 @@ def two(recorder, kinds=("momentum", "adamw")):
     return model, optimizers, sparsifier
 
 
+def test_a_sparsifier_that_was_never_prepared_says_nothing_of_the_optimizer():
+    model = nn.Sequential(nn.Linear(10, 6))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    uneven = {"scope_shape": (1, 4), "edge": "partial"}
+    failed = DynamicSparsifier(0.5, optimizer, update_every=1, **uneven)
+    with refuses("Give the entry a sparsity_level or nnz of its own"):
+        failed.prepare(model)
+    sparsifier = DynamicSparsifier(None, optimizer, update_every=1)
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "sparsity_level": 0.5, **uneven}])
+    for _ in range(4):  # a warning would be an error
+        optimizer.zero_grad()
+        model(torch.randn(5, 10)).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+    sparsifier.check()
+
+
 @pytest.mark.parametrize("first", ["plain", "closure", "taken", "taken in closure"])
 @pytest.mark.parametrize("second", ["plain", "closure", "taken", "taken in closure"])
 def test_each_of_several_optimizers_brings_the_dense_gradient(first, second):

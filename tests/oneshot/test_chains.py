@@ -13,7 +13,7 @@ from networks import Net
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import prune, recover
+from sparsekit_ao import prune, recover, shrink
 from sparsekit_ao.oneshot import walk
 
 SIZE = 8
@@ -270,6 +270,37 @@ def test_blocks_that_pass_on_more_than_hidden_states_and_biases_are_no_chain(kin
     same.load_state_dict(dense.state_dict())
     recover(same, dense, data)
     assert all(torch.equal(p, q) for p, q in zip(same.parameters(), dense.parameters(), strict=True))
+
+
+class Padded(nn.Module):
+    """An encoder of torch, which passes nested tensors from block to block if there is padding."""
+
+    def __init__(self, nested, **keys):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **keys)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x, attention_mask=None):
+        return self.head(self.encoder(x, src_key_padding_mask=attention_mask == 0))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("keys", [{}, {"activation": "gelu"}, {"dropout": 0.5}])
+def test_an_encoder_of_torch_with_padding_is_pruned_and_recovered(keys, training):
+    x, mask = torch.randn(3, 5, 8), torch.ones(3, 5)
+    mask[1, 3:] = 0
+    batches, results = [{"x": x, "attention_mask": mask}], list[nn.Module]()
+    for nested in (True, False):
+        torch.manual_seed(0)
+        model = Padded(nested, **keys).train(training)
+        results.append(prune(model, "2:4", batches=batches)[0])
+        recover(results[-1], model, batches, passes=2)
+        assert results[-1].training == training and torch.backends.mha.get_fastpath_enabled()
+    for p, other in zip(*(result.parameters() for result in results), strict=True):
+        assert torch.equal(p, other)
+    small, report = shrink(Padded(True).eval(), batches[0], batches=batches, recover=1)
+    assert report.after.parameters < report.before.parameters and small(**batches[0]).isfinite().all()
 
 
 def test_a_list_by_its_name_is_the_only_chain():

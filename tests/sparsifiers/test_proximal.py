@@ -1,6 +1,7 @@
 """ProximalSparsifier: strengths and budgets in the optimizer's metric, torch.ao's interface, hand-over of the zeros."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -112,6 +113,22 @@ def model_of(name):
     if name == "filters":
         return nn.Sequential(nn.Unflatten(1, (8, 2, 2)), nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Flatten())
     return nn.Sequential(nn.Linear(N, N, bias=False), nn.ReLU(), nn.Linear(N, N, bias=False))
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (8, 5), (9, 9), (3, 4), (6, 10)])
+def test_blocks_of_different_sizes_shrink_by_the_threshold_per_element(shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float64))
+    entry = {"tensor_fqn": "0.weight", "block_shape": (2, 3), "edge": "partial", "sparsity_level": 0.4}
+    sparsifier, before = proximal(model, [entry], conditioner=None), model[0].weight.detach().clone()
+    sparsifier.step()
+    after, corners = model[0].weight.detach(), itertools.product(range(0, shape[0], 2), range(0, shape[1], 3))
+    blocks = [(slice(i, i + 2), slice(j, j + 3)) for i, j in corners]
+    means = {at: float(before[block].square().mean().sqrt()) for at, block in enumerate(blocks)}
+    kept = [at for at, block in enumerate(blocks) if after[block].any()]
+    middle = (min(means[at] for at in kept) + max(means[at] for at in means.keys() - {*kept})) / 2
+    for at in kept:  # each is multiplied by one minus the ratio of the threshold and its root mean square
+        torch.testing.assert_close(after[blocks[at]], before[blocks[at]] * (1 - middle / means[at]))
 
 
 @pytest.mark.parametrize("name", PATTERNS)

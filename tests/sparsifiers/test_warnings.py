@@ -44,6 +44,16 @@ def test_squash_without_a_step(kind):
         filled.squash_mask()
 
 
+def test_what_keeps_everything_on_purpose_is_squashed_without_a_warning():
+    sparsifier = prepared(sparsity_level=0.0)
+    one_shot(sparsifier, [torch.randn(4, 8)])
+    sparsifier.squash_mask()
+    own = prepared()  # a mask of the user, as of torch.nn.utils.prune.custom_from_mask
+    own.mask("0.weight")[0] = False
+    own.enable_mask_update = False
+    own.squash_mask()
+
+
 def trained(make, steps, model=None):
     """A sparsifier after some steps, with its scheduler, if it has one."""
     model = linear_model(8, 8, 4) if model is None else model
