@@ -181,7 +181,9 @@ def fill(model):
     torch.manual_seed(0)
     for key, p in model.named_parameters():
         is_vector = p.ndim == 1 and "bias" not in key
-        p.copy_(torch.randn_like(p) * 0.2 + is_vector if p.ndim < 2 else torch.randn_like(p) * p[0].numel() ** -0.5)
+        p.copy_(
+            torch.randn_like(p) * 0.2 + is_vector if p.ndim < 2 else torch.randn_like(p) * max(p[0].numel(), 1) ** -0.5
+        )
     return model
 
 
