@@ -28,7 +28,7 @@ from tasks import TASKS, solved
 from texts import completed_headers, texts_by_kind
 from torch import nn
 
-from sparsekit_ao import mixed, prune, quality, recover
+from sparsekit_ao import mixed, prune, quality, recover, spliced
 from sparsekit_ao.removal import shrink, shrink_layers
 
 LOGITS, RATE = "and logits", 0.0005  # the recovered model, trained once more at this rate
@@ -71,8 +71,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     each = max(args.tokens // args.window // len(chosen), 1)
     calibration = {kind: pairs(windows(tokenizer, texts[kind][0], args.window, each), 1) for kind in chosen}
     batches = joined(mixed(calibration), args.batch)
+    batches = spliced(batches, args.copies) if args.copies else batches
     settings = {"model": args.model.name if args.model else "SmolLM2", "calibrated on": args.calibrate or "a mix"}
-    settings |= {"tokens": each * len(chosen) * args.window, "threads": args.threads, "torch": torch.__version__}
+    settings |= {
+        "tokens": each * len(chosen) * args.window,
+        "copies": args.copies,
+        "threads": args.threads,
+        "torch": torch.__version__,
+    }
     settings["dense solved"] = f"{sum(solved(tokenizer, dense))} of {len(TASKS)}" if args.tasks else ""
     rows = list[dict[str, Any]]()
     model, seconds = dense, 0.0
@@ -148,6 +154,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure", type=int, default=8, help="held-out windows of 512 tokens of a kind (default: 8)")
     parser.add_argument("--window", type=int, default=256, help="the tokens of a window (default: 256)")
     parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
+    parser.add_argument("--copies", type=int, default=0, help="of the windows, spliced anew (default: 0)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--tasks", action="store_true", help="count the programming tasks that each model solves")

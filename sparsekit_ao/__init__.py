@@ -11,7 +11,7 @@ from .coupling import Coupling
 from .dynamic import GMP, SET, SNFS, SRSTE, STE, DynamicSparsifier, RigL, Static, StraightThrough, TopKAST
 from .errors import CouplingError, SparsityError
 from .masking import WeightMask
-from .oneshot import mixed, one_shot, prune, quality, recover
+from .oneshot import mixed, one_shot, prune, quality, recover, spliced
 from .removal import shrink
 from .selection import keep_mask
 from .sparsifiers import NearlyDiagonalSparsifier, ProximalSparsifier, ScopeSparsifier, WeightNormSparsifier
@@ -58,6 +58,7 @@ __all__ = [
     "scores",
     "shrink",
     "shrink_vocabulary",
+    "spliced",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from .prune_report import BlockRow, DryRun, PruneReport, RecoverReport
 from .pruning import one_shot, prune
-from .quality import QualityReport, QualityRow, mixed, quality
+from .quality import QualityReport, QualityRow, mixed, quality, spliced
 from .recovery import recover
 from .solving import LayerRow
 
@@ -19,4 +19,5 @@ __all__ = [
     "prune",
     "quality",
     "recover",
+    "spliced",
 ]

@@ -1,4 +1,4 @@
-"""`quality` compares a pruned model with the dense one by kind of data, and `mixed` deals batches of several kinds."""
+"""`quality` compares a pruned model with the dense one by kind of data; `mixed` and `spliced` make batches for both."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..errors import SparsityError, checked_model
 from ..models.loading import refuse_valueless
-from ..models.running import Forward, TokenMask, check_batches, eval_mode, tensors_in
+from ..models.running import Forward, TokenMask, check_batches, checked_list, eval_mode, tensors_in
 from ..tables import Table
 from .chain import CalibrationData, copied_tensors
 
@@ -360,3 +360,52 @@ def mixed(batches: Mapping[str, Iterable[Any]]) -> list[Any]:
         advice = f"give batches[:{fewest}] of each" if fewest else "leave out kinds without batches"
         raise SparsityError(f"mixed: there must be as many batches of each kind, got {counts}; {advice}")
     return [batch for one_of_each in zip(*lists.values(), strict=True) for batch in one_of_each]
+
+
+def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: int = 0) -> list[Any]:
+    """Return batches of text, and copies of them in which pieces of all windows follow each other in another order.
+
+    The dense model says what is right for any text, also for such a one. Recovery on more of it fits the windows
+    themselves less closely, and leaves the model closer to the dense one on other text.
+
+    Args:
+        batches: Windows of equally many tokens without padding: tensors of ids [rows, tokens], or dicts with such a
+            tensor as "input_ids" and at most an attention mask beside it.
+        copies: How many copies there are, each in an order of its own.
+        length: The number of tokens of a piece. Windows have a multiple of it.
+        seed: What determines the orders.
+
+    Raises:
+        SparsityError: A batch has something else, or a number does not fit.
+
+    >>> ids = torch.arange(8).reshape(2, 4)
+    >>> [batch.tolist() for batch in spliced([ids], copies=1, length=2)]
+    [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [6, 7, 4, 5]]]
+    """
+    for name, number in (("copies", copies), ("length", length)):
+        if type(number) is not int or number < 1:
+            raise SparsityError(f"spliced: {name} must be an integer of at least 1, got {number!r}")
+    given, windows = checked_list(batches, None, "spliced"), list[Tensor]()
+    for batch in given:
+        entries = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        ids, mask = entries.pop("input_ids", None), entries.pop("attention_mask", None)
+        is_text = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int32, torch.int64)
+        if not is_text or entries or (mask is not None and not bool(torch.as_tensor(mask).all())):
+            raise SparsityError(
+                "spliced: batches must be tensors of ids [rows, tokens], or dicts with such a tensor as 'input_ids' "
+                f"and at most an 'attention_mask' without padding, got {batch!r:.80}"
+            )
+        windows.append(ids)
+    tokens = {ids.shape[1] for ids in windows}
+    if len(tokens) > 1 or min(tokens) % length:
+        raise SparsityError(
+            f"spliced: all windows must have equally many tokens, a multiple of {length=}, got {sorted(tokens)}"
+        )
+    pieces, generator = torch.cat([ids.reshape(-1, length) for ids in windows]), torch.Generator().manual_seed(seed)
+    made = [*given]
+    for _ in range(copies):
+        order = torch.randperm(len(pieces), generator=generator, device="cpu").to(pieces.device)
+        parts = pieces[order].reshape(-1, min(tokens)).split([len(ids) for ids in windows])
+        pairs = zip(given, parts, strict=True)
+        made += [{**batch, "input_ids": part} if isinstance(batch, Mapping) else part for batch, part in pairs]
+    return made

@@ -12,7 +12,7 @@ from discovered import fill
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import SparsityError, mixed, prune, quality, shrink_vocabulary
+from sparsekit_ao import SparsityError, mixed, prune, quality, shrink_vocabulary, spliced
 
 
 def both(name):
@@ -323,3 +323,40 @@ def test_batches_of_several_kinds_are_dealt_evenly():
 def test_kinds_that_cannot_be_dealt_evenly_are_refused(batches, message):
     with pytest.raises(SparsityError, match=message):
         mixed(batches)
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_copies_have_the_pieces_of_all_windows_in_another_order(is_dict):
+    windows = torch.arange(96).reshape(6, 16)
+    batches = [windows[:4], windows[4:]]
+    given = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in batches] if is_dict else batches
+    state = torch.random.get_rng_state()
+    made = spliced(given, copies=2, length=4)
+    assert torch.equal(torch.random.get_rng_state(), state) and made[:2] == given and len(made) == 6
+    copies = [batch["input_ids"] if is_dict else batch for batch in made[2:]]
+    assert [len(ids) for ids in copies] == [4, 2, 4, 2]
+    for copy_of_both in (torch.cat(copies[:2]), torch.cat(copies[2:])):
+        pieces = copy_of_both.reshape(-1, 4)
+        assert torch.equal(pieces[pieces[:, 0].argsort()], windows.reshape(-1, 4)) and pieces[0, 0] % 4 == 0
+        assert not torch.equal(copy_of_both, windows)
+    assert not torch.equal(torch.cat(copies[:2]), torch.cat(copies[2:]))
+    assert all(is_dict or torch.equal(*pair) for pair in zip(made, spliced(given, copies=2, length=4), strict=True))
+    assert not is_dict or all(batch["attention_mask"].shape == batch["input_ids"].shape for batch in made)
+
+
+@pytest.mark.parametrize(
+    ("batches", "keys", "text"),
+    [
+        ([torch.arange(8)[None]], {"copies": 0}, "copies must be an integer of at least 1, got 0"),
+        ([torch.arange(8)[None]], {"length": 2.0}, "length must be an integer of at least 1, got 2.0"),
+        ([torch.arange(8)[None]], {"length": 3}, r"a multiple of length=3, got \[8\]"),
+        ([torch.arange(8)[None], torch.arange(4)[None]], {"length": 2}, r"equally many tokens.*got \[4, 8\]"),
+        ([torch.randn(2, 8)], {}, "batches must be tensors of ids"),
+        ([{"input_ids": torch.ones(2, 8).long(), "labels": torch.ones(2, 8)}], {}, "at most an 'attention_mask'"),
+        ([{"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.eye(2, 8)}], {}, "without padding"),
+        (torch.arange(8)[None], {}, "batches must be a list of batches, got one tensor"),
+    ],
+)
+def test_what_cannot_be_spliced_is_refused(batches, keys, text):
+    with pytest.raises(SparsityError, match=text):
+        spliced(batches, **keys)
