@@ -449,6 +449,10 @@ def _of_pruning() -> dict[str, str]:
         found[f"{name}_tokens"] = f"{int(tokens):,}"
         if structure == "2:4":
             found[f"{name}_share"] = f"{row['mean'] / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
+    of_few = [r for r in read("results/quality_spliced") if r["kind"] == "mean"]
+    for name, row in zip(("plain", "spliced"), of_few, strict=True):
+        found[f"few_{name}"], found["few_tokens"] = f"{float(row['divergence']):.2f}", f"{int(row['tokens']):,}"
+    found["few_times"] = f"{float(of_few[1]['seconds']) / float(of_few[0]['seconds']):.1f}"
     of_qwen = {
         r["kind"]: r for r in read("results/quality_qwen") if (r["structure"], r["method"]) == ("2:4", "recovered")
     }

@@ -81,6 +81,8 @@ QWEN = (
     (*OF_QWEN, "--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
     (*OF_QWEN, "--structures", UNITS.split(",")[0], "--methods", "recovered"),
 )
+FEW_TOKENS = ("--structures", "2:4", "--methods", "recovered", "--tokens", "8192", "--name", "quality_spliced")
+FEW_TOKENS += ("--threads", "1")
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
     "prune_minilm_2_4_more": _minilm("2:4", 8, "prune_minilm_2_4_more.csv", *MORE),
@@ -99,6 +101,12 @@ JOBS: dict[str, Job] = {
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_smollm2": Job("prune_smollm2.py", 300, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
     "quality_by_kind": _example("quality_by_kind", 90),
+    "quality_spliced": Job(
+        "quality_by_kind.py",
+        20,
+        {"results/quality_spliced.csv": "quality_spliced.csv"},
+        (FEW_TOKENS, (*FEW_TOKENS, "--copies", "3", "--passes", "1")),
+    ),
     "quality_qwen": Job("quality_by_kind.py", 150, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),
     "dst_language_model": _example("dst_language_model", 20),
