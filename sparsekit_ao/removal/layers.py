@@ -287,7 +287,7 @@ def _without_least(
             break
         except SparsityError as error:
             oracle.check_repeats()
-            # Other blocks use what these own.
+            # Blocks without which alone the model gives other outputs own what other blocks use, and stay.
             failed = {at: why for at in gone if (why := _why_not(without, [at], units))}
             if not failed.keys() - stays.keys() or len(stays | failed) == units:
                 raise SparsityError(
