@@ -159,7 +159,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--structures", help=f"with commas (default: {','.join(STRUCTURES)})")
     parser.add_argument("--methods", help="with commas (default: all)")
-    parser.add_argument("--tokens", type=int, default=16384, help="to calibrate on, in windows of 256 (default: 16384)")
+    parser.add_argument("--tokens", type=int, default=8192, help="to calibrate on, in windows of 256 (default: 8192)")
     parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
