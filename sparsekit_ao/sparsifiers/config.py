@@ -181,7 +181,8 @@ def resolve_groups(
     if not resolved.groups:
         reasons = "; ".join(f"{names}: {why.rstrip('.')}" for names, why in by_reason(skipped))
         what = "config=None finds" if is_default else "config names"
-        raise SparsityError(f"every tensor that {what} is left out: {reasons}. Name tensors in a config.")
+        remedy = "Name tensors, and set their keys, in a config of a sparsifier."
+        raise SparsityError(f"every tensor that {what} is left out: {reasons}. {remedy}")
     _refuse_shared(resolved.groups, model, {} if is_default else names_of)
     return resolved
 

@@ -30,6 +30,7 @@ from sparsekit_ao import (
     export,
     keep_mask,
     patterns,
+    prune,
     removal,
     schedules,
 )
@@ -517,3 +518,14 @@ def test_a_state_is_loaded_before_a_model_on_the_meta_device_gets_its_values(mak
     other.load_state_dict(model.state_dict())
     assert torch.equal(other[0].weight, model[0].weight)
     assert torch.equal(restored.mask("0.weight"), sparsifier.mask("0.weight"))
+
+
+def test_a_pattern_that_fits_no_layer_says_which_config_does():
+    model = linear_model(10, 8)
+    remedy = "Name tensors, and set their keys, in a config of a sparsifier."
+    with refuses(f'divisible by 3, got 10. Use edge="partial", or leave the tensor out. {remedy}'):
+        prune(model, "2:3")
+    sparsifier = ScopeSparsifier(pattern="2:3")
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "edge": "partial"}])
+    sparsifier.step()
+    assert sparsifier.mask("0.weight").sum(1).tolist() == [7] * 8  # two of each three, and the tenth
