@@ -78,19 +78,7 @@ def shrink_vocabulary(
     _check_arguments(model, tokenizer, example_inputs)
     small: Any = copy.deepcopy(model)
     tokenizer, count = copy.deepcopy(tokenizer), len(small.get_input_embeddings().weight)  # calls change its settings
-    given: Any = [keep] if isinstance(keep, str) else keep.tolist() if isinstance(keep, Tensor) else keep
-    items = [*given] if hasattr(given, "__iter__") or hasattr(given, "__getitem__") else []
-    texts = items if tokenizer is not None and all(isinstance(item, str) for item in items) else []
-    if tokenizer is None and any(isinstance(item, str) for item in items):
-        raise SparsityError(f"{WHERE}keep has texts, which need the tokenizer of the model; pass it too")
-    if not items or not (texts or all(type(item) is int and 0 <= item < count for item in items)):
-        raise SparsityError(
-            f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3] or keep!r}"
-        )
-    encoded = [tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts]
-    asked: list[Any] = [*itertools.chain(*encoded)] if texts else items
-    if not asked:
-        raise SparsityError(f"{WHERE}the texts have no tokens, got {texts[:3]}; give texts that are not empty")
+    asked, encoded = _read(keep, tokenizer, count)
     owners: list[Any] = [getattr(module, "config", None) for module in small.modules()]
     owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
     owners.append(getattr(small, "generation_config", None))
@@ -117,7 +105,7 @@ def shrink_vocabulary(
     if data is not None:
         _renumber_tables(tokenizer, new)
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(_renumbered(data, new)))
-    for text, ids in zip(texts, encoded, strict=True) if data is not None else ():
+    for text, ids in encoded.items() if data is not None else ():
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
     _cut_model(small, configs, count, new)
@@ -128,6 +116,24 @@ def shrink_vocabulary(
         seconds, memory = time.perf_counter() - start, report.before.bytes + report.after.bytes
         return model, dense_tokenizer, replace(report, seconds=seconds, memory=memory)
     return small, None if data is None else tokenizer, report
+
+
+def _read(keep: Any, tokenizer: Any, count: int) -> tuple[list[Any], dict[str, list[int]]]:
+    """Return the ids of the tokens that `keep` names, and {text: its ids}, which is empty if it has ids."""
+    given: Any = [keep] if isinstance(keep, str) else keep.tolist() if isinstance(keep, Tensor) else keep
+    items = [*given] if hasattr(given, "__iter__") or hasattr(given, "__getitem__") else []
+    texts = items if tokenizer is not None and all(isinstance(item, str) for item in items) else []
+    if tokenizer is None and any(isinstance(item, str) for item in items):
+        raise SparsityError(f"{WHERE}keep has texts, which need the tokenizer of the model; pass it too")
+    if not items or not (texts or all(type(item) is int and 0 <= item < count for item in items)):
+        raise SparsityError(
+            f"{WHERE}keep must be ids from 0 to {count - 1}, or with a tokenizer texts, got {items[:3] or keep!r}"
+        )
+    encoded = {text: tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts}
+    asked: list[Any] = [*itertools.chain(*encoded.values())] if texts else items
+    if not asked:
+        raise SparsityError(f"{WHERE}the texts have no tokens, got {texts[:3]}; give texts that are not empty")
+    return asked, encoded
 
 
 def _check_arguments(model: nn.Module, tokenizer: object, example_inputs: object) -> None:
