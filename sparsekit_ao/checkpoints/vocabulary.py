@@ -18,7 +18,7 @@ from ..errors import SparsityError, checked_model
 from ..models.running import seeded, tensors_in
 from ..removal.compaction import check_comparable, compare_models
 from ..removal.removal_report import KeptUnits, ShrinkReport, size_of
-from ..removal.sizes import read_again
+from ..removal.sizes import has_config, read_again
 from ..removal.verify import Reference
 
 WHERE = "shrink_vocabulary: "
@@ -144,7 +144,7 @@ def _check_arguments(model: nn.Module, tokenizer: object, example_inputs: object
         table = model.get_input_embeddings().weight  # type: ignore[operator]
     if not isinstance(table, Tensor) or table.ndim != 2:
         sizes = {name: len(m.weight) for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-        largest = max(sizes, key=sizes.__getitem__, default="")
+        largest = max(sizes, key=sizes.__getitem__, default="") if has_config(model) else ""
         advice = f"; if {largest} is this embedding, set {type(model).__name__}.get_input_embeddings = lambda model: "
         raise SparsityError(
             f"{WHERE}needs a model of transformers whose get_input_embeddings returns the embedding of tokens, got "
@@ -299,7 +299,9 @@ def _needed(model: Any, kept: Set[int]) -> set[int]:
     """Return the tokens that kept ones need, and single characters; leave only the merges of BPE that make them."""
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]]
-        needed = {model["unk_id"], scores.index(min(scores))}  # the lowest score says what unknown characters cost
+        needed = {scores.index(min(scores))} | (
+            {model["unk_id"]} - {None}
+        )  # the lowest: the cost of unknown characters
         return needed | {at for at, (token, _) in enumerate(model["vocab"]) if _SINGLE.fullmatch(token)}
     vocabulary: dict[str, int] = model["vocab"]
     needed = {at for token, at in vocabulary.items() if _SINGLE.fullmatch(token) or token == model.get("unk_token")}

@@ -199,8 +199,8 @@ def _take_budget(budgets: Budgets, k: int, count: Tensor) -> None:
     elif count.numel() and int(count.min()) != int(count.max()):
         raise SparsityError(
             f"{label}: scopes of the saved mask keep from {int(count.min())} to {int(count.max())} blocks, and every "
-            "scope needs the same number; give the scope_shape that the mask was made with, and to a "
-            "ProximalSparsifier with a strength none, as a strength leaves any number in a scope"
+            "scope needs the same number; give the scope_shape that the mask was made with. A ProximalSparsifier with "
+            "a strength leaves any number in a scope, so prepare that one without scope_shape"
         )
     else:
         budgets.set(k, int(count[0]))

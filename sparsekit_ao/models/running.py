@@ -192,19 +192,19 @@ def token_masks_of(batch: Any, token_mask: TokenMask, caller: str) -> TokenMasks
 
 
 @contextlib.contextmanager
-def eval_mode(model: nn.Module, *, caches: bool = False) -> Iterator[None]:
-    """Set eval mode inside, without `caches` of generation; afterwards every module is in the mode that it had.
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set eval mode inside, without caches of generation; afterwards every module is in the mode that it had.
 
-    Without caches, the fused attention of torch.nn is off too, whose blocks pass on nested tensors if there is padding.
+    The fused attention of torch.nn is off too, whose blocks pass on nested tensors if there is padding.
     """
     modes = [(m, m.training) for m in model.modules()]
-    owned: list[Any] = [] if caches else [getattr(m, "config", None) for m, _ in modes]
-    configs = [config for config in owned if getattr(config, "use_cache", None) is True]
+    owned = (getattr(m, "config", None) for m, _ in modes)
+    configs: list[Any] = [config for config in owned if getattr(config, "use_cache", None) is True]
     try:
         model.eval()
         for config in configs:
             config.use_cache = False
-        with contextlib.nullcontext() if caches else unfused_attention():
+        with unfused_attention():
             yield
     finally:
         for module, mode in modes:

@@ -17,7 +17,7 @@ from ..models.flops import flop_counter
 from ..models.loading import is_elsewhere, loaded
 from ..models.names import weights_by_name
 from ..models.progress import hidden
-from ..models.running import eval_mode, import_dynamo, tensors_in, unfused_attention
+from ..models.running import eval_mode, import_dynamo, tensors_in
 from .chain import CalibrationData
 from .prune_report import DryRun
 from .solving import LayerRow, Layers
@@ -95,7 +95,7 @@ def _numel(layers: Layers, name: str) -> int:
 def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> tuple[tuple[int, int], int]:
     """Return the FLOPs of a forward pass, those without zeros in Linear and convolutions, and the bytes of outputs."""
     saved, started = 0.0, 0
-    with flop_counter() as counter, unfused_attention(), eval_mode(data.model), ExitStack() as hooks:
+    with flop_counter() as counter, eval_mode(data.model), ExitStack() as hooks:
         hooks.callback(abandon_forward, data.model)
         hooks.enter_context(without_autocast_cache())
 

@@ -138,7 +138,9 @@ def one_shot(
     dense = recover if isinstance(recover, nn.Module) else None
     teacher = None if recover is False else Teacher(dense, data)
     options = {"blocks": layers, "device": device, "stream_memory": stream_memory}
-    return _pruned(solving, data, teacher, options, checkpoint, start)
+    report = _pruned(solving, data, teacher, options, checkpoint, start)
+    sparsifier.mask_levels = [group.get("sparsity_level") for group in sparsifier.groups]
+    return report
 
 
 @public_call

@@ -1,6 +1,7 @@
 """`quality` compares a pruned model with the dense one by kind of data; `mixed` and `spliced` make batches for both."""
 
 import contextlib
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -406,6 +407,8 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
     for _ in range(copies):
         order = torch.randperm(len(pieces), generator=generator, device="cpu").to(pieces.device)
         parts = pieces[order].reshape(-1, min(tokens)).split([len(ids) for ids in windows])
-        pairs = zip(given, parts, strict=True)
-        made += [{**batch, "input_ids": part} if isinstance(batch, Mapping) else part for batch, part in pairs]
+        for batch, part in zip(given, parts, strict=True):
+            made.append(copy.copy(batch) if isinstance(batch, Mapping) else part)  # of its own class
+            if isinstance(batch, Mapping):
+                made[-1]["input_ids"] = part
     return made

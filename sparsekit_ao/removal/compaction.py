@@ -266,7 +266,7 @@ def make_smaller(
     apply_changes(small, changes)
     folded, notes, weights = fold_norms(model, small, removals)
     drop_modules(small, removals)  # last, since it changes names
-    with eval_mode(small, caches=True):  # restores the mode of each module
+    with eval_mode(small):  # restores the mode of each module
         small.train().eval()  # modules may drop cached weights in train() or eval()
     unrounded = {name: weights[p] for name, p in small.named_parameters(remove_duplicate=False) if p in weights}
     return small, changes + folded, notes, unrounded

@@ -1,10 +1,11 @@
 """`shrink_experts` and `shrink_layers` remove experts or blocks, which changes outputs."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -273,14 +274,28 @@ def _without_least(
 ) -> tuple[nn.Module, ShrinkReport, list[int]]:
     """Return the model without blocks of least influence that others do not need, its report, and what remains."""
     units, stays = len(influences), dict[int, str]()
-    runs = influences[: units - asked + 1, asked - 1].argsort().tolist() if asked else []  # their first blocks
+    together = [  # blocks that cannot leave alone may do so together, such as those of a period
+        [*range(first, first + length)]
+        for length in range(asked, 1, -1)
+        for first in influences[: units - length + 1, length - 1].argsort().tolist()
+    ]
     follows = ([], {}) if oracle.fields is None else oracle.fields.of_blocks(path)
     without = partial(_without_blocks, oracle, path, *follows)
+
+    @cache
+    def why_not(*gone: int) -> str:
+        """Return what is wrong with the model without some blocks, or "" if nothing is."""
+        try:
+            without(torch.tensor([at not in gone for at in range(units)], device="cpu"), True)
+        except SparsityError as error:
+            return str(error)
+        return ""
+
     while True:
         gone = _of_least_influence(influences, asked)
-        if len(gone) < asked:  # blocks that cannot leave alone may do so together, such as those of a period
-            together = ([*range(first, first + asked)] for first in runs)
-            gone = next((run for run in together if not _why_not(without, run, units)), gone)
+        if len(gone) < asked:
+            longer = itertools.islice((run for run in together if len(run) > len(gone)), 2 * units)  # each is a trial
+            gone = next((run for run in longer if not why_not(*run)), gone)
         keep = torch.tensor([at not in gone for at in range(units)], device="cpu")
         try:
             small, report = without(keep, dry_run)
@@ -288,7 +303,7 @@ def _without_least(
         except SparsityError as error:
             oracle.check_repeats()
             # Blocks without which alone the model gives other outputs own what other blocks use, and stay.
-            failed = {at: why for at in gone if (why := _why_not(without, [at], units))}
+            failed = {at: why for at in gone if (why := why_not(at))}
             if not failed.keys() - stays.keys() or len(stays | failed) == units:
                 raise SparsityError(
                     f"shrink_layers: {path} without the blocks {gone}: {error}. Remove fewer blocks, or shrink the "
@@ -303,15 +318,6 @@ def _without_least(
     blocks = [f"{path}: without the blocks {', '.join(map(str, gone))}"] if gone else []
     report = replace(report, left_out=(*report.left_out, *others), changed=(*blocks, *report.changed))
     return small, report, keep.nonzero().flatten().tolist()
-
-
-def _why_not(without: Callable[[Tensor, bool], Any], gone: Sequence[int], units: int) -> str:
-    """Return what is wrong with the model without some blocks, or "" if nothing is."""
-    try:
-        without(torch.tensor([at not in gone for at in range(units)], device="cpu"), True)
-    except SparsityError as error:
-        return str(error)
-    return ""
 
 
 def _without_blocks(

@@ -45,11 +45,11 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     # All lists are looked up first, since one list may be in a module of another.
     paths = [(path, removal) for removal in removals for path in removal.bound.lists]
     lists = [
-        (*map(model.get_submodule, (p, p.rpartition(".")[0])), config_of(model, p)[1], layer_fields(model, p), removal)
-        for p, removal in paths
+        (*map(model.get_submodule, (p, p.rpartition(".")[0])), config_of(model, p)[1], layer_fields(model, p))
+        for p, _ in paths
     ]
     counts = _counts_of_lists(model, {path: removal.kept for path, removal in paths})
-    for modules, holder, config, fields, removal in lists:
+    for (path, removal), (modules, holder, config, fields) in zip(paths, lists, strict=True):
         kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]
@@ -64,7 +64,8 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
             vars(holder)[key] = sum(block < at for block in kept)  # where a kind of blocks begins
         for key, value in ((field.rpartition(".")[2], value) for field, value in fields.items()):
             setattr(config, key, _of_kept(key, value, kept, removal.keep.numel()))
-        if len(stages := getattr(config, "stage_names", None) or ()) == removal.keep.numel() + 1:
+        stages = getattr(config, "stage_names", None) or ()
+        if len(stages) == removal.keep.numel() + 1 and not re.search(r"\.\d+\.", path):  # no blocks of one stage
             _drop_stages(model, config, stages, kept)
     for holder, key, length in counts:
         vars(holder)[key] = length
@@ -76,7 +77,7 @@ def _drop_stages(model: nn.Module, config: Any, stages: Sequence[str], kept: Seq
     What a removed block would give is what the block before it gives.
     """
     names, read = [*stages[: len(kept) + 1]], [at % len(stages) for at in config._out_indices]
-    config._out_indices = [sum(block < at for block in kept) for at in read]
+    config._out_indices = sorted({sum(block < at for block in kept) for at in read})
     config._out_features = [names[at] for at in config._out_indices]
     for holder in (config, *(module for module in model.modules() if vars(module).get("stage_names") == stages)):
         holder.stage_names = names

@@ -461,7 +461,7 @@ def _kept_params(
 def _stale(groups: Sequence[TensorGroup], masks: Sequence[Tensor], chosen_at: Sequence[Any] | None) -> str:
     """Return a warning if masks were never chosen (`chosen_at` is None) or were chosen at other levels, else ""."""
     if chosen_at is None:
-        if all(bool(m.all()) for m in masks) and any(g.get("sparsity_level", 1) > 0 for g in groups):
+        if all(bool(m.all()) for m in masks):
             why = "step was never called, or no call was due (update_every)"
             return f"{why}, so every mask keeps everything and nothing is pruned; call step() first"
         pairs = ((g, m) for g, m in zip(groups, masks, strict=True) if m.numel())

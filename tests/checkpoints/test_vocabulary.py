@@ -10,6 +10,7 @@ import torch
 import transformers
 from discovered import fill
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
 
 from sparsekit_ao import SparsityError, export, shrink_vocabulary
 
@@ -336,6 +337,15 @@ def test_unknown_characters_cost_as_much_as_before():
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>")
     _, cut, _ = shrink_vocabulary(decoder_of(tokenizer), ["ab", "c", "bc"], tokenizer)
     assert tokenizer.tokenize("abc") == cut.tokenize("abc") == ["ab", "c"]
+    words = Tokenizer(models.Unigram([("a", -5.0), *pieces[1:]]))  # no token is for unknown characters
+    plain = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    _, cut, _ = shrink_vocabulary(decoder_of(plain), ["ab", "c", "bc"], plain)
+    assert plain.tokenize("abc") == cut.tokenize("abc") == ["a", "bc"]
+
+
+def test_a_model_that_is_none_of_transformers_gets_no_advice_for_one():
+    with pytest.raises(SparsityError, match="needs a model of transformers .* got Sequential$"):
+        shrink_vocabulary(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)), [1, 2])
 
 
 def test_the_advice_for_missing_rows_and_embeddings_helps():

@@ -342,6 +342,9 @@ def test_copies_have_the_pieces_of_all_windows_in_another_order(is_dict):
     assert not torch.equal(torch.cat(copies[:2]), torch.cat(copies[2:]))
     assert all(is_dict or torch.equal(*pair) for pair in zip(made, spliced(given, copies=2, length=4), strict=True))
     assert not is_dict or all(batch["attention_mask"].shape == batch["input_ids"].shape for batch in made)
+    of_tokenizer = [transformers.BatchEncoding({"input_ids": ids}) for ids in batches]
+    again = spliced(of_tokenizer, copies=2, length=4)
+    assert all(torch.equal(batch.input_ids, ids) for batch, ids in zip(again[2:], copies, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,25 @@ def test_a_window_is_no_number_of_heads():
     assert (small.heads, small.window) == (4, 8) and report.difference <= 1e-5
 
 
+class Flat(nn.Module):
+    """An MLP that counts its units in an attribute, which only another branch reads."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.norm, self.up, self.down = name, nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+        setattr(self, name, 24)
+
+    def forward(self, x, flat=False):
+        x = self.up(self.norm(x)).relu()
+        return self.down(x.reshape(-1, getattr(self, self.name)) if flat else x)
+
+
+@pytest.mark.parametrize("name", ["layer_size", "n_hidden_per_layer", "kernel_dim", "mlp_idim", "n_mlp_generations"])
+def test_names_that_end_as_numbers_of_units_do_follow(name):
+    small, _ = shrink(Flat(name), torch.randn(2, 3, 8), 0.5, score="norm")
+    assert getattr(small, name) == 12 and small(torch.randn(2, 3, 8), flat=True).shape == (6, 8)
+
+
 @pytest.mark.slow
 def test_couplings_that_share_a_field_keep_equal_fractions():
     # One `d_ff` holds the MLPs of both halves, and one `num_heads` all three attentions.

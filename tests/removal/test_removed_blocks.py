@@ -289,6 +289,34 @@ def test_a_backbone_gives_the_outputs_of_the_stages_that_remain(quiet, tmp_path)
             torch.testing.assert_close(features, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_blocks_inside_a_stage_leave_the_names_of_stages_alone(tmp_path):
+    sizes = {"hidden_sizes": [8, 8, 16, 16], "image_size": 32, "mlp_ratios": [2] * 4, "sr_ratios": [2, 2, 1, 1]}
+    config = transformers.PvtV2Config(**sizes, depths=[2, 3, 2, 2], num_attention_heads=[1, 1, 2, 2])
+    model = fill(transformers.PvtV2Model(config)).double().eval()
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32, dtype=torch.float64)}
+    small, report = shrink_layers(model, [inputs], 1 / 3, layers="encoder.layers.1.blocks", compensate=None)
+    assert small.config.depths == [2, 2, 2, 2] and report.not_in_config == ""
+    assert small.config.stage_names == config.stage_names and small.config.out_features == ["stage4"]
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[2, 4, 2, 2], image_size=64)
+    model = fill(transformers.ConvNextBackbone(config)).double().eval()
+    inputs = {"pixel_values": torch.randn(1, 3, 64, 64, dtype=torch.float64)}
+    small, report = shrink_layers(model, [inputs], 0.25, layers="encoder.stages.1.layers", compensate=None)
+    save_pretrained(small, report, tmp_path)
+    again = transformers.ConvNextBackbone.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    (features,), (expected,) = again(**inputs).feature_maps, small(**inputs).feature_maps
+    torch.testing.assert_close(features, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_two_stages_that_become_one_are_named_once(tmp_path):
+    config = transformers.Dinov2Config(**_VISION, out_indices=[5, 6])
+    model = fill(transformers.Dinov2Model(config)).double().eval()
+    for key, p in model.encoder.layer[5].named_parameters():
+        p.copy_(p * 1e-3 if "lambda" in key else p)
+    small, report = shrink_layers(model, [inputs_of(model)], 1 / 6, compensate=None)
+    assert dropped_of(report) == [5] and small.config.out_indices == [5] and report.not_in_config == ""
+    save_pretrained(small, report, tmp_path)
+
+
 def test_blocks_that_no_config_can_hold_are_loaded_by_the_manifest(tmp_path):
     model, path, _, inputs = made("Gemma 4", (5,))  # whose config makes the last block read all tokens
     small, report = shrink_layers(model, [inputs], 1 / 6, compensate=None)

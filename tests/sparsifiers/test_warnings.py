@@ -48,6 +48,10 @@ def test_what_keeps_everything_on_purpose_is_squashed_without_a_warning():
     sparsifier = prepared(sparsity_level=0.0)
     one_shot(sparsifier, [torch.randn(4, 8)])
     sparsifier.squash_mask()
+    forgotten = prepared()
+    LambdaSL(forgotten, lambda epoch: epoch / 10)  # of torch.ao, which starts at level 0
+    with pytest.warns(UserWarning, match="step was never called"):
+        forgotten.squash_mask()
     own = prepared()  # a mask of the user, as of torch.nn.utils.prune.custom_from_mask
     own.mask("0.weight")[0] = False
     own.enable_mask_update = False
