@@ -383,9 +383,9 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
     >>> [batch.tolist() for batch in spliced([ids], copies=1, length=2)]
     [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [6, 7, 4, 5]]]
     """
-    for name, number in (("copies", copies), ("length", length)):
-        if type(number) is not int or number < 1:
-            raise SparsityError(f"spliced: {name} must be an integer of at least 1, got {number!r}")
+    for name, number, least in (("copies", copies, 1), ("length", length, 1), ("seed", seed, 0)):
+        if type(number) is not int or number < least:
+            raise SparsityError(f"spliced: {name} must be an integer of at least {least}, got {number!r}")
     given, windows = checked_list(batches, None, "spliced"), list[Tensor]()
     for batch in given:
         entries = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}

@@ -352,6 +352,7 @@ def test_copies_have_the_pieces_of_all_windows_in_another_order(is_dict):
     [
         ([torch.arange(8)[None]], {"copies": 0}, "copies must be an integer of at least 1, got 0"),
         ([torch.arange(8)[None]], {"length": 2.0}, "length must be an integer of at least 1, got 2.0"),
+        ([torch.arange(8)[None]], {"seed": None}, "seed must be an integer of at least 0, got None"),
         ([torch.arange(8)[None]], {"length": 3}, r"a multiple of length=3, got \[8\]"),
         ([torch.arange(8)[None], torch.arange(4)[None]], {"length": 2}, r"equally many tokens.*got \[4, 8\]"),
         ([torch.randn(2, 8)], {}, "batches must be tensors of ids"),
