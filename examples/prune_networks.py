@@ -18,9 +18,8 @@
   calibration has not seen, with a pronunciation that the dictionary has.
 
 Weights are pruned to 2:4 along inputs (where that fits), and to 80 %; or filters or units are removed, for which the
-layers that read them make up. The statistics of batch norms may then be taken anew on the unlabelled data ("statistics"
-has the measure after it; mobilenet keeps them). In the end the whole network is trained (`recover`). Prints a table,
-writes a CSV.
+layers that read them make up. In the end the whole network is trained (`recover`), which takes the statistics of batch
+norms anew where this helps; "statistics" has the measure with new ones alone. Prints a table, writes a CSV.
 """
 
 import argparse
@@ -397,7 +396,6 @@ RECOVERED: dict[str, dict[str, Any]] = {  # {name: arguments of `recover`}
     "g2p": {"outputs": "kl"},
 }
 PRUNED_WITH = {"crepe": 16, "recogniser": 16, "efficientnet": 4, "mobilenet": 8, "g2p": 32}  # batches; all recover
-TAKEN_ANEW = ("mobilenet",)  # networks that are recovered with the new statistics of their batch norms
 REMOVED = {"mobilenet": ("a quarter of the channels", 0.25), "g2p": ("half of the units", 0.5)}
 
 
@@ -421,7 +419,6 @@ def rows_of(name: str, is_tiny: bool) -> list[dict[str, Any]]:
             if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
                 update_bn(batches, anew := deepcopy(model))
                 row["statistics"] = f"{measure(anew.eval()):.3f}"
-                model = anew if name in TAKEN_ANEW else model
             recover(model, dense, batches, **RECOVERED[name], passes=1 if is_tiny else 4)
             row |= {"recovered": f"{measure(model):.3f}", "seconds": f"{time.perf_counter() - start:.1f}"}
             rows.append(row)

@@ -3,11 +3,13 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from .. import masking
@@ -219,6 +221,36 @@ class Training:
             )
         return (math.sqrt if self.metric == "mse" else float)(loss / (divisor or 1))
 
+    @torch.no_grad()
+    def _renew_statistics(self, error: float) -> float:
+        """Take the running statistics of batch norms anew on all batches if the error becomes smaller; return it."""
+        norms = [m for m in self.student.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        if not norms:
+            return error
+        before, momenta = [(b, b.clone()) for norm in norms for b in norm.buffers()], [norm.momentum for norm in norms]
+        renewed, finished = math.inf, torch.zeros((), device=self.device)
+        try:
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.train().momentum = None  # the mean over all batches
+            with suppress(ValueError):  # a channel has a single value in a batch, and no variance
+                for k in range(self.batches):
+                    self.student.output(k)
+                finished += 1
+            if over_ranks(finished) == self.ranks:
+                for norm in norms:
+                    norm.eval()
+                for buffer in (buffer for buffer, _ in before if buffer.is_floating_point()):
+                    over_ranks(buffer).div_(self.ranks)
+                with suppress(SparsityError):  # outputs that are not finite
+                    renewed = self.measured()
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.eval().momentum = momentum
+            for buffer, value in before if not renewed < error else ():
+                buffer.copy_(value)
+        return min(renewed, error)
+
     def step(self, k: int, scale: float) -> None:
         """Change the weights by the gradients of a part of a batch."""
         self.optimizer.zero_grad()
@@ -232,7 +264,7 @@ class Training:
     def run(self) -> BlockRow:
         """Train, and keep the best weights."""
         start, before = time.perf_counter(), self.measured()
-        best, best_pass = before, 0
+        best, best_pass = before if self.name else self._renew_statistics(before), 0
         # A loss is a sum over the rows of a batch. It is divided by the initial loss of one row, so that gradients are
         # in the range of 16 bits.
         first = self.error(0, held_out=False)[0]

@@ -14,6 +14,7 @@ from pruned_models import Model
 from stock import linear_model
 from torch import distributed, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover
 from sparsekit_ao.coupling import expert_scores
@@ -114,6 +115,13 @@ def one_walk_over_ranks():
     recover(shared, dense, own, progress=False)
     for name, p in shared.named_parameters():
         assert torch.equal(recovered.get_parameter(name).full_tensor(), p), name
+    normed = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 8)).double()
+    update_bn(batches, normed)
+    other = copy.deepcopy(normed.eval())
+    other[0].running_var *= 4
+    recover(other, normed, own, passes=1, outputs="mse", progress=False)  # takes the statistics of all ranks
+    torch.testing.assert_close(other[0].running_mean, normed[0].running_mean)
+    torch.testing.assert_close(other[0].running_var, normed[0].running_var)
     with pytest.raises(SparsityError, match="every rank needs the same number of batches, got 1 and 2"):
         recover(shared, dense, own[: 1 + (rank > 0)])
     with pytest.raises(SparsityError, match="prune: the ranks have different models or arguments; load the same"):

@@ -17,6 +17,7 @@ from networks import Net
 from pruned_models import STRUCTURES, Model, correlated, distance, interrupted, prepared
 from stock import same
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, patterns, prune, recover, removal
 from sparsekit_ao.oneshot import training
@@ -634,3 +635,60 @@ def test_a_model_without_blocks_has_nothing_to_continue_from(tmp_path):
     with pytest.raises(SparsityError, match="has no repeated blocks, .*; leave out checkpoint"):
         recover(half, layer, [torch.randn(16, 8)], checkpoint=tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+def normed():
+    """(dense model, its pruned copy, batches): a convolution whose outputs became smaller, and a batch norm."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 8))
+    batches = [torch.randn(16, 4, 4, 4) for _ in range(8)]
+    update_bn(batches, dense)
+    model = copy.deepcopy(dense.eval())
+    model[0].weight.data *= 0.5 * (model[0].weight.abs() > 0.03)
+    return dense, model, batches
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_statistics_of_batch_norms_are_taken_anew_where_outputs_come_closer(is_whole):
+    dense, model, batches = normed()
+    norm, is_zero = model[1], model[0].weight == 0
+    with torch.no_grad():
+        outputs = [model[0](batch) for batch in batches]
+    (row,) = recover(model, dense, batches, passes=1, rate=1e-9, outputs="mse" if is_whole else None)
+    torch.testing.assert_close(norm.running_mean, torch.stack([x.mean((0, 2, 3)) for x in outputs]).mean(0))
+    torch.testing.assert_close(norm.running_var, torch.stack([x.var((0, 2, 3)) for x in outputs]).mean(0))
+    assert row.after < row.before - 0.05 and norm.momentum == 0.1 and not norm.training
+    assert torch.equal(model[0].weight == 0, is_zero)
+
+
+@pytest.mark.parametrize("why", ["other data", "one value"])
+def test_statistics_of_batch_norms_stay_where_new_ones_are_worse_or_cannot_be_taken(why):
+    if why == "other data":
+        dense, model, batches = normed()
+        model[0].weight.data.copy_(dense[0].weight)
+        model[4].weight.data *= 1.01
+        batches = [3 * batch + 1 for batch in batches]
+    else:
+        dense = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
+        model, batches = copy.deepcopy(dense), [torch.randn(1, 8) for _ in range(8)]
+        model[0].weight.data[:4] = 0
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    (row,) = recover(model, dense, batches, passes=1, rate=1e-9, outputs="mse")
+    assert row.after <= row.before and before and not any(module.training for module in model.modules())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_statistics_of_batch_norms_are_as_before_after_an_interruption():
+    dense, model, batches = normed()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    calls = itertools.count()
+
+    def forward(model, batch):
+        if model[1].training and next(calls) == 2:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        recover(model, dense, batches, forward, outputs="mse")
+    assert model[1].momentum == 0.1 and not model[1].training
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
