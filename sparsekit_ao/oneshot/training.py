@@ -231,7 +231,7 @@ class Training:
         renewed, finished = math.inf, torch.zeros((), device=self.device)
         try:
             for norm in norms:
-                norm.reset_running_stats()
+                norm.num_batches_tracked.zero_()  # then the first batch replaces the old statistics
                 norm.train().momentum = None  # the mean over all batches
             with suppress(ValueError):  # a channel has a single value in a batch, and no variance
                 for k in range(self.batches):

@@ -652,13 +652,16 @@ def normed():
 def test_statistics_of_batch_norms_are_taken_anew_where_outputs_come_closer(is_whole):
     dense, model, batches = normed()
     norm, is_zero = model[1], model[0].weight == 0
+    for net in (dense, model):  # a norm that the forward does not call, such as one of an auxiliary head
+        net[0].unused = nn.BatchNorm2d(8).eval()
+        net[0].unused.running_var.fill_(2)
     with torch.no_grad():
         outputs = [model[0](batch) for batch in batches]
     (row,) = recover(model, dense, batches, passes=1, rate=1e-9, outputs="mse" if is_whole else None)
     torch.testing.assert_close(norm.running_mean, torch.stack([x.mean((0, 2, 3)) for x in outputs]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([x.var((0, 2, 3)) for x in outputs]).mean(0))
     assert row.after < row.before - 0.05 and norm.momentum == 0.1 and not norm.training
-    assert torch.equal(model[0].weight == 0, is_zero)
+    assert torch.equal(model[0].weight == 0, is_zero) and model[0].unused.running_var.eq(2).all()
 
 
 @pytest.mark.parametrize("why", ["other data", "one value"])
