@@ -230,8 +230,9 @@ class Training:
         before, momenta = [(b, b.clone()) for norm in norms for b in norm.buffers()], [norm.momentum for norm in norms]
         renewed, finished = math.inf, torch.zeros((), device=self.device)
         try:
+            for count in (buffer for buffer, _ in before if not buffer.is_floating_point()):
+                count.zero_()  # so that the first batch replaces the old statistics
             for norm in norms:
-                norm.num_batches_tracked.zero_()  # then the first batch replaces the old statistics
                 norm.train().momentum = None  # the mean over all batches
             with suppress(ValueError):  # a channel has a single value in a batch, and no variance
                 for k in range(self.batches):
