@@ -460,6 +460,9 @@ def _of_pruning() -> dict[str, str]:
     found |= {f"tasks_{kind.lower()}": f"{float(of_qwen[kind]['divergence']):.2f}" for kind in ("code", "German")}
     units = next(r for r in read("results/quality_qwen") if "units" in r["structure"] and r["kind"] == "code")
     found["tasks_units_code"] = f"{float(units['divergence']):.2f}"
+    blocks = {r["kind"]: r for r in read("results/quality_qwen") if r["method"] == "fitted"}
+    found["tasks_blocks"] = blocks["code"]["solved"]
+    found |= {f"tasks_blocks_{kind.lower()}": f"{float(blocks[kind]['divergence']):.2f}" for kind in ("code", "German")}
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"
         found |= {name: r["quality"], f"{name}_pruned": f"{100 * float(r['weights pruned']):.0f}"}

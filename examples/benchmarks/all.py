@@ -80,6 +80,7 @@ OF_QWEN += ("--calibrate", "functions,code", "--measure", "2", "--tokens", "1638
 QWEN = (
     (*OF_QWEN, "--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
     (*OF_QWEN, "--structures", UNITS.split(",")[0], "--methods", "recovered"),
+    (*OF_QWEN, "--structures", "a quarter of the blocks", "--methods", "removed,fitted"),
 )
 FEW_TOKENS = ("--structures", "2:4", "--methods", "recovered", "--tokens", "8192", "--name", "quality_spliced")
 FEW_TOKENS += ("--threads", "1")
@@ -107,7 +108,7 @@ JOBS: dict[str, Job] = {
         {"results/quality_spliced.csv": "quality_spliced.csv"},
         (FEW_TOKENS, (*FEW_TOKENS, "--copies", "3", "--passes", "1")),
     ),
-    "quality_qwen": Job("quality_by_kind.py", 150, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
+    "quality_qwen": Job("quality_by_kind.py", 180, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),
     "dst_language_model": _example("dst_language_model", 20),
     "moe_language_model": _example("moe_language_model", 15),
