@@ -299,7 +299,7 @@ def _needed(model: Any, kept: Set[int]) -> set[int]:
     """Return the tokens that kept ones need, and single characters; leave only the merges of BPE that make them."""
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]]
-        needed = {scores.index(min(scores))} | ({model["unk_id"]} - {None})  # the lowest is what unknown ones cost
+        needed = {scores.index(min(scores))} | ({model["unk_id"]} - {None})  # the lowest: cost of unknown characters
         return needed | {at for at, (token, _) in enumerate(model["vocab"]) if _SINGLE.fullmatch(token)}
     vocabulary: dict[str, int] = model["vocab"]
     needed = {at for token, at in vocabulary.items() if _SINGLE.fullmatch(token) or token == model.get("unk_token")}

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from .chain import CalibrationData
 from .prune_report import DryRun
 from .solving import LayerRow, Layers
 from .teacher import Teacher
-from .training import EVERY, MEASURED
+from .training import EVERY, MEASURED, batch_norms
 from .walk import Visit, Walk, visits_of, walk_of, without_autocast_cache
 
 # Copies of a block in float32 in memory if weights are only dropped, or computed (examples/benchmarks/walk_memory.py).
@@ -54,7 +54,7 @@ def planned_run(
     if all_data.batches:
         seconds *= all_data.one_batch()[1] if layers.gradients() else 1
         runs = 1 + len(chains) + sum(visit.is_recorded for visit in visits if visit.block is None)
-        runs += (passes and 1 + passes) * (not chains)
+        runs += (passes and 1 + passes + bool(batch_norms(model))) * (not chains)
         with hidden():
             flops, outputs = _flops(data, layers, rows)
     memory += outputs + max(of_walk, outputs)  # the dense outputs are kept, and compared with those after the walk
@@ -118,6 +118,17 @@ def _flops(data: CalibrationData, layers: Layers, rows: Sequence[LayerRow]) -> t
     return (counter.get_total_flops(), counter.get_total_flops() - round(saved)), outputs
 
 
+class Times(NamedTuple):
+    """How long the parts of the work on one block or layer take for one batch, in seconds."""
+
+    loading: float
+    recording: float
+    solving: float
+    forward: float
+    matching: float  # a pass of recovery, which measures errors, too
+    held: int  # bytes of activations that training keeps
+
+
 def _measured(
     layers: Layers,
     walk: Walk,
@@ -133,9 +144,28 @@ def _measured(
     if not visits:
         return 0.0, 0
     visit = visits[0 if walk.blocks else len(visits) // 2]  # blocks are alike; of layers, the one in the middle
-    at = -1 if visit.block is None else visit.block
-    block = None if visit.block is None else walk.blocks[at]
-    teacher = Teacher(None, walk.data, passes=1) if passes and (block is not None or not walk.blocks) else None
+    is_matched = passes > 0 and (visit.block is not None or not walk.blocks)
+    times = _timed(layers, walk, visit, Teacher(None, walk.data, passes=1) if is_matched else None, total)
+    counts = [sum(p.numel() for p in b.parameters()) for b in walk.blocks] or [1]
+    alike = sum(counts) / counts[-1 if visit.block is None else visit.block]
+    seconds = times.solving * sum(numel.values()) / sum(numel[name] for name in visit.tensors)
+    if visit.block is None:
+        seconds += len(visits) * (total * times.recording + 2 * times.loading)
+    else:
+        seconds += alike * (total * (times.recording + times.forward * (2 if passes else 1)) + 2 * times.loading)
+    if is_matched:  # one pass: a step, two runs before it and one after it, which measure the error
+        # New statistics take one run of all batches, and one to measure the error.
+        renews = visit.block is None and bool(batch_norms(walk.data.model))
+        measured = (passes // EVERY + 2 + renews) * min(1.0, MEASURED / len(all_data.batches)) + renews
+        step = max(times.matching - (3 + 2 * renews) * times.forward, 0.0)
+        seconds += alike * total * (passes * step + measured * times.forward)
+    streams = min(walk.kept.used * total, math.inf if walk.stream_memory is None else walk.stream_memory)
+    return seconds, round(streams + times.held * largest)
+
+
+def _timed(layers: Layers, walk: Walk, visit: Visit, teacher: Teacher | None, total: float) -> Times:
+    """Prune and train one block or layer on one of `total` batches, and put it back; return how long each part took."""
+    at, block = (-1, None) if visit.block is None else (visit.block, walk.blocks[visit.block])
     modules = [walk.data.model] if teacher is not None and block is None else walk.modules_of(visit)
     if teacher is not None:
         import_dynamo()  # not when training is timed
@@ -163,8 +193,8 @@ def _measured(
         return tensor
 
     with loaded(walk.data.model, modules, None if block is None else walk.device), ExitStack() as undone:
-        for p in itertools.chain(*(module.parameters() for module in modules)):
-            undone.callback(p.copy_, p.clone())
+        for t in itertools.chain(*((*module.parameters(), *module.buffers()) for module in modules)):
+            undone.callback(t.copy_, t.clone())
         loading = time.perf_counter() - start
         if teacher is not None and block is not None:
             teacher.advance(at)
@@ -177,18 +207,7 @@ def _measured(
         matching = seconds_of(match)
         for p in itertools.chain(*(module.parameters() for module in modules)):
             held.pop(p.untyped_storage().data_ptr(), None)  # what remains are the activations that training keeps
-    counts = [sum(p.numel() for p in b.parameters()) for b in walk.blocks] or [1]
-    alike = sum(counts) / counts[at]
-    seconds = solving * sum(numel.values()) / sum(numel[name] for name in visit.tensors)
-    if block is None:
-        seconds += len(visits) * (total * recording + 2 * loading)
-    else:
-        seconds += alike * (total * (recording + forward * (2 if passes else 1)) + 2 * loading)
-    if teacher is not None:  # one pass: a step, two runs before it and one after it, which measure the error
-        measured = (passes // EVERY + 2) * min(1.0, MEASURED / len(all_data.batches))
-        seconds += alike * total * (passes * max(matching - 3 * forward, 0.0) + measured * forward)
-    streams = min(walk.kept.used * total, math.inf if walk.stream_memory is None else walk.stream_memory)
-    return seconds, round(streams + sum(held.values()) * largest)
+    return Times(loading, recording, solving, forward, matching, sum(held.values()))
 
 
 def seconds_of(function: Callable[[], Any]) -> float:

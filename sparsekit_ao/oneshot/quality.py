@@ -373,7 +373,7 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
         batches: Windows of equally many tokens without padding: tensors of ids [rows, tokens], or dicts with such a
             tensor as "input_ids" and at most an attention mask beside it.
         copies: How many copies there are, each in an order of its own.
-        length: The number of tokens of a piece. Windows have a multiple of it.
+        length: The number of tokens of a piece. Windows have a multiple of it, at least twice as many.
         seed: What determines the orders.
 
     Raises:
@@ -391,23 +391,25 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
         entries = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         ids, mask = entries.pop("input_ids", None), entries.pop("attention_mask", None)
         is_text = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int32, torch.int64)
-        if not is_text or entries or (mask is not None and not bool(torch.as_tensor(mask).all())):
+        is_full = mask is None or (isinstance(mask, Tensor) and bool(mask.all()))
+        if not is_text or entries or not is_full:
             raise SparsityError(
                 "spliced: batches must be tensors of ids [rows, tokens], or dicts with such a tensor as 'input_ids' "
                 f"and at most an 'attention_mask' without padding, got {batch!r:.80}"
             )
         windows.append(ids)
     tokens = {ids.shape[1] for ids in windows}
-    if len(tokens) > 1 or min(tokens) % length:
+    if len(tokens) > 1 or min(tokens) % length or min(tokens) == length:
         raise SparsityError(
-            f"spliced: all windows must have equally many tokens, a multiple of {length=}, got {sorted(tokens)}"
+            f"spliced: all windows must have equally many tokens, two or more times {length=}, got {sorted(tokens)}"
         )
     pieces, generator = torch.cat([ids.reshape(-1, length) for ids in windows]), torch.Generator().manual_seed(seed)
     made = [*given]
     for _ in range(copies):
         order = torch.randperm(len(pieces), generator=generator, device="cpu").to(pieces.device)
         parts = pieces[order].reshape(-1, min(tokens)).split([len(ids) for ids in windows])
-        for batch, part in zip(given, parts, strict=True):
+        for batch, ids, part in zip(given, windows, parts, strict=True):
+            part = part.to(ids.dtype)
             made.append(copy.copy(batch) if isinstance(batch, Mapping) else part)  # of its own class
             if isinstance(batch, Mapping):
                 made[-1]["input_ids"] = part

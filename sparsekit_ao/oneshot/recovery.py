@@ -49,13 +49,15 @@ def recover(
     all tokens is minimized by Adam. A token whose dense output has more than twice the typical norm, as the first one
     of a text often has, counts by its relative error. Kept weights, biases and norm parameters change, whether they
     require gradients or not. Masks stay, and so do zeros: in tensors of two or more dimensions, elements that are
-    exactly 0 remain 0. A model without repeated blocks is trained as one block. Before a whole model is trained, its
-    batch norms take their running statistics anew on the batches, if the error of the outputs is smaller with these.
+    exactly 0 remain 0. A model without repeated blocks is trained as one block. Before a whole model is trained, the
+    running statistics of its batch norms are estimated anew on the batches, and kept if the error of its outputs is
+    smaller with them. Batches in which a channel has a single value do not count there.
 
-    Both models run in eval mode. Weights in 16 bits are trained as float32 copies. Besides the models, memory holds the
-    inputs of a block in both models for all batches, and five times the weights of one block in float32. Either model
-    may be offloaded by accelerate (its blocks are then read one by one) or sharded by `fully_shard`. All chains of
-    blocks are trained, such as an encoder and a decoder; the report says which pruned layers are in none of them.
+    Apart from these norms, both models run in eval mode. Weights in 16 bits are trained as float32 copies. Besides the
+    models, memory holds the inputs of a block in both models for all batches, and five times the weights of one block
+    in float32. Either model may be offloaded by accelerate (its blocks are then read one by one) or sharded by
+    `fully_shard`. All chains of blocks are trained, such as an encoder and a decoder; the report says which pruned
+    layers are in none of them.
 
     In distributed training all ranks pass the same models and the same number of batches. A step takes a part of one
     batch of each rank, so that steps are those of one process with all batches, and gradients are summed over ranks.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from .. import masking
@@ -168,15 +169,17 @@ def _check_models(model: nn.Module, dense: nn.Module | None, caller: str) -> Non
     models = {"": model} if dense is None else {"the dense model's ": checked_model(dense, caller), "": model}
     for whose, one in models.items():
         refuse_unloadable(one, caller)
-        for name, p in one.named_parameters():
+        norms = ((name, module) for name, module in one.named_modules() if isinstance(module, _BatchNorm))
+        statistics = ((f"{name}.{key}", t) for name, norm in norms for key, t in norm.named_buffers(recurse=False))
+        for name, p in itertools.chain(one.named_parameters(), statistics):
             if p.is_inference():
                 raise SparsityError(
-                    f"{caller}: {whose}{name} was made in inference mode, and such weights cannot be trained; load the "
-                    "model outside of torch.inference_mode(), or clone its weights there"
+                    f"{caller}: {whose}{name} was made in inference mode, and such tensors cannot be trained; load the "
+                    "model outside of torch.inference_mode(), or clone its tensors there"
                 )
             if p.is_meta or is_sharded(p):  # values that cannot be read here
                 continue
-            if not is_finite(p):
+            if isinstance(p, nn.Parameter) and not is_finite(p):
                 raise SparsityError(f"{caller}: {whose}{name} has values that are not finite")
             if one is dense:
                 dense_addresses.add(p.data_ptr())

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -223,33 +223,38 @@ class Training:
 
     @torch.no_grad()
     def _renew_statistics(self, error: float) -> float:
-        """Take the running statistics of batch norms anew on all batches if the error becomes smaller; return it."""
-        norms = [m for m in self.student.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        if not norms:
+        """Estimate the running statistics of batch norms anew on all batches if the error becomes smaller; return it.
+
+        Batches that do not run in training mode are left out, such as one with a single value of a channel.
+        """
+        if not (norms := batch_norms(self.student)):
             return error
-        before, momenta = [(b, b.clone()) for norm in norms for b in norm.buffers()], [norm.momentum for norm in norms]
-        renewed, finished = math.inf, torch.zeros((), device=self.device)
+        before, momenta, renewed = _statistics(norms), [norm.momentum for norm in norms], math.inf
         try:
-            for count in (buffer for buffer, _ in before if not buffer.is_floating_point()):
-                count.zero_()  # so that the first batch replaces the old statistics
             for norm in norms:
                 norm.train().momentum = None  # the mean over all batches
-            with suppress(ValueError):  # a channel has a single value in a batch, and no variance
-                for k in range(self.batches):
+            for *_, count, _ in before[2::3]:
+                count.zero_()  # so that the first batch replaces the old statistics
+            for k in range(self.batches):
+                last = _statistics(norms)
+                try:
                     self.student.output(k)
-                finished += 1
-            if over_ranks(finished) == self.ranks:
-                for norm in norms:
-                    norm.eval()
-                for buffer in (buffer for buffer, _ in before if buffer.is_floating_point()):
-                    over_ranks(buffer).div_(self.ranks)
-                with suppress(SparsityError):  # outputs that are not finite
-                    renewed = self.measured()
+                except Exception:
+                    _restore(last)
+            for norm in norms:
+                _, _, count = found = [t for *_, t, _ in _statistics([norm.eval()])]
+                total = over_ranks(count.clone())
+                for statistic in found[:2] if self.ranks > 1 else ():
+                    statistic.copy_(over_ranks(statistic.float() * count) / total.clamp(min=1))
+                count.copy_(total)
+            _restore([one for one in before if not one[0].num_batches_tracked])  # of norms that no batch reached
+            with suppress(SparsityError):  # outputs that are not finite
+                renewed = self.measured()
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.eval().momentum = momentum
-            for buffer, value in before if not renewed < error else ():
-                buffer.copy_(value)
+            if not renewed < error:
+                _restore(before)
         return min(renewed, error)
 
     def step(self, k: int, scale: float) -> None:
@@ -266,12 +271,13 @@ class Training:
         """Train, and keep the best weights."""
         start, before = time.perf_counter(), self.measured()
         best, best_pass = before if self.name else self._renew_statistics(before), 0
+        renewed = best if best < before else math.nan
         # A loss is a sum over the rows of a batch. It is divided by the initial loss of one row, so that gradients are
         # in the range of 16 bits.
         first = self.error(0, held_out=False)[0]
         total, rows = over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
         scale = float(total / rows.clamp(min=1)) or 1.0
-        whole, after = self.batches * self.ranks, before
+        whole, after = self.batches * self.ranks, best
         is_shown = not self.name and rank() == 0  # a block is a step of a walk, which shows its own progress
         try:
             with signs_of_life("recover", "step", self.passes * whole, is_shown) as done:
@@ -294,7 +300,24 @@ class Training:
             self.optimizer.state.clear()
             self.optimizer.param_groups.clear()
         seconds = time.perf_counter() - start
-        return BlockRow(block=self.name, before=before, after=best, passes=best_pass, seconds=seconds)
+        return BlockRow(block=self.name, before=before, after=best, passes=best_pass, seconds=seconds, renewed=renewed)
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms of a model that have running statistics, and count the batches of these."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
+
+
+def _statistics(norms: Sequence[_BatchNorm]) -> list[tuple[_BatchNorm, str, Tensor, Tensor]]:
+    """Return the running statistics of batch norms as (norm, name, tensor, copy), three for each norm."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return [(m, name, tensor, tensor.clone()) for m in norms for name in names for tensor in [getattr(m, name)]]
+
+
+def _restore(statistics: Iterable[tuple[_BatchNorm, str, Tensor, Tensor]]) -> None:
+    """Put statistics back, also where a norm has replaced the tensors."""
+    for norm, name, tensor, value in statistics:
+        setattr(norm, name, tensor.copy_(value))
 
 
 def _optimizer(student: Student, rate: float, count: int) -> tuple[torch.optim.Optimizer, Any]:

@@ -45,11 +45,11 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
     # All lists are looked up first, since one list may be in a module of another.
     paths = [(path, removal) for removal in removals for path in removal.bound.lists]
     lists = [
-        (*map(model.get_submodule, (p, p.rpartition(".")[0])), config_of(model, p)[1], layer_fields(model, p))
+        (*map(model.get_submodule, (p, p.rpartition(".")[0])), *_part_with_config(model, p), layer_fields(model, p))
         for p, _ in paths
     ]
     counts = _counts_of_lists(model, {path: removal.kept for path, removal in paths})
-    for (path, removal), (modules, holder, config, fields) in zip(paths, lists, strict=True):
+    for (_, removal), (modules, holder, inside, whole, config, fields) in zip(paths, lists, strict=True):
         kept = removal.keep.flatten().nonzero().flatten().tolist()
         for at in (~removal.keep.flatten()).nonzero().flatten().flip(0).tolist():
             del modules[at]
@@ -65,8 +65,8 @@ def drop_modules(model: nn.Module, removals: Sequence[Removal]) -> None:
         for key, value in ((field.rpartition(".")[2], value) for field, value in fields.items()):
             setattr(config, key, _of_kept(key, value, kept, removal.keep.numel()))
         stages = getattr(config, "stage_names", None) or ()
-        if len(stages) == removal.keep.numel() + 1 and not re.search(r"\.\d+\.", path):  # no blocks of one stage
-            _drop_stages(model, config, stages, kept)
+        if len(stages) == removal.keep.numel() + 1 and not re.search(r"\.\d+\.", inside):  # no blocks of one stage
+            _drop_stages(whole, config, stages, kept)
     for holder, key, length in counts:
         vars(holder)[key] = length
 
@@ -165,6 +165,14 @@ def config_of(model: nn.Module, path: str) -> tuple[str, Any]:
     while path and not hasattr(vars(model.get_submodule(path)).get("config"), "to_dict"):
         path = path.rpartition(".")[0]
     return f"{path}.config".removeprefix("."), vars(model.get_submodule(path)).get("config")
+
+
+def _part_with_config(model: nn.Module, path: str) -> tuple[str, nn.Module, Any]:
+    """Return the path of a list in the outermost module that has the config of `config_of`, this module and config."""
+    config, parts = config_of(model, path)[1], path.split(".")
+    around = {at: model.get_submodule(".".join(parts[:at])) for at in range(len(parts))}
+    at = next((at for at, module in around.items() if vars(module).get("config") is config), 0)
+    return ".".join(parts[at:]), around[at], config
 
 
 def layer_fields(model: nn.Module, path: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from grids import turns
 from networks import Net
 from pruned_models import Model, correlated
 from torch import nn
+from torch.optim.swa_utils import update_bn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekit_ao import SparsityError, patterns, prune, shrink
@@ -279,3 +280,26 @@ def test_architectures_with_latents_and_queries(name):
     plan = prune(model, "2:4", batches=data, dry_run=True)[1]
     report = prune(model, "2:4", batches=data)[1]
     assert {row.tensor for row in report} == {row.tensor for row in plan} and plan.flops[1] < plan.flops[0]
+
+
+@pytest.mark.parametrize("compensate", ["admm", None])
+@pytest.mark.parametrize("before", [nn.Conv2d(4, 4, 1), nn.Identity()])  # which layer is pruned on one batch
+def test_statistics_of_batch_norms_stay(before, compensate):
+    torch.manual_seed(0)
+    inner = [nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)]
+    model = nn.Sequential(before, *inner, nn.Flatten(), nn.Linear(128, 8))
+    batches = [torch.randn(16, 4, 4, 4) for _ in range(8)]
+    update_bn(batches, model)
+    old = copy.deepcopy(model.eval().state_dict())
+    prune(model, 0.8, batches=batches, compensate=compensate, recover=True, dry_run=True)
+    assert all(torch.equal(tensor, old[name]) for name, tensor in model.state_dict().items())
+
+
+def test_new_statistics_of_batch_norms_take_one_run_of_all_batches_and_are_measured(monkeypatch):
+    """One second each for recording, solving and a forward, and nine for a pass of training with its five forwards."""
+    seconds = itertools.cycle((1.0, 1.0, 1.0, 9.0))
+    monkeypatch.setattr(dry, "seconds_of", lambda function: (function(), next(seconds))[1])
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).eval()
+    batches = [torch.randn(32, 16) for _ in range(5)]
+    report = prune(model, "2:4", batches=batches, recover=2, dry_run=True)[1]
+    assert report.seconds == pytest.approx(1 + 5 + 5 * (2 * (9 - 5) + 4 + 1), abs=2) and report.runs == (6, 0)

@@ -328,13 +328,14 @@ def test_kinds_that_cannot_be_dealt_evenly_are_refused(batches, message):
 @pytest.mark.parametrize("is_dict", [False, True])
 def test_copies_have_the_pieces_of_all_windows_in_another_order(is_dict):
     windows = torch.arange(96).reshape(6, 16)
-    batches = [windows[:4], windows[4:]]
+    batches = [windows[:4], windows[4:].int()]
     given = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in batches] if is_dict else batches
     state = torch.random.get_rng_state()
     made = spliced(given, copies=2, length=4)
     assert torch.equal(torch.random.get_rng_state(), state) and made[:2] == given and len(made) == 6
     copies = [batch["input_ids"] if is_dict else batch for batch in made[2:]]
     assert [len(ids) for ids in copies] == [4, 2, 4, 2]
+    assert [ids.dtype for ids in copies] == [torch.int64, torch.int32] * 2
     for copy_of_both in (torch.cat(copies[:2]), torch.cat(copies[2:])):
         pieces = copy_of_both.reshape(-1, 4)
         assert torch.equal(pieces[pieces[:, 0].argsort()], windows.reshape(-1, 4))
@@ -353,11 +354,13 @@ def test_copies_have_the_pieces_of_all_windows_in_another_order(is_dict):
         ([torch.arange(8)[None]], {"copies": 0}, "copies must be an integer of at least 1, got 0"),
         ([torch.arange(8)[None]], {"length": 2.0}, "length must be an integer of at least 1, got 2.0"),
         ([torch.arange(8)[None]], {"seed": None}, "seed must be an integer of at least 0, got None"),
-        ([torch.arange(8)[None]], {"length": 3}, r"a multiple of length=3, got \[8\]"),
+        ([torch.arange(8)[None]], {"length": 3}, r"two or more times length=3, got \[8\]"),
+        ([torch.arange(8)[None]] * 2, {"length": 8}, r"two or more times length=8, got \[8\]"),
         ([torch.arange(8)[None], torch.arange(4)[None]], {"length": 2}, r"equally many tokens.*got \[4, 8\]"),
         ([torch.randn(2, 8)], {}, "batches must be tensors of ids"),
         ([{"input_ids": torch.ones(2, 8).long(), "labels": torch.ones(2, 8)}], {}, "at most an 'attention_mask'"),
         ([{"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.eye(2, 8)}], {}, "without padding"),
+        ([{"input_ids": torch.ones(2, 8).long(), "attention_mask": "none"}], {}, "without padding"),
         (torch.arange(8)[None], {}, "batches must be a list of batches, got one tensor"),
     ],
 )

@@ -115,6 +115,14 @@ def test_names_that_end_as_numbers_of_units_do_follow(name):
     assert getattr(small, name) == 12 and small(torch.randn(2, 3, 8), flat=True).shape == (6, 8)
 
 
+@pytest.mark.parametrize(
+    "name", ["layer_number", "layer_num", "layer_index", "layer_idx", "linear_conv_kernel_dim", "patch_dim"]
+)
+def test_names_of_positions_and_pixels_do_not_follow(name):
+    small, _ = shrink(Flat(name), torch.randn(2, 3, 8), 0.5, score="norm")
+    assert getattr(small, name) == 24 and small.up.out_features == 12
+
+
 @pytest.mark.slow
 def test_couplings_that_share_a_field_keep_equal_fractions():
     # One `d_ff` holds the MLPs of both halves, and one `num_heads` all three attentions.

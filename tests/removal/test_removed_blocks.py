@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from grids import nightly_except
+from networks import Net
 from torch import nn
 
 from sparsekit_ao import SparsityError
@@ -305,6 +306,21 @@ def test_blocks_inside_a_stage_leave_the_names_of_stages_alone(tmp_path):
     again = transformers.ConvNextBackbone.from_pretrained(tmp_path, dtype=torch.float64).eval()
     (features,), (expected,) = again(**inputs).feature_maps, small(**inputs).feature_maps
     torch.testing.assert_close(features, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_stages_leave_a_backbone_in_a_list():
+    configs = [transformers.Dinov2Config(**_VISION, out_features=["stage2", "stage4", "stage6"]) for _ in range(2)]
+    nets = nn.ModuleList([fill(transformers.Dinov2Backbone(config)).double().eval() for config in configs])
+    inputs = inputs_of(nets[0])
+    model = Net(lambda m, x: tuple(out for net in m.nets for out in net(x).feature_maps), nets=nets)
+    for key, p in nets[0].encoder.layer[3].named_parameters():
+        p.copy_(p * 1e-3 if "lambda" in key else p)
+    batches, layers = [inputs["pixel_values"]], "nets.0.encoder.layer"
+    small, report = shrink_layers(model, batches, 1 / 6, layers=layers, compensate=None)
+    assert dropped_of(report) == [3] and small.nets[0].out_features == ["stage2", "stage3", "stage5"]
+    assert small.nets[1].out_features == configs[1].out_features == ["stage2", "stage4", "stage6"]
+    for features, expected in zip(small(*batches), skipping(model, layers, [3])(*batches), strict=True):
+        torch.testing.assert_close(features, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_two_stages_that_become_one_are_named_once(tmp_path):
