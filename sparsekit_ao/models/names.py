@@ -67,7 +67,7 @@ def sharing_memory(model: nn.Module) -> dict[int, str]:
             spans.append((place, start, end, name, tensor))
     spans.sort(key=lambda span: span[:3])
     sharing: dict[int, str] = {}
-    first, last = 0, 0
+    first = 0
     while first < len(spans):  # first:last are tensors whose spans are connected
         place, start, end, *_ = spans[first]
         last = first + 1

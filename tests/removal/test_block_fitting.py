@@ -174,7 +174,9 @@ def test_a_scale_of_what_is_added_is_known_and_an_output_scaled_by_zero_stays():
     assert torch.equal(before.weight[0], after.weight[0]) and not torch.equal(before.weight[1:], after.weight[1:])
     target = recorded(model, batches, model.blocks[2], False)
     errors = [(target - recorded(one, batches, one.blocks[1], False)).norm() / target.norm() for one in (plain, small)]
-    assert errors[1] < 0.9 * errors[0] and row.after < 0.9 * row.before
+    assert errors[1] < 0.9 * errors[0]  # in the report, rows that are large count by their relative error
+    assert row.before == pytest.approx(float(errors[0]), rel=0.1)
+    assert row.after == pytest.approx(float(errors[1]), rel=0.1)
 
 
 def test_zeros_of_a_pruned_model_stay_and_others_make_up_for_them():

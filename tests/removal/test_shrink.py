@@ -608,6 +608,23 @@ def test_flops_are_those_counted_by_hand(make, training):
     assert count_flops(copy.deepcopy(model), inputs) == by_hand
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_flops_of_experts_are_those_of_the_chosen_ones(implementation):
+    model, inputs = hf_models.deep("Mixtral", 1)
+    model.set_experts_implementation("eager")
+    by_loop = count_flops(model, inputs)
+    model.set_experts_implementation(implementation)
+    assert count_flops(model, inputs) == by_loop
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_couplings_of_one_reason_share_a_line_if_there_are_more_than_three(count):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(count + 1)])
+    why = "left out by exclude[0] (Linear)"
+    lines = [f"{at}.weight: {why}" for at in range(3)] if count == 3 else [f"0.weight and 3 more: {why}"]
+    assert [*shrink(model, torch.randn(3, 4), exclude=[nn.Linear])[1].left_out] == lines
+
+
 def test_flops_of_attention_are_saved():
     model, x, by_hand = encoder(torch.randn(2, 5, 32))
     _, report = shrink(model, x, 0.5, budget="flops")

@@ -340,6 +340,16 @@ def test_the_error_is_that_of_the_first_output_of_floats_that_differs(outputs):
         assert report.error_to_dense == pytest.approx(expected, rel=1e-5)
 
 
+def test_rows_of_images_are_their_pixels():
+    dense, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 5, 3)), torch.randn(2, 3, 8, 8)
+    dense[2].bias.data += 10 * torch.arange(5)  # a mean of each channel is no error
+    pruned, report = prune(dense, 0.75, batches=[x], progress=False)
+    with torch.no_grad():
+        wanted, got = dense(x), pruned(x)
+    expected = float((got - wanted).norm() / (wanted - wanted.mean((0, 2, 3), keepdim=True)).norm())
+    assert report.error_to_dense == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_padding_does_not_count_in_the_error_of_outputs(scale):
     class Tokens(nn.Module):
