@@ -125,6 +125,20 @@ CASES = {  # (model, example inputs if these are no rows, couplings as "name: ax
         Net(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(4, 12), b=nn.Linear(6, 3)),
         ["a.weight: (d u) i, a.bias: (d u), b.weight: o u"],
     ),
+    "the larger of two": (
+        Net(lambda m, x: m.c(torch.max(m.a(x), m.b(x))), a=nn.Linear(4, 6), b=nn.Linear(4, 6), c=nn.Linear(6, 3)),
+        ["a.weight: u i, a.bias: u, b.weight: u i, b.bias: u, c.weight: o u"],
+    ),
+    "matrices that are buffers": (
+        Net(
+            lambda m, x: m.b(m.a(x @ m.p @ m.q)),
+            p=nn.Buffer(torch.randn(4, 7)),
+            q=nn.Buffer(torch.randn(7, 4)),
+            a=nn.Linear(4, 6),
+            b=nn.Linear(6, 3),
+        ),
+        ["a.weight: u i, a.bias: u, b.weight: o u", "a.weight: o u, q: o u"],  # none of p and q
+    ),
     "low rank beside a frozen weight": (
         Net(lambda m, x: m.w(x) + m.b(m.a(x)), w=nn.Linear(4, 6), a=nn.Linear(4, 3, False), b=nn.Linear(3, 6, False)),
         ["a.weight: u i, b.weight: o u"],

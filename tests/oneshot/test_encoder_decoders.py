@@ -61,11 +61,11 @@ def recurrent():
         hidden = m.decoder_rnn(m.decoder_table(decoder_input_ids))[0]
         memory = m.rnn(m.table(input_ids))[0]
         scores = (m.cross_k(memory) @ m.decoder_q(hidden).mT).masked_fill(attention_mask[..., None] == 0, -1e9)
-        read = torch.zeros_like(hidden)
+        read = torch.zeros(hidden.shape)
         read[:] = scores.softmax(1).mT @ m.cross_v(memory)
-        return m.decoder_head(torch.where(hidden > 9, hidden, hidden + read))
+        return m.decoder_head(torch.where(hidden > 9, hidden, hidden + m.decoder_o(read)))
 
-    layers = {"cross_k": nn.Linear(16, 16), "cross_v": nn.Linear(16, 16), "decoder_q": nn.Linear(16, 16)}
+    layers = {name: nn.Linear(16, 16) for name in ("cross_k", "cross_v", "decoder_q", "decoder_o")}
     return Net(
         run,
         table=nn.Embedding(32, 16),
