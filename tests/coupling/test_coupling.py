@@ -9,6 +9,7 @@ from torch import nn
 
 from sparsekit_ao import Coupling, CouplingError, DynamicSparsifier, ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import joint_entries
+from sparsekit_ao.coupling.coupling import merged_couplings
 from sparsekit_ao.removal import compact
 
 MLP = {"layers.*.gate.weight": "u i", "layers.*.up.weight": "u i", "layers.*.down.weight": "o u"}
@@ -274,3 +275,11 @@ def test_a_name_that_several_couplings_would_have_is_refused():
         ("* of layer *", ["0 of layer a", "0 of layer b"]),
     ):
         assert [bound.name for bound in Coupling(members, name=name).bind(model)] == names
+
+
+def test_layers_of_different_sizes_cannot_share_units():
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(3, 8), nn.Linear(3, 6)]), "b": nn.Linear(3, 8)})
+    layers, single = Coupling({"a.*.weight": "u i"}), Coupling({"b.weight": "u i"})
+    assert merged_couplings(layers, single, model) is None
+    model["a"][1] = nn.Linear(3, 8)
+    assert merged_couplings(layers, single, model).members == {"a.**.weight": "u i", "b.weight": "u i"}

@@ -336,6 +336,11 @@ def written(coupling):
     return f"{members} | {coupling.scope}" if coupling.scope else members
 
 
+def test_axes_of_buffers_alone_are_not_listed():
+    model, inputs, _ = case(CASES, "matrices that are buffers")
+    assert "p[" not in str(discover(model, inputs)) and discover(model, inputs).frozen
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_couplings_are_written_as_a_person_would_write_them(name):
     model, inputs, couplings = case(CASES, name)

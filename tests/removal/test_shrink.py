@@ -584,6 +584,9 @@ def recurrent(x):
     return Net(lambda m, x: m.last(m.lstm(x)[0]), **layers), x, 2 * 21 * (2 * 64 * (8 + 16) + 2 * 64 * (32 + 16) + 160)
 
 
+MATRICES = {"a": nn.Parameter(torch.randn(8, 8)), "w": nn.Parameter(torch.randn(3, 8))}
+
+
 def llama():
     model, inputs = hf_models.make("Llama")
     # Of each of 14 tokens: queries, output, keys, values; the MLP; once the head.
@@ -598,6 +601,7 @@ def llama():
         lambda: encoder(torch.randn(2, 5, 32)),
         lambda: recurrent(torch.randn(3, 7, 8)),
         lambda: (nn.GRU(8, 16), torch.randn(7, 3, 8), 2 * 21 * 48 * (8 + 16)),
+        lambda: (Net(lambda m, x: m.w @ torch.addmv(m.a[0], m.a, x), **MATRICES), torch.randn(8), 2 * (64 + 24)),
         llama,
     ],
 )
