@@ -471,8 +471,6 @@ def replace_tensors(model: nn.Module, tensors: Mapping[int, Tensor]) -> None:
     for module in model.modules():
         for registered in (module._parameters, module._buffers):
             registered.update({name: tensors[id(t)] for name, t in registered.items() if id(t) in tensors})  # type: ignore
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def output_difference(wanted: Outputs, outputs: Outputs, changes: Sequence[float] = ()) -> float:

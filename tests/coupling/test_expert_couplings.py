@@ -128,4 +128,6 @@ def test_what_has_no_packed_experts_or_would_keep_too_few_is_refused():
         expert_scores(model, [])
     with pytest.raises(SparsityError, match="batches must be a list of batches, got one tensor"):
         expert_scores(model, inputs["input_ids"])
+    with pytest.raises(SparsityError, match="shrink_experts: multiple_of must be a positive int, got 0"):
+        shrink_experts(model, [inputs], 0.5, multiple_of=0)
     assert shrink_experts(model, [inputs], 0.75, multiple_of=2)[0].config.num_local_experts == 2

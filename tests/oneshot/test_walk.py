@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sparsekit_ao import ScopeSparsifier, SparsityError, one_shot, prune, recover, removal
-from sparsekit_ao.models import loading
+from sparsekit_ao.models import loading, progress
 from sparsekit_ao.models.loading import is_offloaded, loaded
 
 LAYERS = 3
@@ -290,3 +290,11 @@ def test_experts_are_loaded_as_often_for_one_batch_as_for_many(mixture, tmp_path
         counts.append(0)
         removal.shrink_experts(model, batches, 0.5)
     assert counts[0] == counts[1] > 0
+
+
+def test_messages_go_to_standard_error_if_logging_is_not_configured(capsys, monkeypatch):
+    monkeypatch.setattr(progress.logger, "propagate", False)
+    progress.say("a message")
+    monkeypatch.setattr(progress.logger, "level", logging.WARNING)
+    progress.say("another one")
+    assert capsys.readouterr().err == "a message\n"

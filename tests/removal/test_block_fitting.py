@@ -303,3 +303,15 @@ def test_an_unknown_method_is_refused_and_none_fits_nothing():
     before = copy.deepcopy(model.state_dict())
     _, report = shrink_layers(model, batches, 0.5, compensate=None)
     assert not report.compensation and all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+
+
+def test_rows_of_zeros_do_not_change_what_is_typical():
+    model, batches = stack(bias=False)
+    for block in model.blocks:
+        block.up.bias.fill_(-0.1)
+    for batch in batches:
+        batch[:, :5] = 0
+    weaken(model.blocks, [4, 5])
+    _, _, report = shrunk(model, batches, 1 / 3, [0, 1, 2, 3], "blocks")
+    (row,) = report.compensation
+    assert row.after < 0.9 * row.before

@@ -461,3 +461,11 @@ def test_a_few_zeros_and_a_layer_of_zeros_do_not_change_the_fit_of_a_dense_model
     assert not dense[4].weight.any() and report.zeros.endswith("before, 45 of 135 now")
     _, report = shrink(mlp(6, 60, 60, 5), ratio={"0": 0.5}, batches=batches)
     assert report.zeros == "" and "zero" not in str(report)
+
+
+def test_example_inputs_may_have_flags_and_numbers_before_rows():
+    model = Net(
+        lambda m, flag, scale, x: m.b((m.a(x) if flag else x).relu()) * scale, a=nn.Linear(4, 8), b=nn.Linear(8, 3)
+    )
+    small, report = shrink(model, {"flag": True, "scale": torch.tensor(2.0), "x": torch.randn(64, 4)}, 0.5)
+    assert small.a.out_features == 4 and report.difference <= 1e-5
