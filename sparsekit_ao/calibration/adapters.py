@@ -213,7 +213,8 @@ class _Convolution(LayerAdapter):
         return int(getattr(self.module, "groups", 1))
 
     def reads(self, product: Product, place: Place, shape: Sequence[int]) -> Read | None:
-        return super().reads(product, place, shape) if product.settings.get("groups", 1) == self.groups else None
+        is_whole = product.settings.get("groups", 1) == self.groups and product.weight.numel() == math.prod(shape)
+        return super().reads(product, place, shape) if is_whole else None
 
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)

@@ -28,6 +28,8 @@ from ..models.names import named_tensors, owner_of, weights_by_name
 from ..models.running import TokenMasks, eval_mode, tensors_in
 
 _GATHERS = ("__getitem__", "index_select")  # functions that may gather rows by their numbers
+# Functions that move elements to other places, so that their output is not the weight.
+_MOVES = {*_GATHERS, *["flip", "fliplr", "flipud", "roll", "rot90", "gather", "take", "take_along_dim", "scatter"]}
 Positions = range | Tensor
 
 
@@ -181,7 +183,7 @@ class Products(TorchFunctionMode):
                     d, positions = place.dims[0]
                     chosen = torch.as_tensor(positions, device=index.device)[index]
                     self._add(output, place._replace(dims=((d, chosen), *place.dims[1:])))
-            elif name not in READERS:
+            elif name not in READERS and name not in _MOVES:
                 alike = [t for t in tensors if t.shape == output.shape and t.ndim > 1 and t is not output]
                 places = (self._place(t, may_be_new=_is_parameter(t)) for t in alike)
                 place = next(filter(None, places), None)

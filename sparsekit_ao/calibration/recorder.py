@@ -16,7 +16,16 @@ from ..distributed import full_tensor, has_process_group, of_all_ranks
 from ..errors import SparsityError
 from ..models.names import parameter_of
 from ..models.progress import progress_bar
-from ..models.running import Forward, TokenMask, call, check_batches, checked_batch, eval_mode, token_masks_of
+from ..models.running import (
+    Forward,
+    TokenMask,
+    call,
+    check_batches,
+    checked_batch,
+    copied_tensors,
+    eval_mode,
+    token_masks_of,
+)
 from .adapters import LayerAdapter, Read, adapter_of
 from .gram import is_finite
 from .products import Place, Product, Products
@@ -276,7 +285,7 @@ class Recorder:
                 batch = checked_batch(batch, forward, "calibrate")
                 recording.token_mask = token_masks_of(batch, token_mask, "calibrate")
                 with torch.set_grad_enabled(recording.needs_gradients):
-                    output = call(self.model, batch) if forward is None else forward(self.model, batch)
+                    output = (forward or call)(self.model, copied_tensors(batch))  # it may change inputs in place
                     if recording.needs_gradients:
                         _backward(output, [p for p in self.model.parameters() if p.requires_grad], count - 1)
             if count == 0:

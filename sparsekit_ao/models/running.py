@@ -208,9 +208,25 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, mode in modes:
+            if type(module).train is not nn.Module.train:  # which may do more, such as take merged weights apart
+                module.train(mode)
+        for module, mode in modes:
             module.training = mode
         for config in configs:
             config.use_cache = True
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model afterwards, such as counters of a forward, also where a module replaced them."""
+    kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            if not buffer.is_meta and not torch.equal(buffer, value):
+                buffer.copy_(value)
+            module._buffers[name] = buffer
 
 
 @contextlib.contextmanager
@@ -261,6 +277,17 @@ def unfused_attention() -> Iterator[None]:
 def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor, with its place: `output.a[0]`."""
     return ((at, leaf) for at, leaf in _leaves(place, value) if isinstance(leaf, Tensor))
+
+
+def copied_tensors(value: Any, device: Any = None, *, copies: bool = True, objects: bool = True) -> Any:
+    """Return nested arguments with tensors on a device; `copies` copies tensors, and `objects` other objects too."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(leaf.device if device is None else device, copy=copies)
+        return copy.deepcopy(leaf) if copies and objects and not isinstance(leaf, nn.Module) else leaf
+
+    return _pytree.tree_map(copied, value)
 
 
 def first_tensor(value: Any) -> Tensor | None:

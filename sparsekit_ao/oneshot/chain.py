@@ -6,7 +6,6 @@ each block then follow from the outputs of the one before, and the model runs on
 the first one. Layers elsewhere are recorded by running the model up to them.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -38,6 +37,7 @@ from ..models.running import (
     TokenMasks,
     call,
     checked_list,
+    copied_tensors,
     eval_mode,
     output_error,
     seeded,
@@ -167,6 +167,21 @@ def order(data: CalibrationData, targets: Sequence[Target]) -> tuple[list[tuple[
     return list(reached.values()), [t for t in targets if t.name not in reached], repeated
 
 
+def called_again(data: CalibrationData, targets: Sequence[Target]) -> set[str]:
+    """Return the names of weights whose module some batch after the first calls more than once."""
+    calls, found = Counter[str](), set[str]()
+
+    def before(target: Target, *_: Any) -> None:
+        calls[target.name] += 1
+        found.update([target.name] if calls[target.name] > 1 else ())
+
+    with _hooks((t.adapter.module, functools.partial(before, t)) for t in targets if t.adapter is not None):
+        for index in range(1, len(data.batches)):
+            calls.clear()
+            data.run(index)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """Repeated blocks, each of which reads what the one before gave, and otherwise the same arguments as the first."""
@@ -240,6 +255,7 @@ class _Links:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks, self.links = blocks, list[dict[int, int]]()
         self.outputs = list[tuple[list[Any], Any]]()  # of each block those after the first, and how they are nested
+        self.digests = list[list[str]]()  # of all outputs of each block
         self.is_chain = True
         # For each block called so far, {number of an argument that the first block does not get: its digest}.
         self._read = list[dict[int, str]]()
@@ -259,15 +275,16 @@ class _Links:
 
     def find(self) -> None:
         """Run the blocks, each with outputs of the one before, and compare these with what it got in the model."""
+        self.links, self.outputs, self.digests = [], [], []
         passed = dict[int, Any]()
         for k, block in enumerate(self.blocks):
             leaves = [passed.get(at, leaf) for at, leaf in enumerate(self._copies)]
             args, kwargs = copied_tensors(_pytree.tree_unflatten(leaves, self._spec))  # it may change them, as a cache
             outputs, spec = _pytree.tree_flatten(block(*args, **kwargs))
             self.outputs.append((outputs[1:], spec))
+            self.digests.append([digest_of(output, "") for output in outputs])
             if k + 1 < len(self.blocks):
-                digests = [digest_of(output, "") for output in outputs]
-                self.links.append(links := self._linked(digests, k + 1))
+                self.links.append(links := self._linked(self.digests[-1], k + 1))
                 if not links:
                     return
                 passed = {at: outputs[j] for at, j in links.items()}
@@ -290,15 +307,9 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
 
     with _hooks((block, functools.partial(links.before, k)) for links in tried for k, block in enumerate(links.blocks)):
         data.run(0)
-    with seeded(data.model.parameters()):
-        for links in tried:  # not in the forward of the model, which may record what blocks give
-            links.is_chain &= len(links._read) == len(links.blocks)
-            try:
-                if links.is_chain:
-                    links.find()
-            except Exception:  # the blocks do not run by themselves
-                links.is_chain = False
-            links.is_chain &= all(links.links)
+    for links in tried:  # not in the forward of the model, which may record what blocks give
+        links.is_chain &= len(links._read) == len(links.blocks)
+        _find(links)
     # What blocks read is compared for the first batch only. Other batches run with blocks that return their input, if
     # that calls them in order, so that a model larger than memory is read once. Where blocks pass on more than that,
     # their outputs are compared too.
@@ -309,7 +320,23 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
         checks = checks if all(checks) else _are_in_order(data, chains, index, replaces=False)
         for links, is_in_order in zip(chains, checks, strict=True):
             links.is_chain = is_in_order
+    # Blocks may read what the model has set for the last batch. Offloaded ones would be loaded once more.
+    for links in tried if len(data.batches) > 1 and not is_elsewhere(data.model) else ():
+        digests = links.digests
+        _find(links)
+        links.is_chain &= links.digests == digests
     return tried
+
+
+def _find(links: _Links) -> None:
+    """Run the blocks by themselves if they may be a chain, with the same random numbers each time."""
+    try:
+        with seeded(p for block in links.blocks for p in block.parameters()):
+            if links.is_chain:
+                links.find()
+    except Exception:  # the blocks do not run by themselves
+        links.is_chain = False
+    links.is_chain &= all(links.links)
 
 
 def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, replaces: bool) -> list[bool]:
@@ -328,8 +355,9 @@ def _are_in_order(data: CalibrationData, chains: Sequence[_Links], index: int, r
         if not called[n]:
             common[n] = copied_tensors(leaves, objects=False)
         linked = chains[n].links[k - 1] if k else {0: 0}
+        linked = {} if replaces else linked  # blocks that return their input get equal ones
         pairs = [(a, b) for at, (a, b) in enumerate(zip(common[n], leaves, strict=False)) if at not in linked]
-        if k and not replaces:
+        if k:
             pairs += [(given[n][j] if j < len(given[n]) else None, leaves[at]) for at, j in linked.items()]
         is_equal = len(leaves) == len(common[n]) and all(are_same(a, b) for a, b in pairs)
         called[n].append(k if is_equal else -1)
@@ -393,17 +421,6 @@ def calls_of(modules: Iterable[nn.Module], calls: list[Arguments]) -> Iterator[N
 
     with _hooks((module, before) for module in modules):
         yield
-
-
-def copied_tensors(value: Any, device: Device = None, *, copies: bool = True, objects: bool = True) -> Any:
-    """Return nested arguments with tensors on a device; `copies` copies tensors, and `objects` other objects too."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(leaf.device if device is None else device, copy=copies)
-        return copy.deepcopy(leaf) if copies and objects and not isinstance(leaf, nn.Module) else leaf
-
-    return _pytree.tree_map(copied, value)
 
 
 class Kept:
@@ -480,11 +497,15 @@ class Stream:
         return arguments
 
     def output(self, block: nn.Module, index: int, masks: TokenMasks | None = None) -> Any:
-        """Return the output of a block for a batch. It runs on copies, as it may change inputs in place (a cache)."""
+        """Return the output of a block for a batch, with the batch's random numbers.
+
+        It runs on copies, as it may change inputs in place, such as a cache.
+        """
         args, kwargs = copied_tensors(self.arguments(index), self._device)
         if masks is not None and self.of_decoder:  # not what it reads beside these, such as the encoder's outputs
             masks.mark(_pytree.tree_leaves((args, kwargs))[0])
-        return block(*args, **kwargs)
+        with seeded(block.parameters(), index):
+            return block(*args, **kwargs)
 
     def advance(self, block: nn.Module, is_last: bool = False) -> None:
         """Run a block on every batch, and take its outputs as the inputs of the next one."""
@@ -495,7 +516,7 @@ class Stream:
             # A block may write all its outputs to one buffer.
             self._put(index, {at: copied_tensors(leaves[j]) for at, j in links.items() if j < len(leaves)})
             if is_last:  # what follows may read any of its outputs
-                self._kept.put((id(self), "outputs", index), output)
+                self._kept.put((id(self), "outputs", index), copied_tensors(output, objects=False))
         self.advanced += 1
         self.is_finished = is_last
 

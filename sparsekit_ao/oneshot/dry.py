@@ -193,8 +193,8 @@ def _timed(layers: Layers, walk: Walk, visit: Visit, teacher: Teacher | None, to
         return tensor
 
     with loaded(walk.data.model, modules, None if block is None else walk.device), ExitStack() as undone:
-        for t in itertools.chain(*((*module.parameters(), *module.buffers()) for module in modules)):
-            undone.callback(t.copy_, t.clone())
+        for p in itertools.chain(*(module.parameters() for module in modules)):
+            undone.callback(p.copy_, p.clone())
         loading = time.perf_counter() - start
         if teacher is not None and block is not None:
             teacher.advance(at)

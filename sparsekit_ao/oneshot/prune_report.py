@@ -49,8 +49,9 @@ class RecoverReport(Table[BlockRow]):
         rows: A `BlockRow` for each block, in order.
         tokens: How many tokens counted, as text; "" if all did.
         untrained: The pruned layers outside of all chains of blocks, which are not trained.
-        error_to_dense: The relative error of the model's outputs Y (the first tensor that the model or `forward`
-            returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over all rows||. Outputs that are
+        error_to_dense: The relative error of the model's outputs Y (the first tensor of floats that differs, of those
+            that the model or `forward` returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over
+            all rows||. Outputs that are
             the same for every input have an error of about 1. NaN if it is not known.
 
     >>> print(RecoverReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))

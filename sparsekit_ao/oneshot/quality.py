@@ -14,9 +14,18 @@ from torch.nn import functional as F
 
 from ..errors import SparsityError, checked_model
 from ..models.loading import refuse_valueless
-from ..models.running import Forward, TokenMask, check_batches, checked_list, eval_mode, tensors_in
+from ..models.running import (
+    Forward,
+    TokenMask,
+    check_batches,
+    checked_list,
+    copied_tensors,
+    eval_mode,
+    kept_buffers,
+    tensors_in,
+)
 from ..tables import Table
-from .chain import CalibrationData, copied_tensors
+from .chain import CalibrationData
 
 MEAN = "mean"  # the last row of a report by kind
 _PART = 1 << 22  # at most so many elements of an output are computed with at a time
@@ -149,7 +158,7 @@ def quality(
     for kind, of_kind in by_kind.items():
         check_batches(of_kind, token_mask, forward, "quality" if by_kind is not batches else f"quality: kind {kind!r}")
     comparison = _Comparison(dense, model, forward, token_mask)
-    with eval_mode(dense), eval_mode(model):
+    with eval_mode(dense), eval_mode(model), kept_buffers(dense), kept_buffers(model):
         rows = [comparison.row(str(kind), of_kind) for kind, of_kind in by_kind.items()]
     if len(rows) > 1:
         columns = {field.name: [getattr(row, field.name) for row in rows] for field in fields(QualityRow)[2:]}
@@ -245,7 +254,7 @@ class _Comparison:
         is_shifted = getattr(getattr(self.dense, "config", None), "is_encoder_decoder", False)  # by the model itself
         labels = batch.get("labels") if is_shifted and isinstance(batch, Mapping) else None
         if labels is not None and "decoder_input_ids" not in batch and logits.ndim == 3:
-            return labels, labels != _NO_LABEL  # the mask is one of the encoder
+            return labels, labels != _NO_LABEL if self.token_mask is None else mask  # the encoder's does not count here
         ids = _ids_of(batch)
         if ids is None or ids.shape != logits.shape[:-1] or int(ids.max()) >= logits.shape[-1]:
             return None, mask
@@ -328,7 +337,9 @@ def _of_logits(wanted: Tensor, got: Tensor, labels: Tensor) -> dict[str, float]:
 def _of_states(wanted: Tensor, got: Tensor, _: Tensor) -> dict[str, Any]:
     """Return sums over rows of other outputs."""
     a, b = wanted.double(), got.double()
-    sums = {"cosine": F.cosine_similarity(a, b, dim=-1), "lost": (a - b).square(), "squares": a.square()}
+    is_zero = (a == 0).all(-1) & (b == 0).all(-1)  # in both models, which is no difference
+    cosine = F.cosine_similarity(a, b, dim=-1).masked_fill(is_zero, 1)
+    sums = {"cosine": cosine, "lost": (a - b).square(), "squares": a.square()}
     return {name: _sum(values) for name, values in sums.items()} | {"sum": a.sum(0)}
 
 

@@ -48,10 +48,11 @@ def recover(
     For a block B with input x in the dense model and x~ in the pruned one, the mean of ||B(x~) - B_dense(x)||^2 over
     all tokens is minimized by Adam. A token whose dense output has more than twice the typical norm, as the first one
     of a text often has, counts by its relative error. Kept weights, biases and norm parameters change, whether they
-    require gradients or not. Masks stay, and so do zeros: in tensors of two or more dimensions, elements that are
-    exactly 0 remain 0. A model without repeated blocks is trained as one block. Before a whole model is trained, the
-    running statistics of its batch norms are estimated anew on the batches, and kept if the error of its outputs is
-    smaller with them. Batches in which a channel has a single value do not count there.
+    require gradients or not; embeddings, and output layers that are tied to them, do not. Masks stay, and so do zeros:
+    in tensors of two or more dimensions, elements that are exactly 0 remain 0. A model without repeated blocks is
+    trained as one block. Before a whole model is trained, the running statistics of its batch norms are estimated anew
+    on the batches, and kept if the error of its outputs is smaller with them. Batches in which a channel has a single
+    value do not count there.
 
     Apart from these norms, both models run in eval mode. Weights in 16 bits are trained as float32 copies. Besides the
     models, memory holds the inputs of a block in both models for all batches, and five times the weights of one block

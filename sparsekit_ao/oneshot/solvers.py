@@ -272,7 +272,7 @@ def sparsegpt(weight: Tensor, gram: Gram, scopes: MatrixScopes) -> tuple[Tensor,
 def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
     """Return (n, m) of N:M along the inputs, or (elements that the whole tensor keeps, None)."""
     (labels, blocks), m = scopes.labels(), scopes.blocks_per_scope
-    if scopes.is_plain and int(blocks.max()) + 1 == blocks.numel():
+    if scopes.is_plain and int(blocks.max()) + 1 == blocks.numel() and bool((scopes.keep == scopes.keep[0]).all()):
         if scopes.keep.numel() == 1:
             return int(scopes.keep), None
         runs = labels.unflatten(2, (-1, m)) if labels.shape[2] % m == 0 else None
@@ -281,8 +281,8 @@ def _sparsegpt_budget(scopes: MatrixScopes) -> tuple[int, int | None]:
                 raise SparsityError(f"sparsegpt: {int(scopes.keep[0])}:{m} does not divide {WIDTH} columns")
             return int(scopes.keep[0]), m
     raise SparsityError(
-        f"{scopes.name}: compensate='sparsegpt' knows only N:M along the inputs, and single elements over the "
-        "whole tensor; use 'admm' or 'obs' for other structures"
+        f"{scopes.name}: compensate='sparsegpt' knows only N:M along the inputs, the same everywhere, and single "
+        "elements over the whole tensor; use 'admm' or 'obs' for other structures"
     )
 
 

@@ -102,8 +102,8 @@ class Student(nn.Module):
         squares = sum(float(self.weights[name].detach().mul(kept).square().sum()) for name, kept in self.kept.items())
         return math.sqrt(squares / max(count, 1)) or 1.0
 
-    def set_gradients(self, loss: Tensor) -> None:
-        """Set the gradients of a loss, summed over ranks and zero for dropped elements, unless one is not finite."""
+    def set_gradients(self, loss: Tensor) -> bool:
+        """Set the gradients of a loss, summed over ranks and zero for dropped elements; return False if not finite."""
         if not loss.requires_grad:
             raise SparsityError("recover: forward runs without gradients; leave out no_grad and detach")
         found = list(torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True))
@@ -119,9 +119,11 @@ class Student(nn.Module):
                 summed = over_ranks(torch.cat([gradient.flatten() for gradient in own]))
                 for gradient, part in zip(own, summed.split([g.numel() for g in own]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-        if all(map(is_finite, gradients)):  # otherwise beyond the range of 16 bits: the step changes nothing
-            for weight, gradient in zip(self.weights.values(), gradients, strict=True):
-                weight.grad = gradient
+        if not all(map(is_finite, gradients)):
+            return False
+        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+            weight.grad = gradient
+        return True
 
     def save(self) -> None:
         """Keep a copy of the trained weights as the best so far."""
@@ -263,9 +265,21 @@ class Training:
         with torch.enable_grad():
             part = (k + self.own) % self.ranks if self.ranks > 1 else None
             loss = self.error(k // self.ranks, False, part)[0] / scale
-        self.student.set_gradients(loss)
+        if not self.student.set_gradients(loss):  # beyond the range of 16 bits: the step changes nothing
+            self._refuse_infinite(k // self.ranks)
         self.optimizer.step()
         self.schedule.step()
+
+    def _refuse_infinite(self, k: int) -> None:
+        """Raise an error if the dense outputs of a batch are not finite on any rank; logits of a class may be -inf."""
+        with torch.no_grad():
+            expected = token_rows(self.target(k), self.masks[k], self.orders)
+        is_wrong = expected.isnan() if self.metric == "kl" else ~expected.isfinite()
+        if over_ranks(is_wrong.any().float()):
+            raise SparsityError(
+                f"recover: the outputs of {self.name or 'the model'} in the dense model are not finite for a batch; "
+                "leave this batch out"
+            )
 
     def run(self) -> BlockRow:
         """Train, and keep the best weights."""
@@ -276,6 +290,8 @@ class Training:
         # in the range of 16 bits.
         first = self.error(0, held_out=False)[0]
         total, rows = over_ranks(torch.stack((first, first.new_tensor(self.target(0).shape[:-1].numel()))))
+        if not torch.isfinite(total):
+            self._refuse_infinite(0)
         scale = float(total / rows.clamp(min=1)) or 1.0
         whole, after = self.batches * self.ranks, best
         is_shown = not self.name and rank() == 0  # a block is a step of a walk, which shows its own progress

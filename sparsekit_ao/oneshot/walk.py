@@ -47,7 +47,19 @@ from ..errors import SparsityError, check_writable, is_number
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, signs_of_life
 from ..models.running import eval_mode, kept_generators
-from .chain import CalibrationData, Kept, Stream, are_same, calls_of, captured, find_chains, order, replaced, stop
+from .chain import (
+    CalibrationData,
+    Kept,
+    Stream,
+    are_same,
+    called_again,
+    calls_of,
+    captured,
+    find_chains,
+    order,
+    replaced,
+    stop,
+)
 from .identity import SETTINGS, digest_of
 from .solving import METHODS, LayerRow, Layers, Scoring, alike
 
@@ -102,6 +114,8 @@ class Walk:
             layers = [target.module for target, _ in self.reached] if layers is None else layers
             # without blocks there is no stream, and the whole model runs anew in each visit
             self.chains = find_chains(data, layers, blocks)
+            if not self.chains:  # the model runs anew for each layer, up to its only call
+                self._repeated |= called_again(data, [target for target, _ in self.reached])
         names = {id(module): name for name, module in data.model.named_modules()}
         if has_process_group():
             self._agree(targets, names)

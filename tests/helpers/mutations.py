@@ -111,7 +111,7 @@ MUTATIONS = [
         "else (shape[0], shape[1] * groups)",
         ["test_compact_exact.py"],
     ),
-    ("oneshot/dry.py", "undone.callback(t.copy_, t.clone())", "pass", ["test_dry.py"]),
+    ("oneshot/dry.py", "undone.callback(p.copy_, p.clone())", "pass", ["test_dry.py"]),
     ("oneshot/dry.py", "passes * step", "step", ["test_dry.py"]),
 ]
 

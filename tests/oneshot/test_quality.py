@@ -200,6 +200,9 @@ def test_an_encoder_decoder_is_measured_where_its_decoder_predicts(has_labels):
     divergence, same = nats(dense, pruned, **inputs, decoder_input_ids=starts)
     assert row.count == int(counts.sum()) and row.agreement == same[counts].double().mean().item()
     assert row.divergence == pytest.approx(divergence[counts].mean().item(), rel=1e-4)
+    own = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]])  # of the decoder, by a function
+    few = quality(dense, pruned, [inputs | {"labels": labels}], token_mask=lambda batch: own).mean
+    assert few.count == 3 and few.divergence == pytest.approx(divergence[own == 1].mean().item(), rel=1e-4)
     logits = pruned(**inputs, decoder_input_ids=starts).logits.double()
     loss = F.cross_entropy(logits.transpose(1, 2), labels) if has_labels else None
     loss = losses(pruned, starts[:, 1:], **inputs, decoder_input_ids=starts).mean() if loss is None else loss
