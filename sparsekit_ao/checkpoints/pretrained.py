@@ -59,7 +59,7 @@ def save_pretrained(
     tokenizer that is in the folder already), and how to run it fast. A card that was changed by hand stays as it is.
 
     Args:
-        model: A transformers model, or another one with a method `save_pretrained(path, state_dict=...)`.
+        model: A transformers model, or a masked or pruned one with a method `save_pretrained(path, state_dict=...)`.
         sparsifier: The sparsifier of the model, before or after `squash_mask`; or a dict {name: mask}; or the report
             that `prune`, `shrink` or `compact` returned. With that of `prune`, no masks are written.
         path: The folder to write. Masks and a manifest that an earlier call left there are replaced or removed.
@@ -115,6 +115,11 @@ def save_pretrained(
         raise SparsityError(
             f"save_pretrained: this {type(sparsifier).__name__} is of a call that returned no changed model, such as a "
             "dry run; give the report that prune or shrink returned with the model, or the sparsifier"
+        )
+    if isinstance(sparsifier, ShrinkReport) and not is_of_transformers(model, "PreTrainedModel"):
+        raise SparsityError(
+            f"save_pretrained: {type(model).__name__} is no model of transformers, so nothing would load its smaller "
+            "shapes; save report.save(file) and model.state_dict(), and load them by removal.cut_to(dense_model, file)"
         )
     read_from = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "quant_method", None)
     check_writable(path, f"save_pretrained: path={str(path)!r}", sum(p.nbytes for p in model.parameters()))
@@ -193,7 +198,7 @@ def _written_together(folder: Path) -> Iterator[Path]:
         yield unchecked
         # Earlier files are removed first, so that no interruption leaves those of two models beside each other.
         shards = [file.name for file in folder.glob("model-*-of-*.safetensors")]
-        for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, *shards):
+        for stale in (MANIFEST, MASKS, WEIGHTS, INDEX, "generation_config.json", *shards):
             (folder / stale).unlink(missing_ok=True)
         written = [file for file in unchecked.rglob("*") if file.is_file()]
         for file in sorted(written, key=lambda file: file.name == MASKS):  # masks last, after any weights
@@ -399,7 +404,8 @@ def load_pretrained(path: str | Path, model_class: Any, **kwargs: Any) -> nn.Mod
             return model_class.from_pretrained(folder, **kwargs)
         if not isinstance(manifest := json.loads((folder / MANIFEST).read_text()), dict):
             raise ValueError(f"{MANIFEST} is not a JSON object")
-        config, values = AutoConfig.from_pretrained(folder), _weights(folder)
+        own = getattr(model_class, "config_class", None)  # of a class that transformers may not know
+        config, values = (own or AutoConfig).from_pretrained(folder), _weights(folder)
         is_given = (folder / "generation_config.json").exists()
         generation = GenerationConfig.from_pretrained(folder) if is_given else None
     except SparsityError:

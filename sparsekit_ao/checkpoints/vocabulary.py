@@ -83,7 +83,12 @@ def shrink_vocabulary(
     owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
     owners.append(getattr(small, "generation_config", None))
     configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
-    kept = {*asked, *itertools.chain(*map(_ids_in, configs))}
+    with_ids: list[dict[str, Any]] = [
+        *configs,
+        *(m.__dict__ for m in small.modules()),
+    ]  # modules may hold ids that their config had when they were made
+    kept = {*asked, *itertools.chain(*map(_ids_in, with_ids))}
+    kept |= {getattr(layer, "padding_idx", None) for layer in _tables_of(small)} - {None}
     if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:
         raise SparsityError(f"{WHERE}the generation config has ids in {found[0]}, which cannot follow; set it to None")
     sizes = {(name, size) for config in configs for name, size in config.items() if _SIZES.fullmatch(name) and size}
@@ -108,6 +113,10 @@ def shrink_vocabulary(
     for text, ids in encoded.items() if data is not None else ():
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
+    for entries in with_ids:
+        for name in filter(_IDS.fullmatch, [*entries]):
+            value = entries[name]
+            entries[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
     _cut_model(small, configs, count, new)
     report = _verified(model, small, new, asked, example_inputs)
     if reason:
@@ -196,6 +205,9 @@ def _verified(model: Any, small: nn.Module, new: Mapping[int, int], asked: Seque
     generator, weight = torch.Generator().manual_seed(0), model.get_input_embeddings().weight
     order = torch.randperm(len(asked), generator=generator).repeat(_LENGTH)[:_LENGTH]
     ids = torch.tensor([asked])[:, order].to(weight.device)
+    ends = getattr(model.config, "eos_token_id", None)  # where a model may take the embedding of a text
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end in new]
+    ids[0, _LENGTH - len(ends) :] = torch.tensor(ends, dtype=ids.dtype)
     inputs: dict[str, Any] = {"input_ids": ids}
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids.flip(1)
@@ -255,9 +267,6 @@ def _cut_model(small: Any, configs: Sequence[dict[str, Any]], count: int, new: M
         vars(small).pop("hf_quantizer", None)
         vars(small.config).pop("quantization_config")
     for config in configs:
-        for name in filter(_IDS.fullmatch, config):
-            value = config[name]
-            config[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
         config.update({name: len(new) for name, size in config.items() if _SIZES.fullmatch(name) and size})
     old, shapes = list(new), dict[str, torch.Size]()
     tables = {id(p): p for layer in _tables_of(small) for p in layer.parameters(recurse=False)}

@@ -25,6 +25,7 @@ def to_2_4(model: nn.Module, tensors: Sequence[str] | None = None) -> Conversion
 
     Raises:
         SparsityError: No weight is on CUDA, no weight fits, or one of `tensors` does not fit. The model is not changed.
+            A weight that torch refuses all the same stays dense, and `left` says why.
 
     >>> report = to_2_4(model.cuda())  # doctest: +SKIP
     """

@@ -11,7 +11,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import SparsityError, checked_model
 
-Normed = Sequence[tuple[str, str, int, bool]]  # names of a module and its tensor, the dimension, whether parametrized
+# Names of a module and its tensor, the dimension, whether it is parametrized, and whether lengths and directions train.
+Normed = Sequence[tuple[str, str, int, bool, tuple[bool, bool]]]
 
 
 def computed_tensors(model: nn.Module) -> list[Tensor]:
@@ -57,23 +58,25 @@ def plain_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def undo_weight_norms(model: nn.Module) -> Normed:
     """Make weights of weight_norm, old or new, plain parameters in place; what `redo_weight_norms` needs."""
-    normed = list[tuple[str, str, int, bool]]()
+    normed = list[tuple[str, str, int, bool, tuple[bool, bool]]]()
     for path, module in list(model.named_modules()):
         if not (found := _normed_weight(module)):
             continue
         name, norm, key = found
         if isinstance(norm, WeightNorm):
-            v, weight = getattr(module, f"{name}_v"), norm.compute_weight(module)
+            g, v = getattr(module, f"{name}_g"), getattr(module, f"{name}_v")
+            weight = norm.compute_weight(module)
             del module._forward_pre_hooks[key], module._parameters[f"{name}_g"], module._parameters[f"{name}_v"]
             vars(module).pop(name, None)
         else:  # not by remove_parametrizations, which changes a class that copies share
-            v, weight = module.parametrizations[name].original1, getattr(module, name)
+            (g, v), weight = module.parametrizations[name].parameters(), getattr(module, name)
             del module._modules["parametrizations"]
             module.__class__ = type(module).__bases__[0]
         others = dict(module._parameters)
         module._parameters.clear()
-        module._parameters |= {name: nn.Parameter(weight.clone(), v.requires_grad), **others}
-        normed.append((path, name, norm.dim, not isinstance(norm, WeightNorm)))  # type: ignore[arg-type]
+        trains, is_new = (g.requires_grad, v.requires_grad), not isinstance(norm, WeightNorm)
+        module._parameters |= {name: nn.Parameter(weight.clone(), any(trains)), **others}
+        normed.append((path, name, norm.dim, is_new, trains))  # type: ignore[arg-type]
     return normed
 
 
@@ -81,7 +84,7 @@ def undo_weight_norms(model: nn.Module) -> Normed:
 def redo_weight_norms(model: nn.Module, normed: Normed) -> dict[str, Tensor]:
     """Normalize again, in place (zeros get a direction of ones); return {parameter of lengths: its exact values}."""
     exact = dict[str, Tensor]()
-    for path, name, dim, is_new in normed:
+    for path, name, dim, is_new, trains in normed:
         module = model.get_submodule(path)
         if is_new:
             parametrizations.weight_norm(module, name, dim)
@@ -95,7 +98,8 @@ def redo_weight_norms(model: nn.Module, normed: Normed) -> dict[str, Tensor]:
             module.register_parameter(f"{name}_g", g)
             module.register_parameter(f"{name}_v", v)
             module.register_forward_pre_hook(norm)
-        g.requires_grad_(v.requires_grad)
+        for part, is_trained in zip((g, v), trains, strict=True):
+            part.requires_grad_(is_trained)
         key = f"parametrizations.{name}.original0" if is_new else f"{name}_g"
         exact[f"{path}.{key}".lstrip(".")] = torch.norm_except_dim(v.double(), 2, dim)
         v.masked_fill_((g == 0).expand_as(v), 1.0)

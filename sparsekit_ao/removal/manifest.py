@@ -59,7 +59,8 @@ def cut_to(fresh_model: nn.Module, manifest: Mapping[str, Any] | str | Path) -> 
         The model itself.
 
     Raises:
-        SparsityError: A manifest of another version, or a model of other shapes or attributes; it is then unchanged.
+        SparsityError: A manifest of another version, or a model of other shapes or attributes; its values are then
+            unchanged.
 
     >>> from sparsekit_ao import Coupling
     >>> from sparsekit_ao.removal import compact
@@ -93,7 +94,7 @@ def _cut(fresh_model: nn.Module, data: Mapping[str, Any]) -> None:
     try:
         _check_shapes(fresh_model, data["tensors"])
         changes = [Change(**change) for change in data["attributes"]]
-        _check_changes(changes)
+        _check_changes(fresh_model, changes)
         check_old_values(fresh_model, changes)
         removals = [_removal(coupling, data["tensors"]) for coupling in data["groups"]]
         check_lists(fresh_model, removals, "cut_to: ")
@@ -118,11 +119,13 @@ def _check_shapes(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None
             )
 
 
-def _check_changes(changes: Sequence[Change]) -> None:
+def _check_changes(model: nn.Module, changes: Sequence[Change]) -> None:
     """Check that changes only lower public integers, or set the eps of norms."""
+    modules = {name for name, _ in model.named_modules()}
     for change in changes:
         names = re.sub(r"\[\d+\]$", "", change.path).split(".")  # an entry of a tuple: shape[1]
-        is_public = all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in names)
+        inside = next(names[at:] for at in reversed(range(len(names))) if ".".join(names[:at]) in modules)
+        is_public = all((n.isidentifier() or n.isdecimal()) and not n.startswith("_") for n in inside)
         if names[-1] in (*EPS_NAMES, *CONFIG_EPS):
             is_valid = isinstance(change.now, float) and 0 < change.now < math.inf
         else:

@@ -225,7 +225,7 @@ def _steps(plans: Sequence[Plan], saved_with: Callable[[int], float]) -> list[tu
     importance, per square root of the cost that it saves. The root keeps costly couplings from being cut to their limit
     (examples/benchmarks/compare_accuracy.py).
     """
-    units, multiple = plans[0].units, max(plan.multiple for plan in plans)
+    units, multiple = plans[0].units, math.lcm(*(plan.multiple for plan in plans))
     least = replace(plans[0], limit=min(plan.limit for plan in plans), multiple=multiple).least
     if least == units or any(plan.units != units for plan in plans):
         return []  # one integer cannot count different numbers unless equal fractions are dropped

@@ -18,6 +18,7 @@ import hf_models
 import numpy
 import pytest
 import torch
+import transformers
 import yaml
 from export_models import TWO_FOUR, looks, masked, mlp, pruned, same
 from grids import grid, turns
@@ -30,7 +31,7 @@ import sparsekit_ao
 from sparsekit_ao import Coupling, ScopeSparsifier, SparsityError, export, patterns, prune, shrink_vocabulary
 from sparsekit_ao.checkpoints import pretrained
 from sparsekit_ao.masking import select, weight_mask
-from sparsekit_ao.removal import compact, shrink, shrink_layers
+from sparsekit_ao.removal import compact, cut_to, shrink, shrink_layers
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "save_decilm.py"
 save_decilm = runpy.run_path(str(EXAMPLE))["save_decilm"]
@@ -781,3 +782,67 @@ def test_a_card_imports_a_class_from_its_module(tmp_path):
     pruned_model, report = prune(model, "2:4", batches=[inputs])
     export.save_pretrained(pruned_model, report, tmp_path)
     assert f"from {__name__} import Own\n" in sections_of(tmp_path)[1]["How to load it"]
+
+
+class OwnConfig(transformers.PretrainedConfig):
+    model_type = "a type of one's own"
+
+    def __init__(self, hidden=32, **keys):
+        self.hidden = hidden
+        super().__init__(**keys)
+
+
+class OwnModel(transformers.PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.a, self.b, self.c = nn.Linear(8, config.hidden), nn.Linear(config.hidden, 24), nn.Linear(24, 4)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).relu()).relu())
+
+
+def test_a_class_that_transformers_does_not_know_is_saved_and_loaded(tmp_path):
+    x = torch.randn(4, 8)
+    small, report = shrink(OwnModel(OwnConfig()), x, 0.5, keep_config=False)
+    export.save_pretrained(small, report, tmp_path)
+    assert torch.equal(export.load_pretrained(tmp_path, OwnModel)(x), small(x))
+
+
+def test_the_generation_config_of_an_earlier_model_goes(tmp_path):
+    model, _ = hf_models.make("Llama")
+    model.generation_config.max_new_tokens = 77
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model)
+    export.save_pretrained(model, sparsifier, tmp_path)
+    assert (tmp_path / "generation_config.json").exists()
+    x = torch.randn(4, 8)
+    small, report = shrink(OwnModel(OwnConfig()), x, 0.5, keep_config=False)
+    export.save_pretrained(small, report, tmp_path)
+    assert not (tmp_path / "generation_config.json").exists()
+
+
+def test_a_smaller_model_that_is_none_of_transformers_is_refused_with_what_helps(tmp_path):
+    class Saving(nn.Sequential):
+        def save_pretrained(self, path, state_dict):
+            save_file(state_dict, Path(path) / "model.safetensors")
+
+    def make():
+        return Saving(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    x = torch.randn(4, 8)
+    small, report = shrink(make(), x, 0.5)
+    with pytest.raises(
+        SparsityError, match=r"report\.save\(file\) and model\.state_dict\(\), and load them by removal"
+    ):
+        export.save_pretrained(small, report, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    report.save(tmp_path / "file")
+    again = cut_to(make(), tmp_path / "file")
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x))

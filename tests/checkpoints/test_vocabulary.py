@@ -436,3 +436,26 @@ def test_models_whose_ids_cannot_follow_are_refused():
     model.lm_head = torch.nn.Linear(16, 60)
     with pytest.raises(SparsityError, match="has 50 rows, but the output layer is 60"):
         shrink_vocabulary(model, KEEP)
+
+
+def test_ids_that_modules_hold_follow_as_those_of_the_config():
+    keys = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPTextConfig(**keys, vocab_size=1000, bos_token_id=998, eos_token_id=999, pad_token_id=999)
+    model = fill(transformers.CLIPTextModelWithProjection(config)).eval()
+    small, _, report = shrink_vocabulary(model, [*range(0, 1000, 3), 998])
+    ids = torch.tensor([[998, 3, 6, 9, 999, 999], [998, 30, 600, 999, 999, 999]])
+    new = torch.tensor([[report.new_ids[token] for token in row] for row in ids.tolist()])
+    torch.testing.assert_close(small(new).text_embeds, model(ids).text_embeds)
+    model.text_model.mask_token_id = 500  # a token that the config does not name
+    small, _, report = shrink_vocabulary(model, [3, 6, 998])
+    assert small.text_model.mask_token_id == report.new_ids[500] and model.text_model.mask_token_id == 500
+
+
+def test_the_token_of_padding_stays_though_no_config_names_it():
+    model = fill(transformers.BertModel(transformers.BertConfig(**BERT, pad_token_id=7)))
+    model.config.pad_token_id = 1
+    small, _, report = shrink_vocabulary(model, [*range(10, 40)])
+    assert small.embeddings.word_embeddings.padding_idx == report.new_ids[7]
+
+
+BERT = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

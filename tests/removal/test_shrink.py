@@ -16,7 +16,7 @@ from stock import EVERYTHING, linear_model
 from torch import nn
 from torch.nn import functional as F
 
-from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError
+from sparsekit_ao import Coupling, ProximalSparsifier, SparsityError, prune
 from sparsekit_ao.export import load_pretrained, save_pretrained
 from sparsekit_ao.removal import compact, config_fields, cut_to, removable, shrink, shrink_layers, verify
 from sparsekit_ao.removal.verify import Reference, count_flops
@@ -971,3 +971,54 @@ def test_layers_of_other_kinds_and_single_layers_keep_their_numbers():
     model = nn.Sequential(nn.Conv1d(3, 512, 1), nn.ReLU(), nn.Conv1d(512, 4, 1))
     report = shrink(model, torch.randn(2, 3, 5), 0.338, score="norm")[1]
     assert [(row.kept, row.of) for row in report.couplings] == [(339, 512)] and not report.multiples
+
+
+@pytest.mark.parametrize("normalize", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+@pytest.mark.parametrize("frozen", ["lengths", "directions"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_lengths_and_directions_of_weight_norm_train_as_before(normalize, frozen):
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), normalize(nn.Linear(32, 16, bias=False)))
+    [*model[2].parameters()][frozen == "directions"].requires_grad = False
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    made = [shrink(model, torch.randn(4, 8), 0.5)[0], prune(model, 0.5)[0]]
+    for one in (*made, cut_to(copy.deepcopy(model), shrink(model, torch.randn(4, 8), 0.5)[1].manifest)):
+        assert {name: p.requires_grad for name, p in one.named_parameters()} == before
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(16, 48), nn.Linear(16, 16), 4
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("name", ["_attention", "stage-1", "attention"])
+def test_manifests_are_read_whatever_modules_are_called(name):
+    def make():
+        return Net(lambda m, x: m.last(x + m.of[name](x)), of=nn.ModuleDict({name: Attention()}), last=nn.Linear(16, 3))
+
+    x = torch.randn(2, 5, 16)
+    small, report = shrink(make(), x, 0.5)
+    again = cut_to(make(), report.manifest)
+    again.load_state_dict(small.state_dict())
+    assert again.of[name].heads == 2 and torch.equal(again(x), small(x))
+    report.manifest["attributes"][0]["path"] = f"of.{name}._backward_hooks"
+    with pytest.raises(SparsityError, match="cannot be set to 2 by a manifest"):
+        cut_to(make(), report.manifest)
+
+
+def test_layers_that_share_an_integer_keep_a_multiple_of_both_numbers():
+    model, inputs = hf_models.make("Llama")
+    multiples = {"model.layers.0.mlp": 8, "model.layers.1.mlp": 12}
+    for ratio in (0.08, 0.2):
+        options = {
+            "budget": "parameters",
+            "multiple_of": multiples,
+            "exclude": ["query heads", "key heads", "head size"],
+        }
+        small, _ = shrink(model, inputs, ratio, **options)
+        kept = [layer.mlp.gate_proj.out_features for layer in small.model.layers]
+        assert kept[0] == kept[1] == 24
