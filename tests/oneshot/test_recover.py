@@ -762,3 +762,16 @@ def test_statistics_of_batch_norms_are_as_before_after_an_interruption():
         recover(model, dense, batches, forward, outputs="mse")
     assert model[1].momentum == 0.1 and not model[1].training
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("outputs", [None, "kl"])
+def test_embeddings_and_what_is_tied_to_them_stay(outputs):
+    model, inputs = make("Llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    dense, table = copy.deepcopy(model), model.model.embed_tokens.weight.clone()
+    pruned, _ = prune(dense, 0.5, exclude=["lm_head"])
+    before = copy.deepcopy(pruned.state_dict())
+    recover(pruned, dense, [inputs], outputs=outputs, passes=8, rate=0.1)
+    changed = {name for name, tensor in pruned.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and torch.equal(pruned.lm_head.weight, table)
+    assert not any("embed" in name or "head" in name for name in changed)
