@@ -83,10 +83,8 @@ def shrink_vocabulary(
     owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
     owners.append(getattr(small, "generation_config", None))
     configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
-    with_ids: list[dict[str, Any]] = [
-        *configs,
-        *(m.__dict__ for m in small.modules()),
-    ]  # modules may hold ids that their config had when they were made
+    # Modules may hold ids that their config had when they were made.
+    with_ids: list[dict[str, Any]] = [*configs, *(module.__dict__ for module in small.modules())]
     kept = {*asked, *itertools.chain(*map(_ids_in, with_ids))}
     kept |= {getattr(layer, "padding_idx", None) for layer in _tables_of(small)} - {None}
     if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:

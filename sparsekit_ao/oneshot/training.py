@@ -321,7 +321,8 @@ class Training:
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """Return the batch norms of a model that have running statistics, and count the batches of these."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    return [m for m in norms if not any(t is None for t in (m.running_mean, m.running_var, m.num_batches_tracked))]
 
 
 def _statistics(norms: Sequence[_BatchNorm]) -> list[tuple[_BatchNorm, str, Tensor, Tensor]]:
