@@ -117,9 +117,11 @@ class lamp(BuiltInScore):
     """
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
-        square, order = weight.double().square().flatten().sort(descending=True, stable=True)
-        shares = square / square.cumsum(0).clamp(min=torch.finfo(square.dtype).tiny)
-        return torch.empty_like(shares).scatter_(0, order, shares).view(weight.shape).float()
+        squares = weight.double().square().flatten()
+        ordered, order = squares.nan_to_num(0.0, 0.0).sort(descending=True, stable=True)
+        shares = ordered / ordered.cumsum(0).clamp(min=torch.finfo(ordered.dtype).tiny)
+        shares = torch.empty_like(shares).scatter_(0, order, shares)
+        return torch.where(squares.isfinite(), shares, squares).view(weight.shape).float()
 
 
 @dataclass(frozen=True)

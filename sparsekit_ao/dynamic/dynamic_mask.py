@@ -90,9 +90,9 @@ class DynamicMask(WeightMask):
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As `WeightMask`; buffers that leave the meta device get their values, which they could not have there."""
-        was_meta = self.opened.is_meta
+        has_no_values = self.has_no_values
         super()._apply(*args, **kwargs)
-        if was_meta and not self.opened.is_meta:
+        if has_no_values and not self.opened.is_meta:
             self.opened.fill_(self.is_open)
             if self.backward_mask is not None:
                 self.backward_mask.fill_(True)

@@ -141,6 +141,11 @@ def TopKAST(sparsity_level: float, backward_level: float | None = None, **argume
     >>> TopKAST(0.75).backward_level
     0.5
     """
+    if backward_level is None and not is_number(sparsity_level):
+        raise SparsityError(
+            f"TopKAST: backward_level is needed where sparsity_level is no number, got {sparsity_level!r}; 0.5 for "
+            "'1:4', for example, lets twice as many weights get a gradient as are kept"
+        )
     if backward_level is None:
-        backward_level = max(0.0, 2 * sparsity_level - 1) if is_number(sparsity_level) else 0.0
+        backward_level = max(0.0, 2 * sparsity_level - 1)
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

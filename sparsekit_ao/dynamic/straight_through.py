@@ -95,6 +95,8 @@ class StraightThrough(Calibrated, BudgetSparsifier):
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
         if self.decay and has_process_group():
             self._refuse_replaced(self._hooks.optimizers)
+        if self.enable_mask_update:
+            self._check_groups(self.groups)  # a scheduler, or the user, may have changed levels
         super().step(use_path)
 
     def _refuse_replaced(self, optimizers: Sequence[Optimizer]) -> None:

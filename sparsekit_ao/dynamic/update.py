@@ -227,6 +227,12 @@ def make_settings(**arguments: Any) -> Settings:
         if not (is_integer and int(value) >= least) and (value is not None or name == "seed"):
             raise SparsityError(f"{name} must be an int >= {least}, got {value!r}")
         arguments[name] = None if value is None else int(value)
+    every, until = arguments["update_every"], arguments["until"]
+    if every is not None and until and until < every:
+        raise SparsityError(
+            f"until={until} allows no update, since the first one is in iteration update_every={every}; lower "
+            "update_every, or set update_every=None for masks that never change"
+        )
     fraction = 0.3 if fraction is None else fraction
     if is_number(fraction) and 0 <= float(fraction) < 1:
         fraction = constant(float(fraction))

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from ..errors import SparsityError
-from ..masking import select
+from ..masking import parameters_under, parametrized_names, rebuilt_originals, select
+from ..models.names import plain_name
 from ..sparsifiers.usage import refuse_other_model
 from . import StepCallback
 
@@ -35,8 +36,10 @@ def save_plain_weights(
 ) -> None:
     """Save plain weights, and dense weights and masks in a file of their own; a trained model's method."""
     state = self.state_dict() if state_dict is None else state_dict
-    plain = _plain(state)
-    masked = {name: tensor for name, tensor in state.items() if name not in plain}
+    plain: dict[str, Any] = {**_plain(state)}
+    plain |= _rebuilt(self)
+    plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
+    masked = {name: tensor.contiguous() for name, tensor in state.items() if plain.get(name) is not tensor}
     first_names = {t.data_ptr(): name for name, t in reversed(masked.items())}
     # Tied tensors are copied, since a file cannot hold one under two names.
     masked = {name: t if first_names[t.data_ptr()] == name else t.clone() for name, t in masked.items()}
@@ -58,6 +61,21 @@ def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 by_address[tensor.data_ptr()] = select(tensor.detach(), mask)
             plain[found[1] + found[2]] = by_address[tensor.data_ptr()]
     return plain
+
+
+def _rebuilt(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the entries of masks above other parametrizations: {parameter: its value without the mask, mask: None}."""
+    found = dict[str, Tensor | None]()
+    for path, module in model.named_modules():
+        for tensor in parametrized_names(module):
+            if values := rebuilt_originals(module, tensor):
+                chain: Any = module.parametrizations[tensor]
+                prefix = f"{plain_name(path)}.parametrizations.{tensor}.".removeprefix(".")
+                names = {id(p): name for name, p in chain.named_parameters(recurse=False)}
+                originals = zip(parameters_under(module, tensor), values, strict=True)
+                found |= {prefix + names[id(p)]: value for p, value in originals}
+                found |= {f"{prefix}{len(chain) - 1}.{buffer}": None for buffer in chain[-1].state_dict()}
+    return found
 
 
 class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):

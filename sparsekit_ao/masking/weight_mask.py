@@ -118,6 +118,7 @@ class WeightMask(FakeSparsity):
 
     mask: Tensor
     _kept: _ConvertedMask | None = None  # of an earlier forward pass on a CPU
+    _blank: int | None = None  # the version of a mask that left the meta device, which is applied twice if it is tied
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weight with dropped elements exactly zero, in its own shape and dtype."""
@@ -149,11 +150,17 @@ class WeightMask(FakeSparsity):
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Do as any module in `.to()` and the like; a mask that leaves the meta device, without values, is all True."""
-        was_meta, self._kept = self.mask.is_meta, None
+        has_no_values, self._kept = self.has_no_values, None
         super()._apply(*args, **kwargs)
-        if was_meta and not self.mask.is_meta:
+        if has_no_values and not self.mask.is_meta:
             self.mask.fill_(True)
+            self._blank = self.mask._version
         return self
+
+    @property
+    def has_no_values(self) -> bool:
+        """Whether nothing was written into the mask since it was made on the meta device, or left that."""
+        return self.mask.is_meta or (self._blank is not None and self._blank == self.mask._version)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Load as any module does. A whole mask can also be loaded into a sharded one, and a sharded into a whole."""

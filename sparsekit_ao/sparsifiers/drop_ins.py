@@ -20,7 +20,7 @@ from ..selection import Request
 from ..structure import BlockSpec, Budget, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
 from .base import MaskSparsifier
-from .config import ConfigContext, TensorGroup
+from .config import ConfigContext, TensorGroup, copied
 from .usage import refuse_unknown_keys
 
 
@@ -56,7 +56,7 @@ class WeightNormSparsifier(MaskSparsifier):
         norm: Callable[[Tensor], Tensor] | int | None = None,
     ) -> None:
         name = "WeightNormSparsifier"
-        shape = _checked_tile(sparse_block_shape, f"{name}: ")
+        shape, zeros_per_block = _checked_tile(copied(sparse_block_shape), f"{name}: "), copied(zeros_per_block)
         self._zeros_follow_shape, self._has_warned = zeros_per_block is None, False
         zeros = math.prod(shape) if zeros_per_block is None else zeros_per_block
         super().__init__({"sparsity_level": sparsity_level, "sparse_block_shape": shape, "zeros_per_block": zeros})

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from growing import OPTIMIZERS, batch, equal, masks, mlp, prepared, train
+from torch import nn
 
-from sparsekit_ao import DynamicSparsifier, SparsityError, Static, TopKAST
+from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, Static, TopKAST
 
 
 def on_meta(kind=DynamicSparsifier, **arguments):
@@ -76,3 +77,25 @@ def test_a_backward_mask_reaches_everything_until_it_is_chosen():
     model(batch(1)[0]).sum().backward()
     mask = model[0].parametrizations.weight[0]
     assert bool(mask.mask.all()) and bool(mask.backward_mask.all()) and not bool(mask.opened)
+
+
+@pytest.mark.parametrize("kind", [lambda: ScopeSparsifier(0.5), lambda: TopKAST(0.5, backward_level=0.25)])
+def test_tied_masks_that_leave_the_meta_device_are_all_true(kind):
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(64, 64, bias=False), "b": nn.Linear(64, 64, bias=False)})
+        model["b"].weight = model["a"].weight
+    sparsifier = kind()
+    sparsifier.prepare(model, [{"tensor_fqn": "a.weight"}])
+    other = [torch.randint(0, 2, (64, 64), dtype=torch.uint8) for _ in range(50)]
+    del other  # whose memory is used again
+    model.to_empty(device="cpu")
+    mask = model["a"].parametrizations.weight[0]
+    assert mask.mask.all() and getattr(mask, "backward_mask", mask.mask).all()
+    assert bool(getattr(mask, "opened", False)) == getattr(mask, "is_open", False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    sparsifier.step()
+    kept = sparsifier.mask("a.weight").clone()
+    model.double()
+    assert torch.equal(sparsifier.mask("a.weight") != 0, kept != 0) and not kept.all()

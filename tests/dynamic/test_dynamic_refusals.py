@@ -10,6 +10,7 @@ from torch import nn
 from sparsekit_ao import (
     GMP,
     DynamicSparsifier,
+    RigL,
     ScopeSparsifier,
     Static,
     StraightThrough,
@@ -206,3 +207,11 @@ def test_a_prepare_that_fails_leaves_no_initial_masks_behind(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
     assert not sparsifier._initial_masks and not sparsifier.groups
+
+
+def test_an_end_before_the_first_update_is_refused():
+    optimizer = torch.optim.SGD(mlp().parameters(), 0.1)
+    with refuses("until=50 allows no update, since the first one is in iteration update_every=100"):
+        RigL(0.8, optimizer, until=50)
+    for never in ({"until": 50, "update_every": None}, {"until": 50, "update_every": 50}):
+        RigL(0.8, optimizer, **never)

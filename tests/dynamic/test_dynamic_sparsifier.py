@@ -278,7 +278,7 @@ def test_momentum_is_asked_for_only_where_masks_move_by_it(make):
     model = mlp()
     optimizer = make(model.parameters())
     with pytest.raises(SparsityError, match=f"0.weight: its optimizer .{make.__name__}. keeps no momentum. Use SGD"):
-        SNFS(0.75, optimizer=optimizer, until=10).prepare(model, None)
+        SNFS(0.75, optimizer=optimizer, until=100).prepare(model, None)
     assert type(model[0]) is nn.Linear
     Static(0.75, optimizer=optimizer, grow="momentum").prepare(model, None)
 
@@ -398,7 +398,7 @@ def test_the_documentation_names_modules_that_exist():
 
 def test_the_level_comes_first_and_the_optimizer_second():
     optimizer = torch.optim.SGD(mlp().parameters(), 0.1)
-    for make in (Static, SET, partial(RigL, until=9), partial(SNFS, until=9), partial(GMP, until=200)):
+    for make in (Static, SET, partial(RigL, until=900), partial(SNFS, until=900), partial(GMP, until=200)):
         sparsifier = make(0.8, optimizer)
         assert sparsifier._capture.optimizers == [optimizer]
         target = sparsifier.settings.target

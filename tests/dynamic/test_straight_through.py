@@ -181,3 +181,24 @@ def test_a_backward_mask_smaller_than_the_forward_one_is_refused():
     with pytest.raises(SparsityError, match="0.weight: the backward mask must keep all that the forward.*lower"):
         sparsifier.prepare(model, None)
     assert "0.weight" in model.state_dict()
+
+
+def test_a_level_below_the_backward_one_is_refused_before_a_step_changes_anything():
+    model = mlp()
+    sparsifier = TopKAST(0.75)
+    sparsifier.prepare(model)
+    sparsifier.step()
+    before = [sparsifier.mask(g["tensor_fqn"]).clone() for g in sparsifier.groups]
+    for group in sparsifier.groups:
+        group["sparsity_level"] = 0.25
+    with pytest.raises(SparsityError, match="the backward mask must keep all that the forward mask keeps"):
+        sparsifier.step()
+    assert all(torch.equal(sparsifier.mask(g["tensor_fqn"]), b) for g, b in zip(sparsifier.groups, before, strict=True))
+
+
+@pytest.mark.parametrize("arguments", [("1:4",), (None,)])
+def test_a_pattern_needs_a_backward_level(arguments):
+    structure = {"nnz": 1, "scope_shape": (1, 4)} if arguments == (None,) else {}
+    with refuses("TopKAST: backward_level is needed where sparsity_level is no number"):
+        TopKAST(*arguments, **structure)
+    assert TopKAST(*arguments, backward_level=0.5, **structure).backward_level == 0.5

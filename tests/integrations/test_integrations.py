@@ -9,7 +9,9 @@ import pytest
 import torch
 from grids import grid, turns
 from growing import batch, mlp
+from safetensors.torch import load_file
 from stock import same
+from torch import nn
 from torch.nn import functional as F
 
 import sparsekit_ao
@@ -427,3 +429,34 @@ def test_a_trainer_accumulates_gradients(library, tmp_path):
     model, sparsifier = LIBRARIES[library](tmp_path, "RigL", 0.0, STEPS, **options)
     want, other = by_hand("RigL", 0.0)
     agree(model, want, (sparsifier, other))
+
+
+def test_plain_weights_of_masks_above_weight_norm_and_of_other_memory_formats(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from sparsekit_ao.integrations.transformers import STATE, save_plain_weights
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.a = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+            self.b = nn.Conv2d(4, 8, 3)
+            self.post_init()
+
+        def _init_weights(self, module):
+            pass
+
+    torch.manual_seed(0)
+    model = Model(transformers.PretrainedConfig()).to(memory_format=torch.channels_last)
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, [{"tensor_fqn": "a.weight"}, {"tensor_fqn": "b.weight"}])
+    sparsifier.step()
+    save_plain_weights(model, tmp_path)
+    again = Model.from_pretrained(tmp_path)
+    for name in "ab":
+        torch.testing.assert_close(getattr(again, name).weight, getattr(model, name).weight, rtol=1e-6, atol=1e-7)
+        assert int((getattr(again, name).weight == 0).sum()) >= getattr(model, name).weight.numel() // 2
+    saved = load_file(tmp_path / STATE)  # from which training goes on
+    assert all(torch.equal(saved[n], t) for n, t in model.state_dict().items() if n in saved)
+    assert {"a.parametrizations.weight.original1", "a.parametrizations.weight.1.mask"} <= saved.keys()

@@ -280,3 +280,13 @@ def test_elements_in_no_block_are_blocks_of_their_own():
     found = scores.joint_saliency(weight, inverse, torch.tensor([[0, 0, -1, 1, 1, -1]] * 2))
     expected = weight.square() / (2 * inverse.diagonal())
     torch.testing.assert_close(found[:, [2, 5]], expected[:, [2, 5]])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_lamp_keeps_what_is_not_finite(value):
+    model = nn.Sequential(nn.Linear(4, 1, bias=False))
+    model[0].weight.data = torch.tensor([[1.0, 2.0, value, 3.0]])
+    sparsifier = ScopeSparsifier(nnz=2, score="lamp")
+    sparsifier.prepare(model)
+    sparsifier.step()
+    assert sparsifier.mask("0.weight").tolist() == [[False, False, True, True]]

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from grids import grid
@@ -154,3 +155,9 @@ def test_the_report_counts_elements():
     row = sparsifier.report()[0]
     assert (row.tensor, row.kept, row.blocks, row.sparsity) == ("0.weight", 16, 32, 0.5)
     assert row.pattern == "sparse_block_shape=(1, 4), zeros_per_block=2"
+
+
+def test_numbers_of_numpy_are_taken_as_python_ones():
+    sparsifier = WeightNormSparsifier(1.0, tuple(np.array([1, 4])), np.int64(2))
+    assert sparsifier.defaults == WeightNormSparsifier(1.0, (1, 4), 2).defaults
+    assert type(sparsifier.defaults["zeros_per_block"]) is int
