@@ -39,6 +39,7 @@ class DynamicMask(WeightMask):
 
     opened: Tensor
     backward_mask: Tensor | None
+    was_loaded = False  # whether weights or masks were loaded since the last step, so that dropped ones may not be zero
 
     def __init__(self, mask: Tensor, *, with_backward_mask: bool = False, is_initialized: bool = True) -> None:
         super().__init__(mask)
@@ -101,6 +102,7 @@ class DynamicMask(WeightMask):
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """As `WeightMask`; a loaded mask is initialized."""
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.was_loaded = True
         self.is_initialized |= f"{prefix}mask" in state_dict and not self.mask.is_meta
 
 

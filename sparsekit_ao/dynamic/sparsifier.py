@@ -242,12 +242,19 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         if not self._known or (has_process_group() and self._known != [id(original(g)) for g in self.groups]):
             self._initialize(self._capture.optimizers)
         refuse_meta_masks("step", self.groups, [mask_of(g).mask for g in self.groups])
+        was_masked, optimizers = self._capture.masked, self._capture.optimizers
+        changes_dropped = not was_masked or any(type(optimizer) not in ELEMENTWISE for optimizer in optimizers)
+        if loaded := [g for g in self.groups if mask_of(g).was_loaded]:
+            if not changes_dropped:  # dropped weights are zero before every update
+                zero_dropped(loaded)
+                zero_dropped_state(loaded, optimizers)
+            for group in loaded:
+                mask_of(group).was_loaded = False
         if self.enable_mask_update:
             with torch.no_grad():
                 self._update_all()
         self.iteration += 1
-        was_masked, optimizers = self._capture.masked, self._capture.optimizers
-        if not was_masked or any(type(optimizer) not in ELEMENTWISE for optimizer in optimizers):
+        if changes_dropped:
             zero_dropped(self.groups)  # momentum, or an optimizer that mixes elements, changed dropped weights
         self._capture.clear()
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
@@ -329,6 +336,7 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         for group in self.groups:  # masks that were loaded are initialized, if they had memory
             mask = mask_of(group)
             mask.is_initialized |= group["tensor_fqn"] in state_dict["state"] and not mask.mask.is_meta
+            mask.was_loaded = True
         self._capture.set_open(**self.settings.opening(self.iteration + 1, self._pending))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed import has_process_group, is_sharded
+from ..distributed import copy_values, has_process_group, is_sharded
 from ..errors import SparsityError, is_number
 from ..sparsifiers.calibrated import Calibrated
 from ..sparsifiers.config import TensorGroup
@@ -105,6 +105,20 @@ class StraightThrough(Calibrated, BudgetSparsifier):
         for group in self.groups:
             if is_sharded(original(group)) and group not in trained:
                 raise SparsityError(f"{group['tensor_fqn']}: none of the optimizers given trains it. {ORDER}")
+
+    def _extra_state(self) -> dict[str, Any]:
+        masks = {g["tensor_fqn"]: mask_of(g).backward_mask for g in self.groups if self.backward_level}
+        saved = {name: mask.detach().clone() for name, mask in masks.items() if mask is not None}
+        return {**super()._extra_state(), **({"backward_masks": saved} if saved else {})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the masks and groups of a state dict; see `MaskSparsifier.load_state_dict`."""
+        super().load_state_dict(state_dict, strict)
+        saved = state_dict.get("backward_masks", {})
+        for group in self.groups:
+            mask = mask_of(group).backward_mask
+            if mask is not None and self.backward_level and group["tensor_fqn"] in saved:
+                copy_values(mask, saved[group["tensor_fqn"]])
 
     def _end(self) -> None:
         super()._end()

@@ -18,6 +18,7 @@ from ..torch_ao import BaseSparsifier
 from .config import ResolvedConfig, TensorGroup, copied
 
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
+_REPLACED = ("score", "norm", "zeros_per_block")  # keys that a state replaces, with a warning
 
 
 class Checkpointed(BaseSparsifier):
@@ -85,7 +86,8 @@ class Checkpointed(BaseSparsifier):
                 changed.
 
         Warns:
-            UserWarning: The sparsity levels differ. Those of the state dict are taken, and schedulers may change them.
+            UserWarning: The sparsity levels, or the score, norm or `zeros_per_block` of a tensor, differ. Those of the
+                state dict are taken, and schedulers may change the levels.
         """
         self.require_prepared("load_state_dict")
         masks, saved = check_saved(state_dict, self.groups, strict)
@@ -117,6 +119,15 @@ class Checkpointed(BaseSparsifier):
                     f"was prepared with {before}. Prepare with the structure of the state; for another structure "
                     "load the model's weights alone, and call step() to choose new masks."
                 )
+        for key, live, new in ((k, *pair) for pair in zip(self.groups, groups, strict=True) for k in _REPLACED):
+            if live.get(key) != new.get(key):
+                warnings.warn(
+                    f"load_state_dict: {live['tensor_fqn']} was prepared with {key}={live.get(key)!r}, and continues "
+                    f"with {key}={new.get(key)!r} of the state. To continue with the new one, set it in "
+                    "sparsifier.groups after loading",
+                    stacklevel=4,
+                )
+                break
         if "step" in self.__dict__:  # a scheduler determines the levels
             return
         levels, new_levels = self._levels(self.groups), self._levels(groups)

@@ -519,3 +519,26 @@ def test_a_rule_that_does_not_declare_what_it_needs():
         sparsifier.step()
     with pytest.raises(SparsityError, match="needs are some of"):
         dynamic.Criterion(name="x", score=careless, needs=("gradients",))
+
+
+@pytest.mark.parametrize("loads", ["model", "sparsifier"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_dropped_weights_are_zero_in_the_step_after_a_load(loads, make):
+    model = mlp()
+    dense = copy.deepcopy(model.state_dict())
+    optimizer = make(model.parameters(), 0.1)
+    sparsifier = RigL(0.8, optimizer, until=100, update_every=5)
+    sparsifier.prepare(model)
+    if loads == "model":
+        model.load_state_dict(dense)
+    else:
+        other_model = mlp()
+        other = RigL(0.8, torch.optim.SGD(other_model.parameters(), 0.1), until=100, update_every=5, seed=7)
+        other.prepare(other_model)
+        sparsifier.load_state_dict(other.state_dict())
+    loss_of(model, 1).backward()
+    optimizer.step()
+    sparsifier.step()
+    for group in sparsifier.groups:
+        weight = group["module"].parametrizations.weight.original
+        assert not weight[sparsifier.mask(group["tensor_fqn"]) == 0].any()

@@ -202,3 +202,18 @@ def test_a_pattern_needs_a_backward_level(arguments):
     with refuses("TopKAST: backward_level is needed where sparsity_level is no number"):
         TopKAST(*arguments, **structure)
     assert TopKAST(*arguments, backward_level=0.5, **structure).backward_level == 0.5
+
+
+def test_a_state_without_its_model_has_the_backward_masks():
+    model = mlp()
+    sparsifier = TopKAST(0.75)
+    sparsifier.prepare(model)
+    sparsifier.step()
+    again = TopKAST(0.75)
+    again.prepare(mlp())
+    again.load_state_dict(sparsifier.state_dict())
+    pairs = zip(sparsifier.groups, again.groups, strict=True)
+    pairs = [[g["module"].parametrizations.weight[0].backward_mask for g in pair] for pair in pairs]
+    assert all(torch.equal(*pair) and not pair[0].all() for pair in pairs)
+    old = {key: value for key, value in sparsifier.state_dict().items() if key != "backward_masks"}
+    again.load_state_dict(old)  # of a version that did not save them

@@ -325,3 +325,28 @@ def test_squashing_after_an_interrupted_pass_names_what_stays_dense():
         one_shot(sparsifier, [torch.randn(16, 8)])
     with pytest.warns(UserWarning, match=r"1 of 2 masks keep everything, so 2.weight stay dense.*call one_shot"):
         sparsifier.squash_mask()
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "text"),
+    [
+        ({"block_shape": (1, 4), "norm": 1}, {"block_shape": (1, 4), "norm": 2}, "norm=2, and continues with norm=1"),
+        ({"score": "random"}, {"score": "magnitude"}, "score='magnitude', and continues with score='random'"),
+        ({"score": "wanda"}, {}, "score=None, and continues with score='wanda'"),
+    ],
+)
+def test_a_state_with_another_score_or_norm_warns(saved, live, text):
+    sparsifiers = [ScopeSparsifier(0.5, **keys) for keys in (saved, live)]
+    for sparsifier in sparsifiers:
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.warns(UserWarning, match=f"load_state_dict: 0.weight was prepared with {text} of the state"):
+        sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())
+    sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())  # now both are the same
+
+
+def test_a_state_with_other_zeros_of_a_block_warns():
+    sparsifiers = [WeightNormSparsifier(1.0, (1, 4), zeros) for zeros in (2, 4)]
+    for sparsifier in sparsifiers:
+        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)), None)
+    with pytest.warns(UserWarning, match="zeros_per_block=4, and continues with zeros_per_block=2 of the state"):
+        sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())
