@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     each = max(args.tokens // args.window // len(chosen), 1)
     calibration = {kind: pairs(windows(tokenizer, texts[kind][0], args.window, each), 1) for kind in chosen}
     batches = joined(mixed(calibration), args.batch)
-    batches = spliced(batches, args.copies) if args.copies else batches
+    to_recover = spliced(batches, args.copies) if args.copies else batches
     settings = {"model": args.model.name if args.model else "SmolLM2", "calibrated on": args.calibrate or "a mix"}
     settings |= {
         "tokens": each * len(chosen) * args.window,
@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         start = time.perf_counter()
         if method == LOGITS:  # after "recovered"
-            recover(model, dense, batches, outputs="kl", passes=1, rate=RATE)
+            recover(model, dense, to_recover, outputs="kl", passes=1, rate=RATE)
         else:
-            model, seconds = pruned(dense, structure, method, batches, args.passes), 0.0
+            model, seconds = pruned(dense, structure, method, batches, to_recover, args.passes), 0.0
         seconds += time.perf_counter() - start
         row: dict[str, Any] = {"structure": structure, "method": method, "seconds": f"{seconds:.0f}"}
         row["peak GiB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}"
@@ -125,18 +125,22 @@ def joined(batches: Sequence[dict[str, torch.Tensor]], size: int) -> list[dict[s
     return pairs(torch.cat([batch["input_ids"] for batch in batches]), size)
 
 
-def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], passes: int) -> nn.Module:
-    """The pruned or smaller model; `passes` over the batches if it is recovered."""
+def pruned(
+    dense: nn.Module, structure: str, method: str, batches: list[Any], to_recover: list[Any], passes: int
+) -> nn.Module:
+    """The pruned or smaller model; `passes` over the batches `to_recover` if it is recovered."""
     how = METHODS[structure, method]
-    recovery = {"recover": passes} if method == "recovered" else {}
+    is_at_once = structure != BLOCKS and to_recover is batches
+    recovery = {"recover": passes} if method == "recovered" and is_at_once else {}
     if structure == UNITS:
-        return shrink(dense, ratio={"mlp": 0.25}, batches=batches, **how, **recovery)[0]
-    if structure == "2:4":
-        return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
-    small, _ = shrink_layers(dense, batches, 0.25, **how)
-    if method == "recovered":
-        recover(small, dense, batches, passes=passes)
-    return small
+        model = shrink(dense, ratio={"mlp": 0.25}, batches=batches, **how, **recovery)[0]
+    elif structure == "2:4":
+        model = prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
+    else:
+        model = shrink_layers(dense, batches, 0.25, **how)[0]
+    if method == "recovered" and not is_at_once:
+        recover(model, dense, to_recover, passes=passes)
+    return model
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -154,7 +158,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure", type=int, default=8, help="held-out windows of 512 tokens of a kind (default: 8)")
     parser.add_argument("--window", type=int, default=256, help="the tokens of a window (default: 256)")
     parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
-    parser.add_argument("--copies", type=int, default=0, help="of the windows, spliced anew (default: 0)")
+    parser.add_argument(
+        "--copies", type=int, default=0, help="of the windows, spliced anew, to recover on (default: 0)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--tasks", action="store_true", help="count the programming tasks that each model solves")
