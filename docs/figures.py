@@ -466,6 +466,11 @@ def _of_pruning() -> dict[str, str]:
     found["tasks_units_code"] = f"{float(units['divergence']):.2f}"
     blocks = {r["kind"]: r for r in read("results/quality_qwen") if r["method"] == "fitted"}
     found["tasks_blocks"] = blocks["code"]["solved"]
+    found["tasks_blocks_recovered"] = next(
+        r["solved"]
+        for r in read("results/quality_qwen")
+        if ("blocks" in r["structure"], r["method"]) == (True, "recovered")
+    )
     found |= {f"tasks_blocks_{kind.lower()}": f"{float(blocks[kind]['divergence']):.2f}" for kind in ("code", "German")}
     for r in read("benchmarks/results/look_first"):
         name = f"look_{r['model'].lower()}{'' if r['left dense'] == '-' else '_excluded'}"

@@ -80,7 +80,7 @@ OF_QWEN += ("--calibrate", "functions,code", "--measure", "2", "--tokens", "1638
 QWEN = (
     (*OF_QWEN, "--structures", "2:4", "--methods", "sparsegpt,admm,recovered"),
     (*OF_QWEN, "--structures", UNITS.split(",")[0], "--methods", "recovered"),
-    (*OF_QWEN, "--structures", "a quarter of the blocks", "--methods", "removed,fitted"),
+    (*OF_QWEN, "--structures", "a quarter of the blocks", "--methods", "removed,fitted,recovered"),
 )
 FEW_TOKENS = ("--structures", "2:4", "--methods", "recovered", "--tokens", "8192", "--name", "quality_spliced")
 FEW_TOKENS += ("--threads", "1")
