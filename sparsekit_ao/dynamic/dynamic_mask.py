@@ -102,8 +102,10 @@ class DynamicMask(WeightMask):
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """As `WeightMask`; a loaded mask is initialized."""
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.was_loaded = True
-        self.is_initialized |= f"{prefix}mask" in state_dict and not self.mask.is_meta
+        self.was_loaded, is_from_dense = True, vars(self).pop("_from_dense", False)
+        self.is_initialized |= f"{prefix}mask" in state_dict and not self.mask.is_meta and not is_from_dense
+        if self.opened.is_meta and not self.mask.is_meta:  # assigned
+            self.opened = torch.tensor(self.is_open, device=self.mask.device)
 
 
 class _TwoMasks(torch.autograd.Function):

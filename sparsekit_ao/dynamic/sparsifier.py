@@ -294,16 +294,16 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
 
     def _squash(self, model: nn.Module) -> None:
         """Squash such that the next optimizer step keeps the zeros, and detach the optimizers."""
-        masked = [(original(g), self.live_mask(g)) for g in self.groups]
-        super()._squash(model)
-        if model is not self.model:
-            return
-        for parameter, mask in masked:
+        # Masks are removed last, so that the call can be repeated after an error.
+        for group in self.groups if model is self.model else ():
+            parameter, mask = original(group), self.live_mask(group)
             if parameter.grad is not None:
                 parts = LocalParts(parameter, mask, has_gradient=True)
                 parts.gradient.copy_(select(parts.gradient, parts.mask))
             reset_state(self._capture.optimizers, parameter, mask == 0)
-        self._capture.detach()
+        super()._squash(model)
+        if model is self.model:
+            self._capture.detach()
 
     def _needs(self) -> dict[str, tuple[str, ...]]:
         needs = tuple(dict.fromkeys(n for criterion in self.settings.criteria for n in criterion.statistics))

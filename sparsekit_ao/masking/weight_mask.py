@@ -403,8 +403,11 @@ def _take_dense(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         mask, key = find_mask(module, name), f"{prefix}parametrizations.{name}"
         if mask is None or f"{prefix}{name}" not in state_dict or len(_chain(module, name)) > 1:
             continue
-        state_dict[f"{key}.original"] = state_dict.pop(f"{prefix}{name}")
+        state_dict[f"{key}.original"] = weight = state_dict.pop(f"{prefix}{name}")
+        vars(mask)["_from_dense"] = True  # the mask is not loaded
         for buffer, value in mask.state_dict().items():
+            if value.is_meta and not weight.is_meta:  # `assign=True` brings the weight, and no `_apply` follows
+                value = torch.ones(value.shape, dtype=value.dtype, device=weight.device)
             state_dict.setdefault(f"{key}.0.{buffer}", value)
 
 

@@ -5,7 +5,7 @@ import torch
 from growing import OPTIMIZERS, batch, equal, masks, mlp, prepared, train
 from torch import nn
 
-from sparsekit_ao import DynamicSparsifier, ScopeSparsifier, SparsityError, Static, TopKAST
+from sparsekit_ao import SET, DynamicSparsifier, ScopeSparsifier, SparsityError, Static, TopKAST
 
 
 def on_meta(kind=DynamicSparsifier, **arguments):
@@ -99,3 +99,25 @@ def test_tied_masks_that_leave_the_meta_device_are_all_true(kind):
     kept = sparsifier.mask("a.weight").clone()
     model.double()
     assert torch.equal(sparsifier.mask("a.weight") != 0, kept != 0) and not kept.all()
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda: ScopeSparsifier(0.5), lambda: TopKAST(0.5, backward_level=0.25), lambda: SET(0.5)]
+)
+def test_dense_weights_that_are_assigned_to_a_model_on_the_meta_device(kind):
+    dense, x = mlp(), batch(0)[0]
+    with torch.device("meta"):
+        model = mlp()
+    sparsifier = kind()
+    sparsifier.prepare(model)
+    model.load_state_dict(dense.state_dict(), assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.attach(optimizer)
+    if isinstance(sparsifier, DynamicSparsifier):
+        assert 0 < int(sparsifier.mask("0.weight").sum()) < sparsifier.mask("0.weight").numel()
+    else:
+        assert torch.equal(model(x), dense(x))
+    model(x).sum().backward()
+    optimizer.step()
+    sparsifier.step()
+    assert not sparsifier.mask("0.weight").all() and not any(b.is_meta for b in model.buffers())

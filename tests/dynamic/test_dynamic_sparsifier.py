@@ -542,3 +542,17 @@ def test_dropped_weights_are_zero_in_the_step_after_a_load(loads, make):
     for group in sparsifier.groups:
         weight = group["module"].parametrizations.weight.original
         assert not weight[sparsifier.mask(group["tensor_fqn"]) == 0].any()
+
+
+def test_a_squash_that_fails_on_a_gradient_can_be_repeated():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = RigL(0.8, optimizer, until=100)
+    sparsifier.prepare(model)
+    parameter = model[0].parametrizations.weight.original
+    parameter.grad = torch.zeros_like(parameter).to_sparse()
+    with pytest.raises(Exception, match=r".+"):
+        sparsifier.squash_mask()
+    parameter.grad = None
+    sparsifier.squash_mask()
+    assert type(model[0]) is nn.Linear and (model[0].weight == 0).any()
