@@ -136,7 +136,8 @@ def TopKAST(sparsity_level: float, backward_level: float | None = None, **argume
     """Use fewer weights in the forward pass than get a gradient (Top-KAST, arXiv 2106.03517).
 
     The fraction `sparsity_level` of each scope is dropped in the forward pass, and the smaller fraction
-    `backward_level` gets no gradient. By default, twice as many weights get a gradient as are kept.
+    `backward_level` gets no gradient. By default, twice as many weights get a gradient as are kept; with a pattern or
+    `nnz` in place of a level, `backward_level` must be given. It must not exceed a level that a scheduler sets.
 
     >>> TopKAST(0.75).backward_level
     0.5

@@ -34,9 +34,11 @@ def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
     # parameters of its module. Shapes are not compared by torch.
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     for o in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        shapes = {p.shape for group in getattr(o, "param_groups", ()) for p in group["params"]}
         for parameter, state in getattr(o, "state", {}).items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
-                if key in _OF_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                is_moved = isinstance(value, Tensor) and value.shape != parameter.shape and value.shape in shapes
+                if key in _OF_PARAMETER and is_moved:  # other shapes are those of optimizers of low rank
                     name = names.get(id(parameter), "a parameter")
                     raise SparsityError(
                         f"the optimizer's {key!r} of {name} is {tuple(value.shape)}, but the parameter is "

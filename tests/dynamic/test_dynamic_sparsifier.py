@@ -556,3 +556,16 @@ def test_a_squash_that_fails_on_a_gradient_can_be_repeated():
     parameter.grad = None
     sparsifier.squash_mask()
     assert type(model[0]) is nn.Linear and (model[0].weight == 0).any()
+
+
+def test_state_of_low_rank_is_no_state_of_another_parameter():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model)
+    weight = model[0].parametrizations.weight.original
+    optimizer.state[weight] = {"exp_avg": torch.zeros(2, weight.shape[1] + 1)}  # as GaLore keeps it
+    sparsifier.attach(optimizer)
+    optimizer.state[weight] = {"exp_avg": torch.zeros_like(model[0].bias)}  # loaded from another order
+    with pytest.raises(SparsityError, match="its state was saved for a model in which other tensors"):
+        sparsifier.attach(optimizer)
