@@ -453,7 +453,9 @@ def _of_pruning() -> dict[str, str]:
         found[f"{name}_tokens"] = f"{int(tokens):,}"
         if structure == "2:4":
             found[f"{name}_share"] = f"{row['mean'] / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
-    of_few = [r for r in read("results/quality_spliced") if r["kind"] == "mean"]
+    *of_few, of_all = [r for r in read("results/quality_spliced") if r["kind"] == "mean"]
+    found |= {"all_spliced": f"{float(of_all['divergence']):.2f}", "all_tokens": f"{int(of_all['tokens']):,}"}
+    found["all_spliced_share"] = f"{float(of_all['divergence']) / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
     for name, row in zip(("plain", "spliced"), of_few, strict=True):
         found[f"few_{name}"], found["few_tokens"] = f"{float(row['divergence']):.2f}", f"{int(row['tokens']):,}"
     found["few_times"] = f"{float(of_few[1]['seconds']) / float(of_few[0]['seconds']):.1f}"
