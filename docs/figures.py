@@ -454,6 +454,8 @@ def _of_pruning() -> dict[str, str]:
         if structure == "2:4":
             found[f"{name}_share"] = f"{row['mean'] / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
     *of_few, of_all = [r for r in read("results/quality_spliced") if r["kind"] == "mean"]
+    *of_few, few_later = of_few
+    found["few_later"] = f"{float(few_later['divergence']):.2f}"
     found |= {"all_spliced": f"{float(of_all['divergence']):.2f}", "all_tokens": f"{int(of_all['tokens']):,}"}
     found["all_spliced_share"] = f"{float(of_all['divergence']) / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
     for name, row in zip(("plain", "spliced"), of_few, strict=True):

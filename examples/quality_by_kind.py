@@ -9,7 +9,8 @@
 2:4 drops weights of all Linear layers but the output layer; then a quarter of the units of each MLP leaves the model,
 or a quarter of the blocks. All methods calibrate on the same tokens, equally many of each kind but German. A kind that
 comes only where `--calibrate` names it is "functions": headers of functions, with bodies that the dense model writes.
-"and logits" trains the recovered model once more as a whole, towards the dense model's logits. `quality`
+"and logits" trains the recovered model once more as a whole, towards the dense model's logits; "recovered later", which
+runs only if it is named, prunes on the windows and then recovers on them and their `--copies`. `quality`
 compares the results with the dense model on held-out texts of all kinds: divergence in nats per token, share of equal
 first choices, perplexity. Writes a CSV with a row for each kind and one for the mean over the kinds other than German.
 """
@@ -32,6 +33,7 @@ from sparsekit_ao import mixed, prune, quality, recover, spliced
 from sparsekit_ao.removal import shrink, shrink_layers
 
 LOGITS, RATE = "and logits", 0.0005  # the recovered model, trained once more at this rate
+LATER = "recovered later"  # pruned on the windows alone, and then recovered on them and their copies
 UNITS, BLOCKS = "a quarter of the MLP units", "a quarter of the blocks"
 # {(structure, method): arguments of `prune`, `shrink` or `shrink_layers`}
 METHODS: dict[tuple[str, str], dict[str, Any]] = {
@@ -40,6 +42,7 @@ METHODS: dict[tuple[str, str], dict[str, Any]] = {
     ("2:4", "sparsegpt"): {"compensate": "sparsegpt"},
     ("2:4", "admm"): {},
     ("2:4", "recovered"): {},
+    ("2:4", LATER): {},
     ("2:4", LOGITS): {},
     (UNITS, "obs"): {"score": "obs"},
     (UNITS, "recovered"): {"score": "obs"},
@@ -70,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     held_out = {kind: pairs(windows(tokenizer, own[1], length, count), 1) for kind, own in texts.items()}
     each = max(args.tokens // args.window // len(chosen), 1)
     calibration = {kind: pairs(windows(tokenizer, texts[kind][0], args.window, each), 1) for kind in chosen}
-    batches = joined(mixed(calibration), args.batch)
-    to_recover = spliced(batches, args.copies) if args.copies else batches
+    once = joined(mixed(calibration), args.batch)
+    batches = spliced(once, args.copies) if args.copies else once
     settings = {"model": args.model.name if args.model else "SmolLM2", "calibrated on": args.calibrate or "a mix"}
     settings |= {
         "tokens": each * len(chosen) * args.window,
@@ -87,9 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         start = time.perf_counter()
         if method == LOGITS:  # after "recovered"
-            recover(model, dense, to_recover, outputs="kl", passes=1, rate=RATE)
+            recover(model, dense, batches, outputs="kl", passes=1, rate=RATE)
         else:
-            model, seconds = pruned(dense, structure, method, batches, to_recover, args.passes), 0.0
+            model, seconds = pruned(dense, structure, method, once if method == LATER else batches, args.passes), 0.0
+            if method == LATER:
+                recover(model, dense, batches, passes=args.passes)
         seconds += time.perf_counter() - start
         row: dict[str, Any] = {"structure": structure, "method": method, "seconds": f"{seconds:.0f}"}
         row["peak GiB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}"
@@ -125,22 +130,18 @@ def joined(batches: Sequence[dict[str, torch.Tensor]], size: int) -> list[dict[s
     return pairs(torch.cat([batch["input_ids"] for batch in batches]), size)
 
 
-def pruned(
-    dense: nn.Module, structure: str, method: str, batches: list[Any], to_recover: list[Any], passes: int
-) -> nn.Module:
-    """The pruned or smaller model; `passes` over the batches `to_recover` if it is recovered."""
+def pruned(dense: nn.Module, structure: str, method: str, batches: list[Any], passes: int) -> nn.Module:
+    """The pruned or smaller model; `passes` over the batches if it is recovered."""
     how = METHODS[structure, method]
-    is_at_once = structure != BLOCKS and to_recover is batches
-    recovery = {"recover": passes} if method == "recovered" and is_at_once else {}
+    recovery = {"recover": passes} if method == "recovered" else {}
     if structure == UNITS:
-        model = shrink(dense, ratio={"mlp": 0.25}, batches=batches, **how, **recovery)[0]
-    elif structure == "2:4":
-        model = prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
-    else:
-        model = shrink_layers(dense, batches, 0.25, **how)[0]
-    if method == "recovered" and not is_at_once:
-        recover(model, dense, to_recover, passes=passes)
-    return model
+        return shrink(dense, ratio={"mlp": 0.25}, batches=batches, **how, **recovery)[0]
+    if structure == "2:4":
+        return prune(dense, structure, batches=batches, exclude=["lm_head"], **how, **recovery)[0]
+    small, _ = shrink_layers(dense, batches, 0.25, **how)
+    if method == "recovered":
+        recover(small, dense, batches, passes=passes)
+    return small
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -158,9 +159,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure", type=int, default=8, help="held-out windows of 512 tokens of a kind (default: 8)")
     parser.add_argument("--window", type=int, default=256, help="the tokens of a window (default: 256)")
     parser.add_argument("--passes", type=int, default=2, help="of recovery over the tokens (default: 2)")
-    parser.add_argument(
-        "--copies", type=int, default=0, help="of the windows, spliced anew, to recover on (default: 0)"
-    )
+    parser.add_argument("--copies", type=int, default=0, help="of the windows, spliced anew (default: 0)")
     parser.add_argument("--batch", type=int, default=4, help="windows in a batch (default: 4)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--tasks", action="store_true", help="count the programming tasks that each model solves")
@@ -170,7 +169,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = tuple(dict.fromkeys(method for _, method in METHODS))
     args.structures = args.structures.split(",")
-    args.methods = args.methods.split(",") if args.methods else names
+    args.methods = args.methods.split(",") if args.methods else tuple(name for name in names if name != LATER)
     if unknown := [one for one in args.methods if one not in names]:
         parser.error(f"--methods: {unknown[0]!r} is none of {', '.join(names)}")
     if LOGITS in args.methods and "recovered" not in args.methods:

@@ -85,6 +85,7 @@ QWEN = (
 FEW_TOKENS = ("--structures", "2:4", "--methods", "recovered", "--tokens", "8192", "--name", "quality_spliced")
 FEW_TOKENS += ("--threads", "1")
 COPIES = ("--copies", "3", "--passes", "1")
+LATER = (*COPIES, "--methods", "recovered later")
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
     "prune_minilm_2_4_more": _minilm("2:4", 8, "prune_minilm_2_4_more.csv", *MORE),
@@ -110,7 +111,7 @@ JOBS: dict[str, Job] = {
         "quality_by_kind.py",
         35,
         {"results/quality_spliced.csv": "quality_spliced.csv"},
-        (FEW_TOKENS, (*FEW_TOKENS, *COPIES), (*FEW_TOKENS, *COPIES, "--tokens", "32768")),
+        (FEW_TOKENS, (*FEW_TOKENS, *COPIES), (*FEW_TOKENS, *LATER), (*FEW_TOKENS, *LATER, "--tokens", "32768")),
     ),
     "quality_qwen": Job("quality_by_kind.py", 180, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),
