@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from sparsekit_ao import RigL, Static
 
-EPOCHS = 2 if TINY else 60
+EPOCHS = 3 if TINY else 60
 STEPS = EPOCHS * 20
 METHODS = {
     "dense": None,
