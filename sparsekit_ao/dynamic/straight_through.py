@@ -95,7 +95,7 @@ class StraightThrough(Calibrated, BudgetSparsifier):
             raise SparsityError("step: decay is added before an optimizer's step; call sparsifier.attach(optimizer)")
         if self.decay and has_process_group():
             self._refuse_replaced(self._hooks.optimizers)
-        if self.enable_mask_update:
+        if self.enable_mask_update and self.backward_level:
             self._check_groups(self.groups)  # a scheduler, or the user, may have changed levels
         super().step(use_path)
 

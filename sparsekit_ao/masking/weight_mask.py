@@ -118,7 +118,8 @@ class WeightMask(FakeSparsity):
 
     mask: Tensor
     _kept: _ConvertedMask | None = None  # of an earlier forward pass on a CPU
-    _blank: int | None = None  # the version of a mask that left the meta device, which is applied twice if it is tied
+    # A mask that has left the meta device, and its version then. A tied one is applied twice.
+    _blank: tuple[Tensor, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weight with dropped elements exactly zero, in its own shape and dtype."""
@@ -145,8 +146,8 @@ class WeightMask(FakeSparsity):
         return kept.converted
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle or copy, without the conversion that is kept for forward passes."""
-        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
+        """Return the attributes to pickle or copy, without the conversion that is kept, and what is of this tensor."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_kept", "_blank")}
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Do as any module in `.to()` and the like; a mask that leaves the meta device, without values, is all True."""
@@ -154,13 +155,14 @@ class WeightMask(FakeSparsity):
         super()._apply(*args, **kwargs)
         if has_no_values and not self.mask.is_meta:
             self.mask.fill_(True)
-            self._blank = self.mask._version
+            self._blank = None if self.mask.is_inference() else (self.mask, self.mask._version)
         return self
 
     @property
     def has_no_values(self) -> bool:
         """Whether nothing was written into the mask since it was made on the meta device, or left that."""
-        return self.mask.is_meta or (self._blank is not None and self._blank == self.mask._version)
+        mask, version = self._blank or (None, 0)
+        return self.mask.is_meta or (mask is self.mask and self.mask._version == version)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Load as any module does. A whole mask can also be loaded into a sharded one, and a sharded into a whole."""
@@ -404,7 +406,7 @@ def _take_dense(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         if mask is None or f"{prefix}{name}" not in state_dict or len(_chain(module, name)) > 1:
             continue
         state_dict[f"{key}.original"] = weight = state_dict.pop(f"{prefix}{name}")
-        vars(mask)["_from_dense"] = True  # the mask is not loaded
+        vars(mask)["_from_dense"] = f"{key}.0.mask" not in state_dict  # then the mask is not loaded
         for buffer, value in mask.state_dict().items():
             if value.is_meta and not weight.is_meta:  # `assign=True` brings the weight, and no `_apply` follows
                 value = torch.ones(value.shape, dtype=value.dtype, device=weight.device)

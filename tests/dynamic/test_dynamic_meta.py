@@ -1,5 +1,7 @@
 """Masks of a model on the meta device: budgets in `prepare`, masks once there is memory."""
 
+import copy
+
 import pytest
 import torch
 from growing import OPTIMIZERS, batch, equal, masks, mlp, prepared, train
@@ -97,8 +99,20 @@ def test_tied_masks_that_leave_the_meta_device_are_all_true(kind):
             p.normal_()
     sparsifier.step()
     kept = sparsifier.mask("a.weight").clone()
+    for one in (copy.deepcopy(model), model):  # versions of copied tensors begin anew
+        one.double()
+        assert torch.equal(one["a"].parametrizations.weight[0].mask != 0, kept != 0) and not kept.all()
+
+
+def test_a_model_may_leave_the_meta_device_in_inference_mode():
+    with torch.device("meta"):
+        model = mlp()
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model)
+    with torch.inference_mode():
+        model.to_empty(device="cpu")
+    assert sparsifier.mask("0.weight").all()
     model.double()
-    assert torch.equal(sparsifier.mask("a.weight") != 0, kept != 0) and not kept.all()
 
 
 @pytest.mark.parametrize(
