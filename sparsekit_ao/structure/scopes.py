@@ -224,14 +224,13 @@ class SparseScope(Thresholded):
 
         The values of a tensor on another device than the CPU are not checked: that would wait for the device.
         """
-        where = self.prefix()
         if isinstance(nnz, bool) or not isinstance(nnz, (int, Tensor)):
-            raise SparsityError(f"{where}nnz must be an int or an integer tensor, got {nnz!r}")
+            raise SparsityError(f"{self.prefix()}nnz must be an int or an integer tensor, got {nnz!r}")
         low = high = nnz
         if isinstance(nnz, Tensor):
             if nnz.is_floating_point() or nnz.dtype == torch.bool or tuple(nnz.shape) not in ((), self.grid_shape):
                 raise SparsityError(
-                    f"{where}nnz must be an integer tensor of the scope grid's shape {self.grid_shape}, "
+                    f"{self.prefix()}nnz must be an integer tensor of the scope grid's shape {self.grid_shape}, "
                     f"got {nnz.dtype} {tuple(nnz.shape)}"
                 )
             readable = nnz.numel() > 0 and nnz.device.type == "cpu"
@@ -240,7 +239,7 @@ class SparseScope(Thresholded):
         blocks = self.numblk_per_scope()
         if not (least <= low and high <= blocks - spare):
             raise SparsityError(
-                f"{where}nnz must lie in {least} .. {blocks - spare} (a scope has {blocks} blocks), got "
+                f"{self.prefix()}nnz must lie in {least} .. {blocks - spare} (a scope has {blocks} blocks), got "
                 + (f"{low}" if low == high else f"{low} .. {high}")
             )
         return nnz
