@@ -46,6 +46,7 @@ METHODS: dict[tuple[str, str], dict[str, Any]] = {
     ("2:4", LOGITS): {},
     (UNITS, "obs"): {"score": "obs"},
     (UNITS, "recovered"): {"score": "obs"},
+    (UNITS, LATER): {"score": "obs"},
     (UNITS, LOGITS): {},
     (BLOCKS, "removed"): {"compensate": None},
     (BLOCKS, "fitted"): {},

@@ -91,9 +91,9 @@ class DynamicMask(WeightMask):
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As `WeightMask`; buffers that leave the meta device get their values, which they could not have there."""
-        has_no_values = self.has_no_values
+        before, has_no_values = self.opened, self.has_no_values
         super()._apply(*args, **kwargs)
-        if has_no_values and not self.opened.is_meta:
+        if has_no_values and self.opened is not before and not self.opened.is_meta:
             self.opened.fill_(self.is_open)
             if self.backward_mask is not None:
                 self.backward_mask.fill_(True)
@@ -101,8 +101,8 @@ class DynamicMask(WeightMask):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """As `WeightMask`; a loaded mask is initialized."""
+        self.was_loaded, is_from_dense = True, vars(self).get("_from_dense", False)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.was_loaded, is_from_dense = True, vars(self).pop("_from_dense", False)
         self.is_initialized |= f"{prefix}mask" in state_dict and not self.mask.is_meta and not is_from_dense
         if self.opened.is_meta and not self.mask.is_meta:  # assigned
             self.opened = torch.tensor(self.is_open, device=self.mask.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..distributed import is_placed_like, is_sharded, placed_like, refuse_gathered, without_fsdp_class
+from ..distributed import is_placed_like, is_sharded, local, placed_like, refuse_gathered, without_fsdp_class
 from ..errors import SparsityError, checked_model
 from ..torch_ao import FakeSparsity
 
@@ -118,8 +118,7 @@ class WeightMask(FakeSparsity):
 
     mask: Tensor
     _kept: _ConvertedMask | None = None  # of an earlier forward pass on a CPU
-    # A mask that has left the meta device, and its version then. A tied one is applied twice.
-    _blank: tuple[Tensor, int] | None = None
+    _has_left_meta = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weight with dropped elements exactly zero, in its own shape and dtype."""
@@ -146,26 +145,27 @@ class WeightMask(FakeSparsity):
         return kept.converted
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle or copy, without the conversion that is kept, and what is of this tensor."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_kept", "_blank")}
+        """Return the attributes to pickle or copy, without the conversion that is kept."""
+        return {k: v for k, v in self.__dict__.items() if k != "_kept"}
 
     def _apply(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Do as any module in `.to()` and the like; a mask that leaves the meta device, without values, is all True."""
-        has_no_values, self._kept = self.has_no_values, None
+        before, has_no_values, self._kept = self.mask, self.has_no_values, None
         super()._apply(*args, **kwargs)
-        if has_no_values and not self.mask.is_meta:
+        if has_no_values and self.mask is not before and not self.mask.is_meta:
             self.mask.fill_(True)
-            self._blank = None if self.mask.is_inference() else (self.mask, self.mask._version)
+            self._has_left_meta = True
         return self
 
     @property
     def has_no_values(self) -> bool:
-        """Whether nothing was written into the mask since it was made on the meta device, or left that."""
-        mask, version = self._blank or (None, 0)
-        return self.mask.is_meta or (mask is self.mask and self.mask._version == version)
+        """Whether the mask is on the meta device, or has left it and is all True still."""
+        # `to_empty` calls `_apply` of a tied mask twice, and the second call replaces the values of the first.
+        return self.mask.is_meta or (self._has_left_meta and bool(local(self.mask).all()))
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Load as any module does. A whole mask can also be loaded into a sharded one, and a sharded into a whole."""
+        vars(self).pop("_from_dense", None)
         for name, own in self.named_buffers():
             saved = state_dict.get(f"{prefix}{name}")
             if isinstance(saved, Tensor) and saved.shape == own.shape:

@@ -112,7 +112,22 @@ def test_a_model_may_leave_the_meta_device_in_inference_mode():
     with torch.inference_mode():
         model.to_empty(device="cpu")
     assert sparsifier.mask("0.weight").all()
+    model.float()
     model.double()
+
+
+@pytest.mark.parametrize("kind", [lambda: ScopeSparsifier(0.5), lambda: TopKAST(0.5, backward_level=0.25)])
+def test_a_mask_that_is_written_where_autograd_does_not_see_it_stays(kind):
+    with torch.device("meta"):
+        model = mlp()
+    sparsifier = kind()
+    sparsifier.prepare(model)
+    initialize(model)
+    layer = model[0].parametrizations.weight[0]
+    kept = torch.arange(layer.mask.numel()).view_as(layer.mask) % 4 < 2
+    layer.mask.data.copy_(kept)  # as torch.distributed.broadcast writes
+    model.half()
+    assert torch.equal(layer.mask != 0, kept)
 
 
 @pytest.mark.parametrize(
