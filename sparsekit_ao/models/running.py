@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -217,16 +218,25 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model afterwards, such as counters of a forward, also where a module replaced them."""
-    kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+def kept_states(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers and plain attributes of all modules afterwards, such as counters of a forward."""
+    states = [(m, {**vars(m)}, dict(m._buffers.items())) for m in model.modules()]
+    buffers = [b for _, _, own in states for b in own.values() if b is not None and not b.is_meta and not is_lazy(b)]
+    values = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
-        for module, name, buffer, value in kept:
-            if not buffer.is_meta and not torch.equal(buffer, value):
-                buffer.copy_(value)
-            module._buffers[name] = buffer
+        for buffer, value in zip(buffers, values, strict=True):
+            if not torch.equal(buffer, value):
+                buffer.resize_(value.shape).copy_(value)
+        for module, attributes, own in states:
+            for name in [name for name, _ in module._buffers.items() if name not in own]:
+                del module._buffers[name]
+            for name, kept in own.items():
+                module._buffers[name] = kept
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
 
 
 @contextlib.contextmanager

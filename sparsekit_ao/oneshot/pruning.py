@@ -29,7 +29,7 @@ from ..models.names import (
     weights_by_name,
 )
 from ..models.progress import public_call, text_of_call
-from ..models.running import TokenMask, kept_buffers
+from ..models.running import TokenMask, kept_states
 from ..patterns import Pattern
 from ..scores import Score, needs_of, parse_score
 from ..sparsifiers.config import TensorGroup, make_config
@@ -239,14 +239,14 @@ def prune(
     others = {"keep_zeros": keep_zeros, "exclude": exclude, "score": score, "compensate": compensate}
     given = {} if masks is None else _checked_masks(pruned, masks, others)
     method = None if batches is None else compensate
-    with kept_buffers(pruned) if dry_run else contextlib.nullcontext():
+    with kept_states(pruned) if dry_run else contextlib.nullcontext():
         layers, left_out = _layers_of(model, data, sparsifier, exclude, method, token_mask, given)
     layers.keeps_zeros = keep_zeros
     if given and sparsity_level is not None:
         check_masks(layers.pruning_groups, layers.groups, {name: (mask, False) for name, mask in given.items()})
     options = {"device": device, "stream_memory": stream_memory}
     if dry_run:
-        with kept_buffers(pruned):
+        with kept_states(pruned):
             dry = planned_run(layers, data, all_data, options, passes, not inplace, start)
         dry = replace(dry, left_out=left_out)
         _warn_of_dense(dry, bool(given))

@@ -21,7 +21,7 @@ from ..models.running import (
     checked_list,
     copied_tensors,
     eval_mode,
-    kept_buffers,
+    kept_states,
     tensors_in,
 )
 from ..tables import Table
@@ -158,7 +158,7 @@ def quality(
     for kind, of_kind in by_kind.items():
         check_batches(of_kind, token_mask, forward, "quality" if by_kind is not batches else f"quality: kind {kind!r}")
     comparison = _Comparison(dense, model, forward, token_mask)
-    with eval_mode(dense), eval_mode(model), kept_buffers(dense), kept_buffers(model):
+    with eval_mode(dense), eval_mode(model), kept_states(dense), kept_states(model):
         rows = [comparison.row(str(kind), of_kind) for kind, of_kind in by_kind.items()]
     if len(rows) > 1:
         columns = {field.name: [getattr(row, field.name) for row in rows] for field in fields(QualityRow)[2:]}

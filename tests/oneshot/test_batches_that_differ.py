@@ -181,6 +181,41 @@ def test_buffers_stay_in_a_dry_run_and_in_a_comparison():
     assert model[1].calls == 1
 
 
+class Remembers(nn.Module):
+    """Keeps state in attributes beside its buffers, some of which come, go or grow with a forward."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("seen", None)
+        self.kind, self.done = kind, False
+
+    def forward(self, x):
+        if self.kind == "a flag" and not self.done:
+            self.scale.copy_(x.abs().max())
+            self.done = True
+        if self.kind == "a size":
+            self.scale.resize_(len(x)).fill_(2)
+        if self.kind == "a buffer that is empty":
+            self.seen = x.mean() if self.seen is None else self.seen
+        if self.kind == "a new buffer" and not hasattr(self, "other"):
+            self.register_buffer("other", x.mean())
+        return x / self.scale.max() + (0 if self.seen is None else self.seen) + getattr(self, "other", 0)
+
+
+@pytest.mark.parametrize("kind", ["a flag", "a size", "a buffer that is empty", "a new buffer"])
+@pytest.mark.parametrize("call", ["a dry run", "in place", "quality"])
+def test_states_of_modules_stay(kind, call):
+    model, batches = nn.Sequential(nn.Linear(16, 16), Remembers(kind)).eval(), [normal(64, 16, seed=k) for k in (0, 1)]
+    wanted = [copy.deepcopy(model)(batch) for batch in (torch.ones(3, 16), *batches)]
+    if call == "quality":
+        quality(copy.deepcopy(model), model, batches)
+    else:
+        prune(model, "2:4", batches=batches, dry_run=True, inplace=call == "in place")
+    found = [copy.deepcopy(model)(batch) for batch in (torch.ones(3, 16), *batches)]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
 def test_batches_stay_where_a_model_changes_its_inputs():
     model = Net(lambda m, x: m.fc(x.mul_(2.0)), fc=nn.Linear(16, 4))
     batches = [normal(8, 16)]
