@@ -46,6 +46,7 @@ from ..models.running import (
 )
 from .identity import digest_of
 
+_OF_ALL = {*vars(nn.Module()), "forward"}  # attributes that every module may have
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -310,6 +311,8 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
     for links in tried:  # not in the forward of the model, which may record what blocks give
         links.is_chain &= len(links._read) == len(links.blocks)
         _find(links)
+    checked = [] if is_elsewhere(data.model) else tried  # offloaded blocks would be loaded once more
+    held = [_held_by(links.blocks) for links in checked]
     # What blocks read is compared for the first batch only. Other batches run with blocks that return their input, if
     # that calls them in order, so that a model larger than memory is read once. Where blocks pass on more than that,
     # their outputs are compared too.
@@ -320,12 +323,21 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
         checks = checks if all(checks) else _are_in_order(data, chains, index, replaces=False)
         for links, is_in_order in zip(chains, checks, strict=True):
             links.is_chain = is_in_order
-    # Blocks may read what the model has set for the last batch. Offloaded ones would be loaded once more.
-    for links in tried if len(data.batches) > 1 and not is_elsewhere(data.model) else ():
-        digests = links.digests
-        _find(links)
-        links.is_chain &= links.digests == digests
+        # Blocks may read what the model has set for this batch.
+        is_last = index == len(data.batches) - 1
+        for links, before in zip(checked, held, strict=True):
+            if links.is_chain and (is_last or _held_by(links.blocks) != before):
+                digests = links.digests
+                _find(links)
+                links.is_chain &= links.digests == digests
     return tried
+
+
+def _held_by(blocks: Sequence[nn.Module]) -> str:
+    """Return a digest of the buffers of blocks and of their own attributes, which a model may set for each batch."""
+    modules = [module for block in blocks for module in block.modules()]
+    own = [[*m._buffers.values(), *(value for name, value in vars(m).items() if name not in _OF_ALL)] for m in modules]
+    return digest_of(own, "")
 
 
 def _find(links: _Links) -> None:

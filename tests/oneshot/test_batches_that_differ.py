@@ -116,6 +116,34 @@ def test_blocks_that_read_what_the_model_has_set_for_a_batch():
     assert prune(model, "2:4", batches=lengths)[1].blocks == 0
 
 
+class Holds(Block):
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "a buffer":
+            self.register_buffer("held", torch.ones(1))
+        else:
+            self.held = [1.0] if kind == "a list" else torch.ones(1)
+
+    def forward(self, x):
+        return super().forward(x * self.held[0])
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "a buffer", "a list"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_blocks_that_read_what_the_model_has_set_for_a_batch_in_the_middle(kind, first):
+    def sets(m, x, scale):
+        for block in m.blocks[first:]:
+            block.held[0] = scale
+        for block in m.blocks:
+            x = block(x)
+        return x
+
+    model = Net(sets, blocks=nn.ModuleList(Holds(kind) for _ in range(3)))
+    batches = [(normal(64, 16, seed=k), scale) for k, scale in enumerate((1.0, 5.0, 1.0))]
+    assert prune(model, "2:4", batches=batches)[1].blocks == 0
+    assert prune(model, "2:4", batches=[batches[0], batches[2]])[1].blocks == 3
+
+
 def test_outputs_of_the_last_block_that_lie_in_one_tensor():
     batches = [normal(32, 16), normal(64, 16, seed=1), 100 * normal(64, 16, seed=2)]
     found = []
