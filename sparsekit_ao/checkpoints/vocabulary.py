@@ -22,7 +22,10 @@ from ..removal.sizes import has_config, read_again
 from ..removal.verify import Reference
 
 WHERE = "shrink_vocabulary: "
-_IDS = re.compile(r".*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")  # entries of configs
+# names of ids, in configs and modules
+_IDS = re.compile(r"(?!(n|num|max)_).*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")
+# In these text models an end token of 2 is no token: it says that the last hidden state is that of the largest id.
+_WITH_LARGEST = ("clip_text_model", "clipseg_text_model", "groupvit_text_model", "xclip_text_model")
 _SIZES = re.compile(r"(?!.*type_vocab).*vocab_size.*|n_words")  # the entries that hold the number of tokens
 # Entries of generation configs that hold ids in other forms.
 _OTHER_IDS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias", "lang_to_id", "task_to_id")
@@ -82,10 +85,11 @@ def shrink_vocabulary(
     owners: list[Any] = [getattr(module, "config", None) for module in small.modules()]
     owners += [config.get_text_config() for config in owners if hasattr(config, "get_text_config")]
     owners.append(getattr(small, "generation_config", None))
-    configs: list[dict[str, Any]] = [*{id(one): vars(one) for one in owners if one is not None}.values()]
+    owners = [*{id(one): one for one in owners if one is not None}.values()]
+    configs = [vars(config) for config in owners]
     # Modules may hold ids that their config had when they were made.
-    with_ids: list[dict[str, Any]] = [*configs, *(module.__dict__ for module in small.modules())]
-    kept = {*asked, *itertools.chain(*map(_ids_in, with_ids))}
+    with_ids = [*owners, *small.modules()]
+    kept = {*asked, *(at for owner in with_ids for ids in _ids_in(owner).values() for at in ids)}
     kept |= {getattr(layer, "padding_idx", None) for layer in _tables_of(small)} - {None}
     if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:
         raise SparsityError(f"{WHERE}the generation config has ids in {found[0]}, which cannot follow; set it to None")
@@ -111,10 +115,10 @@ def shrink_vocabulary(
     for text, ids in encoded.items() if data is not None else ():
         if tokenizer(text, truncation=False, padding=False)["input_ids"] != [new[token] for token in ids]:
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
-    for entries in with_ids:
-        for name in filter(_IDS.fullmatch, [*entries]):
-            value = entries[name]
-            entries[name] = [new.get(at, at) for at in value] if isinstance(value, list) else new.get(value, value)
+    for owner in with_ids:
+        for name, ids in _ids_in(owner).items():
+            value, followed = vars(owner)[name], [new.get(at, at) for at in ids]
+            vars(owner)[name] = type(value)(followed) if isinstance(value, (list, tuple)) else followed[0]
     _cut_model(small, configs, count, new)
     report = _verified(model, small, new, asked, example_inputs)
     if reason:
@@ -238,10 +242,16 @@ def _verified(model: Any, small: nn.Module, new: Mapping[int, int], asked: Seque
     )
 
 
-def _ids_in(config: Mapping[str, Any]) -> set[int]:
-    """Return the ids in a config, such as `eos_token_id`, which may be a list or None."""
-    values = (config[name] for name in filter(_IDS.fullmatch, config))
-    return {at for value in values for at in (value if isinstance(value, list) else [value]) if type(at) is int}
+def _ids_in(owner: Any) -> dict[str, list[int]]:
+    """Return the attributes of a config or module that are ids, such as `eos_token_id`, each as a list."""
+    entries, found = vars(owner), dict[str, list[int]]()
+    kind = getattr(getattr(owner, "config", owner), "model_type", "")
+    for name in filter(_IDS.fullmatch, entries):
+        ids = [*entries[name]] if isinstance(entries[name], (list, tuple)) else [entries[name]]
+        is_flag = kind in _WITH_LARGEST and name == "eos_token_id" and ids == [2]
+        if ids and all(type(at) is int for at in ids) and not is_flag:
+            found[name] = ids
+    return found
 
 
 def _tables_of(small: Any) -> list[Any]:

@@ -449,6 +449,25 @@ def test_ids_that_modules_hold_follow_as_those_of_the_config():
     model.text_model.mask_token_id = 500  # a token that the config does not name
     small, _, report = shrink_vocabulary(model, [3, 6, 998])
     assert small.text_model.mask_token_id == report.new_ids[500] and model.text_model.mask_token_id == 500
+    model.text_model.special_token_ids, model.text_model.stop_token_ids = {"image": 40}, (500, 3)
+    model.text_model.n_token_ids = 3
+    small, _, report = shrink_vocabulary(model, [3, 6, 998])
+    assert small.text_model.special_token_ids == {"image": 40} and small.text_model.n_token_ids == 3
+    assert small.text_model.stop_token_ids == (report.new_ids[500], report.new_ids[3])
+
+
+@pytest.mark.parametrize("kind", ["CLIPText", "XCLIPText", "CLIPSegText", "GroupViTText"])
+def test_an_end_token_of_2_that_stands_for_the_largest_id_stays(kind, tmp_path):
+    keys = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    keys |= {"vocab_size": 100, "bos_token_id": 98, "eos_token_id": 2 if kind != "XCLIPText" else 99, "pad_token_id": 1}
+    make = getattr(transformers, f"{kind}Model")
+    model = fill(make(getattr(transformers, f"{kind}Config")(**keys))).eval()
+    small, _, report = shrink_vocabulary(model, [5, 7, 11, 99])
+    ids = torch.tensor([[98, 5, 99, 7, 11], [98, 7, 7, 11, 99]])
+    new = torch.tensor([[report.new_ids[token] for token in row] for row in ids.tolist()])
+    small.save_pretrained(tmp_path)
+    for one in (small, make.from_pretrained(tmp_path)):
+        torch.testing.assert_close(one(new).pooler_output, model(ids).pooler_output)
 
 
 def test_the_token_of_padding_stays_though_no_config_names_it():
