@@ -37,7 +37,7 @@ def save_plain_weights(
     """Save plain weights, and dense weights and masks in a file of their own; a trained model's method."""
     state = self.state_dict() if state_dict is None else state_dict
     plain: dict[str, Any] = {**_plain(state)}
-    plain |= _rebuilt(self)
+    plain |= _rebuilt(self, state)
     plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
     masked = {name: tensor.contiguous() for name, tensor in state.items() if plain.get(name) is not tensor}
     first_names = {t.data_ptr(): name for name, t in reversed(masked.items())}
@@ -63,18 +63,20 @@ def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def _rebuilt(model: nn.Module) -> dict[str, Tensor | None]:
+def _rebuilt(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """Return the entries of masks above other parametrizations: {parameter: its value without the mask, mask: None}."""
     found = dict[str, Tensor | None]()
     for path, module in model.named_modules():
         for tensor in parametrized_names(module):
-            if values := rebuilt_originals(module, tensor):
-                chain: Any = module.parametrizations[tensor]
-                prefix = f"{plain_name(path)}.parametrizations.{tensor}.".removeprefix(".")
-                names = {id(p): name for name, p in chain.named_parameters(recurse=False)}
-                originals = zip(parameters_under(module, tensor), values, strict=True)
-                found |= {prefix + names[id(p)]: value for p, value in originals}
-                found |= {f"{prefix}{len(chain) - 1}.{buffer}": None for buffer in chain[-1].state_dict()}
+            chain: Any = module.parametrizations[tensor]
+            prefix = f"{plain_name(path)}.parametrizations.{tensor}.".removeprefix(".")
+            names = {id(p): prefix + name for name, p in chain.named_parameters(recurse=False)}
+            originals = [names[id(p)] for p in parameters_under(module, tensor)]
+            mask = state.get(f"{prefix}{len(chain) - 1}.mask")
+            given = [state[name] for name in originals] if state.keys() >= {*originals} else []
+            if given and (values := rebuilt_originals(module, tensor, given, mask)):
+                found |= zip(originals, values, strict=True)
+                found |= {f"{prefix}{len(chain) - 1}.{name}": None for name in chain[-1].state_dict()}
     return found
 
 

@@ -13,7 +13,6 @@ from .weight_mask import (
     WeightMask,
     apply_parametrizations,
     below,
-    dense_weight,
     find_mask,
     parameters_under,
     register,
@@ -22,14 +21,20 @@ from .weight_mask import (
 )
 
 
-def rebuilt_originals(module: nn.Module, tensor_name: str) -> list[Tensor]:
-    """Return parameters with which a tensor is masked without its mask; [] if `write_zeros` can mask them in place."""
-    mask, layers = find_mask(module, tensor_name), below(module, tensor_name)
-    if mask is None or not layers:
+def rebuilt_originals(
+    module: nn.Module, tensor_name: str, originals: Sequence[Tensor] = (), mask: Tensor | None = None
+) -> list[Tensor]:
+    """Return parameters with which a tensor is masked without its mask; [] if `write_zeros` can mask them in place.
+
+    Other values of its parameters may be given as `originals`, and of its mask as `mask`.
+    """
+    weight_mask, layers = find_mask(module, tensor_name), below(module, tensor_name)
+    if weight_mask is None or not layers:
         return []
-    masked = select(dense_weight(module, tensor_name), mask.mask)
+    values = [*originals] or parameters_under(module, tensor_name)
+    masked = select(apply_parametrizations(layers, values).detach(), weight_mask.mask if mask is None else mask)
     try:
-        return _inverted(layers, parameters_under(module, tensor_name), masked)
+        return _inverted(layers, values, masked)
     except SparsityError as e:
         raise SparsityError(
             f"{tensor_name}: cannot squash the mask through {e}. Leave the tensor out (exclude=[...]) when you prepare "

@@ -177,7 +177,7 @@ def called_again(data: CalibrationData, targets: Sequence[Target]) -> set[str]:
         found.update([target.name] if calls[target.name] > 1 else ())
 
     with _hooks((t.adapter.module, functools.partial(before, t)) for t in targets if t.adapter is not None):
-        for index in range(1, len(data.batches)):
+        for index in range(1, len(data.batches) if targets else 0):
             calls.clear()
             data.run(index)
     return found

@@ -460,3 +460,12 @@ def test_plain_weights_of_masks_above_weight_norm_and_of_other_memory_formats(tm
     saved = load_file(tmp_path / STATE)  # from which training goes on
     assert all(torch.equal(saved[n], t) for n, t in model.state_dict().items() if n in saved)
     assert {"a.parametrizations.weight.original1", "a.parametrizations.weight.1.mask"} <= saved.keys()
+    state = {name: t * 2 if "original" in name else t for name, t in model.state_dict().items()}  # as FSDP gathers it
+    save_plain_weights(model, tmp_path, state_dict=state)
+    torch.testing.assert_close(Model.from_pretrained(tmp_path).a.weight, model.a.weight * 2, rtol=1e-6, atol=1e-7)
+    halves = {name: t.bfloat16() if t.is_floating_point() else t for name, t in state.items()}
+    save_plain_weights(model, tmp_path, state_dict=halves)
+    plain = load_file(tmp_path / "model.safetensors")
+    assert {t.dtype for t in plain.values()} == {torch.bfloat16}
+    save_plain_weights(model, tmp_path, state_dict={"b.bias": model.b.bias})
+    assert load_file(tmp_path / "model.safetensors").keys() == {"b.bias"}
