@@ -241,7 +241,7 @@ class Training:
                 last = _statistics(norms)
                 try:
                     self.student.output(k)
-                except ValueError:  # torch's, of such a channel
+                except (TypeError, ValueError):  # torch's for such a channel, and of norms that need a momentum
                     _restore(last)
             for norm in norms:
                 _, _, count = found = [t for *_, t, _ in _statistics([norm.eval()])]

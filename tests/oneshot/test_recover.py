@@ -722,6 +722,20 @@ def test_a_batch_with_a_single_value_of_a_channel_is_left_out_of_new_statistics(
     torch.testing.assert_close(model[1].running_mean, torch.stack([x.mean(0) for x in outputs]).mean(0))
 
 
+@pytest.mark.parametrize("error", [NameError, torch.OutOfMemoryError])
+def test_other_errors_of_a_forward_in_training_mode_are_raised(error):
+    def forward(model, batch):
+        if model[1].training:
+            raise error("a bug")
+        return model(batch)
+
+    dense, model, batches = normed()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match="a bug"):
+        recover(model, dense, batches, passes=1, forward=forward)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def test_masks_of_batch_norms_stay_while_statistics_are_taken_anew():
     dense, model, batches = normed()
     model[0].weight.data *= 8
