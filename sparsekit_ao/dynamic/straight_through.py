@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed import copy_values, has_process_group, is_sharded
+from ..distributed import copy_values, has_process_group, is_sharded, local
 from ..errors import SparsityError, is_number
 from ..sparsifiers.calibrated import Calibrated
+from ..sparsifiers.checkpoint import check_saved
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.groups import PruningGroup, groups_by_name
 from ..sparsifiers.optimizer_state import groups_trained_by, original, unwrap_optimizers
@@ -113,12 +114,20 @@ class StraightThrough(Calibrated, BudgetSparsifier):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load the masks and groups of a state dict; see `MaskSparsifier.load_state_dict`."""
+        self.require_prepared("load_state_dict")
+        saved = state_dict.get("backward_masks", {}) if isinstance(state_dict, Mapping) else {}
+        if not isinstance(saved, Mapping):
+            raise SparsityError("load_state_dict: 'backward_masks' must be a dict {tensor name: mask}")
+        entries = {name: {"mask": mask} for name, mask in saved.items()}
+        backward_masks, _ = check_saved({"state": entries, "groups": []}, self.groups, strict=False)
         super().load_state_dict(state_dict, strict)
-        saved = state_dict.get("backward_masks", {})
         for group in self.groups:
-            mask = mask_of(group).backward_mask
-            if mask is not None and self.backward_level and group["tensor_fqn"] in saved:
-                copy_values(mask, saved[group["tensor_fqn"]])
+            mask = mask_of(group)
+            if mask.backward_mask is not None and self.backward_level:
+                if group["tensor_fqn"] in backward_masks:
+                    copy_values(mask.backward_mask, backward_masks[group["tensor_fqn"]])
+                else:  # of a state without them: gradients reach the kept weights at least
+                    local(mask.backward_mask).logical_or_(local(mask.mask) != 0)
 
     def _end(self) -> None:
         super()._end()

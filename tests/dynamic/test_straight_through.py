@@ -217,3 +217,23 @@ def test_a_state_without_its_model_has_the_backward_masks():
     assert all(torch.equal(*pair) and not pair[0].all() for pair in pairs)
     old = {key: value for key, value in sparsifier.state_dict().items() if key != "backward_masks"}
     again.load_state_dict(old)  # of a version that did not save them
+    plain = STE(0.9)  # others than those of before are kept
+    plain.prepare(mlp())
+    plain.step()
+    again.load_state_dict(plain.state_dict())
+    for group in again.groups:
+        layer = group["module"].parametrizations.weight[0]
+        assert bool(layer.backward_mask[layer.mask].all()) and not layer.backward_mask.all()
+
+
+@pytest.mark.parametrize("wrong", [None, [], {"0.weight": torch.ones(3, 3)}, {"0.weight": 1.0}])
+def test_a_state_with_wrong_backward_masks_changes_nothing(wrong):
+    model = mlp()
+    sparsifier = TopKAST(0.75)
+    sparsifier.prepare(model)
+    state = sparsifier.state_dict()
+    sparsifier.step()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(SparsityError, match="load_state_dict: .*mask"):
+        sparsifier.load_state_dict({**state, "backward_masks": wrong})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
