@@ -217,8 +217,10 @@ def test_a_state_without_its_model_has_the_backward_masks():
     assert all(torch.equal(*pair) and not pair[0].all() for pair in pairs)
     old = {key: value for key, value in sparsifier.state_dict().items() if key != "backward_masks"}
     again.load_state_dict(old)  # of a version that did not save them
-    plain = STE(0.9)  # others than those of before are kept
-    plain.prepare(mlp())
+    plain, model = STE(0.75), mlp()
+    for p in model.parameters():
+        p.data.normal_()  # so that others are kept
+    plain.prepare(model)
     plain.step()
     again.load_state_dict(plain.state_dict())
     for group in again.groups:
