@@ -254,7 +254,10 @@ class _Comparison:
         is_shifted = getattr(getattr(self.dense, "config", None), "is_encoder_decoder", False)  # by the model itself
         labels = batch.get("labels") if is_shifted and isinstance(batch, Mapping) else None
         if labels is not None and "decoder_input_ids" not in batch and logits.ndim == 3:
-            return labels, labels != _NO_LABEL if self.token_mask is None else mask  # the encoder's does not count here
+            counts = labels != _NO_LABEL
+            if mask is not None and mask.shape == labels.shape and self.token_mask not in (None, "attention_mask"):
+                counts &= mask.to(counts)  # other masks are the encoder's
+            return labels, None if self.token_mask is False else counts
         ids = _ids_of(batch)
         if ids is None or ids.shape != logits.shape[:-1] or int(ids.max()) >= logits.shape[-1]:
             return None, mask

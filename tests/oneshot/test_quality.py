@@ -203,6 +203,11 @@ def test_an_encoder_decoder_is_measured_where_its_decoder_predicts(has_labels):
     own = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]])  # of the decoder, by a function
     few = quality(dense, pruned, [inputs | {"labels": labels}], token_mask=lambda batch: own).mean
     assert few.count == 3 and few.divergence == pytest.approx(divergence[own == 1].mean().item(), rel=1e-4)
+    for length in (5, 7) if has_labels else ():
+        given = {"input_ids": ids_of(2, length), "attention_mask": torch.ones(2, length).long(), "labels": labels}
+        masks = (None, "attention_mask", lambda batch: batch["attention_mask"])
+        assert [quality(dense, pruned, [given], token_mask=mask).mean.count for mask in masks] == [8, 8, 8]
+        assert quality(dense, pruned, [given], token_mask=False).mean.count == 10
     logits = pruned(**inputs, decoder_input_ids=starts).logits.double()
     loss = F.cross_entropy(logits.transpose(1, 2), labels) if has_labels else None
     loss = losses(pruned, starts[:, 1:], **inputs, decoder_input_ids=starts).mean() if loss is None else loss
