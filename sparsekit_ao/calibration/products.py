@@ -30,6 +30,10 @@ from ..models.running import TokenMasks, eval_mode, tensors_in
 _GATHERS = ("__getitem__", "index_select")  # functions that may gather rows by their numbers
 # Functions that move elements to other places, so that their output is not the weight.
 _MOVES = {*_GATHERS, *["flip", "fliplr", "flipud", "roll", "rot90", "gather", "take", "take_along_dim", "scatter"]}
+_MOVES |= {"msort", "sort", "channel_shuffle", "index_put", "index_add", "index_copy", "scatter_add", "scatter_reduce"}
+# Functions of which each output element depends on elements in other places.
+_MOVES |= {"cumsum", "cumprod", "logcumsumexp", "linalg_inv", "inverse", "linalg_pinv", "pinverse", "matrix_exp"}
+_MOVES |= {"linalg_matrix_exp", "linalg_cholesky", "cholesky", "linalg_matrix_power", "matrix_power", "fft_fft", "cov"}
 Positions = range | Tensor
 
 

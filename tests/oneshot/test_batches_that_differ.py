@@ -169,7 +169,18 @@ def test_a_layer_that_a_later_batch_calls_more_often():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda w: w.flip(1), lambda w: w.roll(1, 1), lambda w: w[:, torch.arange(15, -1, -1)]]
+    "change",
+    [
+        lambda w: w.flip(1),
+        lambda w: w.roll(1, 1),
+        lambda w: w[:, torch.arange(15, -1, -1)],
+        lambda w: w.cumsum(1),
+        lambda w: w.msort(),
+        lambda w: torch.linalg.inv(w + 16 * torch.eye(16)),
+        lambda w: torch.linalg.matrix_exp(w),
+        lambda w: w.index_copy(1, torch.arange(16).flip(0), w),
+        lambda w: torch.zeros_like(w).scatter_add(1, torch.arange(16).flip(0).expand(16, 16), w),
+    ],
 )
 def test_a_weight_whose_elements_move_is_not_the_weight(change):
     model = Net(lambda m, x: F.linear(x, change(m.a.weight), m.a.bias), a=nn.Linear(16, 16))
