@@ -81,6 +81,11 @@ class BoundCoupling:
         return tuple(self.sizes[axis] for axis in (*self.scope, self.unit))
 
     @property
+    def scope_units(self) -> int:
+        """The number of units of a scope."""
+        return self.sizes[self.unit]
+
+    @property
     def units(self) -> int:
         """The number of units of all scopes together."""
         return math.prod(self.grid)

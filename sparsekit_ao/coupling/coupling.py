@@ -364,7 +364,7 @@ def _module_rows(bound: BoundCoupling, model: nn.Module) -> dict[str, _Rows]:
     """Return {name of a unit: parameters of its modules, with keys of their blocks} of a coupling with lists."""
     rows_of = {}
     for at, names in enumerate(bound.listed):
-        scope = f"{bound.name}, scope {at // bound.grid[-1]}" if bound.scope else bound.name
+        scope = f"{bound.name}, scope {at // bound.scope_units}" if bound.scope else bound.name
         parameters = {fqn: parameter_of(*owner_of(model, fqn)) for fqn in names}
         first_name = {id(parameters[fqn]): fqn for fqn in reversed(names)}  # a tied parameter has only one entry
         # The parameters of one unit are one coupled block, and the units of a scope share its budget.
@@ -462,9 +462,9 @@ def merged_couplings(first: Coupling, second: Coupling, model: nn.Module) -> Cou
     first_names, second_names = ({m.fqn for bound in bounds for m in bound.members} for bounds in (ours, theirs))
     if [bound.captured for bound in ours] != [bound.captured for bound in theirs] or first_names & second_names:
         return None
-    if ours[0].grid[-1] > theirs[0].grid[-1]:  # the first is to be the one with fewer units
+    if ours[0].scope_units > theirs[0].scope_units:  # the first is to be the one with fewer units
         first, second, ours, theirs = second, first, theirs, ours
-    ratios = {b.grid[-1] / a.grid[-1] for a, b in zip(ours, theirs, strict=True)}
+    ratios = {b.scope_units / a.scope_units for a, b in zip(ours, theirs, strict=True)}
     if len(ratios) > 1 or not (ratio := ratios.pop()).is_integer():
         return None
     if ours[0].grid[:-1] != theirs[0].grid[:-1]:

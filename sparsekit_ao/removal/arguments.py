@@ -20,7 +20,7 @@ from ..scores import Score, needs_of, parse_score
 from ..structure import checked_level
 from .compaction import check_comparable
 from .config_fields import ConfigFields
-from .plan import LIMIT
+from .plan import MAX_SPARSITY
 from .score import NORM, Cost, cost_function
 from .sizes import has_config
 from .verify import Reference
@@ -74,7 +74,7 @@ class ShrinkCall:
         self.trial_inputs = _shortened(self.model, inputs)
         self.reference_of = partial(Reference, inputs=inputs, normed=normed)
         self.trial_reference_of = partial(Reference, inputs=self.trial_inputs, normed=normed)
-        self.max_sparsity = LIMIT if self.max_sparsity is None else self.max_sparsity
+        self.max_sparsity = MAX_SPARSITY if self.max_sparsity is None else self.max_sparsity
         self.exclude = names_in_place_of_modules(self.whole, self.exclude)
 
     @cached_property

@@ -21,16 +21,17 @@ from ..oneshot.training import refuse_unfit
 from ..oneshot.walk import Walk
 from .arguments import ShrinkCall
 from .compaction import check_names
-from .plan import EVEN, HALF, LIMIT, NOT_HELD, Plan, active, give_own_names, leave_out_layers
+from .plan import HALF, MAX_SPARSITY, NOT_HELD, PREFERRED_MULTIPLE, Plan, active, give_own_names, leave_out_layers
 from .remove import plain_tensor
-from .trials import Trials, drop_random_units
+from .trials import Trials, choose_random_removals
 from .twin import make_twin
 
 # A tensor and a dimension of it that units divide. If they divide only a part of the dimension, as in a concatenation,
 # the last entry says how many indices lie before and after this part; otherwise it is None.
 _Place = tuple[str, int, tuple[int, int] | None]
 
-_LARGE, _MOVED = 256, 0.02  # MLPs of at least so many units keep a multiple of `EVEN` if it moves the ratio so little
+# MLPs of at least so many units keep a multiple of `PREFERRED_MULTIPLE`, if that changes the ratio by at most so much.
+_LARGE, _MAX_CHANGE = 256, 0.02
 
 
 def multiple_for(model: nn.Module, plan: Plan) -> int:
@@ -51,14 +52,15 @@ def multiple_for(model: nn.Module, plan: Plan) -> int:
 
 
 def _default_multiple(model: nn.Module, plan: Plan, has_one_budget: bool) -> int:
-    """Return `multiple_for`, or for large MLPs a multiple of `EVEN` if this moves the ratio of each layer little."""
+    """Return `multiple_for`; for large MLPs a multiple of `PREFERRED_MULTIPLE`, if no layer's ratio changes much."""
     multiple = multiple_for(model, plan)
-    even = math.lcm(multiple, EVEN)
-    for layer in plan.layers() if plan.kind == "mlp" else ():
-        moved = replace(layer, multiple=even).kept - replace(layer, multiple=multiple).kept
-        if layer.units < _LARGE or (even - multiple if has_one_budget else moved) > round(_MOVED * layer.units):
+    preferred = math.lcm(multiple, PREFERRED_MULTIPLE)
+    for layer in plan.split():
+        change = replace(layer, multiple=preferred).kept - replace(layer, multiple=multiple).kept
+        change, units = preferred - multiple if has_one_budget else change, layer.scope_units
+        if plan.kind != "mlp" or units < _LARGE or change > round(_MAX_CHANGE * units):
             return multiple
-    return even if plan.kind == "mlp" else multiple
+    return preferred
 
 
 def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
@@ -72,9 +74,7 @@ def names_of_outputs(model: nn.Module, bound: BoundCoupling) -> set[str]:
     return names
 
 
-def numbers_of_layers(
-    model: nn.Module, plans: Sequence[Plan], numbers: Any, default: Any, what: str
-) -> list[list[Any]]:
+def values_per_layer(model: nn.Module, plans: Sequence[Plan], numbers: Any, default: Any, what: str) -> list[list[Any]]:
     """Return the numbers of each plan's layers: one number for all, or numbers by the names that `shrink` takes."""
     if not isinstance(numbers, Mapping):
         return [[numbers] * len(plan.bound) for plan in plans]
@@ -97,17 +97,17 @@ def numbers_of_layers(
     return [[number(plan, bound) for bound in plan.bound] for plan in plans]
 
 
-def set_numbers(call: ShrinkCall, plans: Sequence[Plan]) -> list[Plan]:
+def set_targets(call: ShrinkCall, plans: Sequence[Plan]) -> list[Plan]:
     """Give all plans their level, limit and multiple; those whose layers are given different ones are divided."""
     ratio = call.ratio if call.cost_of is None else HALF
     arguments = {"ratio": ratio, "max_sparsity": call.max_sparsity, "multiple_of": call.multiple_of}
     _check_named(call.model, plans, arguments)
-    tried, defaults = active(plans), {"ratio": 0.0, "max_sparsity": LIMIT, "multiple_of": None}
-    columns = [numbers_of_layers(call.model, tried, n, defaults[what], what) for what, n in arguments.items()]
+    defaults = {"ratio": 0.0, "max_sparsity": MAX_SPARSITY, "multiple_of": None}
+    columns = [values_per_layer(call.model, active(plans), n, defaults[what], what) for what, n in arguments.items()]
     parts = [plan for plan in plans if plan.left_out]
-    for plan, *rows in zip(tried, *columns, strict=True):
+    for plan, *rows in zip(active(plans), *columns, strict=True):
         numbers = [*zip(*rows, strict=True)]  # of each layer
-        layers = plan.layers() if len({*numbers}) > 1 else [plan]
+        layers = plan.split() if len({*numbers}) > 1 else [plan]
         for layer, (level, limit, multiple) in zip(layers, numbers, strict=False):
             layer = replace(layer, level=level, limit=limit)
             if multiple is None:
@@ -133,8 +133,8 @@ def _check_named(model: nn.Module, plans: Sequence[Plan], arguments: Mapping[str
         check_names(f"shrink: {what}", [name], [*sorted(names), *layers & {name}])
 
 
-def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
-    """Return the names of the modules whose matrices have units that leave, or all that have matrices."""
+def names_of_layers(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
+    """Return the names of the modules whose matrices lose units, or of all that have matrices if none does."""
     members = set[str]().union(*(plan.tensors for plan in active(plans) if plan.level))
     matrices = [name for name, p in named_tensors(model) if p.ndim > 1]
     names = [name for name in matrices if name in members] or matrices
@@ -142,14 +142,14 @@ def layers_of(model: nn.Module, plans: Iterable[Plan]) -> list[str]:
 
 
 def keep_inside_blocks(call: ShrinkCall, plans: Sequence[Plan], layers: Iterable[str]) -> list[Plan]:
-    """Leave out layers of plans whose units pass between the blocks with most of the `layers`, or leave the last."""
-    # The place of a module is the number of blocks that have run when it is called. If the tensors of a coupling are in
-    # modules of several places, the outputs of the blocks between them have its units.
-    model, finished, places = call.model, 0, defaultdict[nn.Module, set[int]](set)
+    """Leave out layers of plans whose units are in the outputs of the blocks with most of the `layers`."""
+    # The position of a module is the number of blocks that have run when it is called. If the tensors of a coupling are
+    # in modules of several positions, the outputs of the blocks between them have its units.
+    model, finished, positions = call.model, 0, defaultdict[nn.Module, set[int]](set)
     walk = Walk(replace(call.data, model=model), (), layers=[model.get_submodule(name) for name in layers])
 
     def record(module: nn.Module, *_: Any) -> None:  # called before and after the module, which may contain blocks
-        places[module].add(finished)
+        positions[module].add(finished)
 
     def finish(*_: Any) -> None:
         nonlocal finished
@@ -163,14 +163,15 @@ def keep_inside_blocks(call: ShrinkCall, plans: Sequence[Plan], layers: Iterable
             stack.enter_context(block.register_forward_hook(finish))
         output = walk.data.output(0)
     if call.recover and not walk.blocks:
-        refuse_unfit(output, output, "the model")
+        refuse_unfit(output, output, "the model")  # raises an error if they are no floats
     why = "it passes between blocks, whose outputs recover=True matches" if call.recover else "left out by 'width'"
 
-    def places_of(path: str) -> set[int]:  # those of the innermost module that is called and contains this one
-        return places.get(model.get_submodule(path)) or (places_of(path.rpartition(".")[0]) if path else {0, finished})
+    def positions_of(path: str) -> set[int]:  # those of the innermost module that is called and contains this one
+        own = positions.get(model.get_submodule(path))
+        return own or (positions_of(path.rpartition(".")[0]) if path else {0, finished})
 
     def why_not(bound: BoundCoupling) -> str:
-        return why if len({at for m in bound.members for at in places_of(m.fqn.rpartition(".")[0])}) > 1 else ""
+        return why if len({at for m in bound.members for at in positions_of(m.fqn.rpartition(".")[0])}) > 1 else ""
 
     return leave_out_layers(plans, why_not)
 
@@ -178,33 +179,33 @@ def keep_inside_blocks(call: ShrinkCall, plans: Sequence[Plan], layers: Iterable
 def fit_to_config(call: ShrinkCall, plans: Sequence[Plan]) -> tuple[list[Plan], bool]:
     """Leave out the plans whose removal the config cannot hold, as `keep_config` says; return whether this was done.
 
-    The others know the fields that count their units. With one budget, plans may later keep any multiple of their
-    `multiple`. It is raised until the config can express its largest multiple below the number of units, or else to the
-    number of units.
+    The others get the fields that count their units. With one budget, a plan may later keep any multiple of its
+    `multiple`, which is raised until the config can hold its largest multiple below all units, or else to all units.
     """
-    fields, tried = call.fields, active(plans)
+    fields, candidates = call.fields, active(plans)
     if fields is None or not (call.is_open if call.keep_config is None else call.keep_config):
         return [*plans], False
-    trials, twin = None, make_twin(call.model, tried, fields)
+    trials, twin = None, make_twin(call.model, candidates, fields)
     with contextlib.suppress(SparsityError):  # the twin does not run
         if twin is not None:
-            short = Trials(twin.model, drop_random_units(twin.plans), call.trial_reference_of, fields=fields)
+            short = Trials(twin.model, choose_random_removals(twin.plans), call.trial_reference_of, fields=fields)
             trials = None if short.problem([]) else short
-    trials = trials or Trials(call.model, drop_random_units(tried), call.trial_reference_of, fields=fields)
-    held, reasons = dict[Plan, Plan](), dict.fromkeys(tried, NOT_HELD.format("no field of it counts these units alone"))
-    for group, covers in fields.together([plan.bound for plan in tried]):
+    trials = trials or Trials(call.model, choose_random_removals(candidates), call.trial_reference_of, fields=fields)
+    held = dict[Plan, Plan]()
+    reasons = dict.fromkeys(candidates, NOT_HELD.format("no field of it counts these units alone"))
+    for group, covers in fields.together([plan.bound for plan in candidates]):
         for counting in covers:
             if not (why := trials.problem([replace(trials.plans[at], fields=counting) for at in group])):
-                held |= {tried[at]: replace(tried[at], fields=counting) for at in group}
+                held |= {candidates[at]: replace(candidates[at], fields=counting) for at in group}
                 break
-            reasons |= {tried[at]: why for at in group}
+            reasons |= {candidates[at]: why for at in group}
     if not call.keep_config and not held:
         return [*plans], False
     for plan in held if call.cost_of is not None else ():
-        steps = [m for m in range(plan.multiple, plan.units, plan.multiple) if plan.units % m == 0]
-        largest = {multiple: (plan.units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
-        fitting = (m for m, n in largest.items() if n and fields.allows(held[plan].fields, n, plan.units))
-        held[plan] = replace(held[plan], multiple=next(fitting, plan.units))
+        steps = [m for m in range(plan.multiple, plan.scope_units, plan.multiple) if plan.scope_units % m == 0]
+        largest = {multiple: (plan.scope_units - 1) // multiple * multiple for multiple in steps or [plan.multiple]}
+        fitting = (m for m, n in largest.items() if n and fields.allows(held[plan].fields, n, plan.scope_units))
+        held[plan] = replace(held[plan], multiple=next(fitting, plan.scope_units))
     fitted = [held.get(plan, replace(plan, left_out=why)) for plan, why in reasons.items()]
     return [*(plan for plan in plans if plan.left_out), *fitted], True
 
@@ -225,7 +226,7 @@ def leave_out_rivals(model: nn.Module, plans: Sequence[Plan]) -> list[Plan]:
             sets.append(list(dict.fromkeys(owner_of_place.values())))
         # Whole heads, which a config can count, come before parts of heads. In a grouped convolution, dropping inputs
         # and outputs of each group removes more parameters than dropping whole groups.
-        worse = {plan for plan in rivals if plan.kind == "head size" or plan.kept == plan.units}
+        worse = {plan for plan in rivals if plan.kind == "head size" or plan.kept == plan.scope_units}
         sizes = [round(_removed_parameters(model, chosen, places)) for chosen in sets]
         best = max(zip(sets, sizes, strict=True), key=lambda row: (worse.isdisjoint(row[0]), row[1]))[0]
         owners |= {place: plan for plan in best for place in places[plan]}
@@ -254,7 +255,7 @@ def _removed_parameters(model: nn.Module, plans: Collection[Plan], places: Mappi
         for name, d, outside in places[plan]:
             if name in tensors:
                 inside = 1 - sum(outside or ()) / tensors[name].shape[d]  # the share of the part that has the units
-                removed[name][d] += inside * (1 - plan.kept / plan.units)
+                removed[name][d] += inside * (1 - plan.kept / plan.scope_units)
     kept = {name: math.prod(1 - fraction for fraction in by.values()) for name, by in removed.items()}
     return sum(tensors[name].numel() * (1 - fraction) for name, fraction in kept.items())
 
@@ -266,5 +267,5 @@ def divide_by_size(call: ShrinkCall, plans: Iterable[Plan], keeps_config: bool) 
     parts = list[Plan]()
     for plan in plans:
         differ = len({bound.grid for bound in plan.bound}) > 1
-        parts += plan.layers() if not plan.left_out and (differ or each) else [plan]
+        parts += plan.split() if not plan.left_out and (differ or each) else [plan]
     return give_own_names(parts)

@@ -179,8 +179,8 @@ def verify_removal(
 def kept_units(removals: Sequence[Removal]) -> tuple[KeptUnits, ...]:
     """Return the rows of a report: how many units each removal keeps."""
     return tuple(
-        KeptUnits(name=b.name, kind=b.kind, kept=r.kept, of=b.grid[-1], scopes=b.units // b.grid[-1], partly=r.partly)
-        for b, r in ((r.bound, r) for r in removals)
+        KeptUnits(name=b.name, kind=b.kind, kept=r.kept, of=n, scopes=b.units // n, partly=r.partly)
+        for b, r, n in ((r.bound, r, r.scope_units) for r in removals)
     )
 
 

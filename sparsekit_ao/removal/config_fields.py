@@ -72,7 +72,7 @@ class ConfigFields:
 
         A plan that has such fields for itself is alone. Plans without fields are missing.
         """
-        self._fill({bound.grid[-1] for bounds in plans for bound in bounds if bound.grid})
+        self._fill({bound.scope_units for bounds in plans for bound in bounds if bound.grid})
         entries = [self._entries(bounds) for bounds in plans]
         alone = {at: covers for at, bounds in enumerate(plans) if (covers := self._covers(bounds))}
         found = [([at], covers) for at, covers in alone.items()]

@@ -18,17 +18,17 @@ from ..masking.normalized import plain_copy
 from ..models.names import Exclusion, excluded_names, named_tensors, names_in_place_of_modules
 from ..models.progress import progress_bar
 from ..models.running import keyed_generator
-from .choose import multiple_for, names_of_outputs, numbers_of_layers
+from .choose import multiple_for, names_of_outputs, values_per_layer
 from .compaction import check_comparable
 from .config_fields import ConfigFields
 from .plan import Plan, active, give_own_names, leave_out_layers
 from .remove import check_multiple
 from .together import find_together
-from .trials import Trials, drop_random_units
+from .trials import Trials, choose_random_removals
 from .twin import Twin, discover_in_twin, make_twin
 from .verify import Reference
 
-_TINY = 0.01  # parameters of at most this absolute value get others in trials
+_TINY = 0.01  # parameters whose absolute values are all smaller are replaced by random ones in trials
 _PASSES_ON = (
     "it passes from block to block, and trained models seldom survive its removal; to remove it all the same, name its "
     "kind: ratio={'width': 0.5}, or with one budget max_sparsity={'width': 0.9}"
@@ -90,7 +90,7 @@ def removable(
     return replace(
         discovery,
         couplings=tuple(plan.coupling for plan in active(plans)),
-        counts=tuple((len(plan.bound), plan.units) for plan in active(plans)),
+        counts=tuple((len(plan.bound), plan.scope_units) for plan in active(plans)),
         left_out=tuple((plan.name, plan.left_out) for plan in plans if plan.left_out),
     )
 
@@ -108,7 +108,7 @@ def find_plans(
     caller_verifies: bool = False,
     trial_inputs: Any = None,
 ) -> tuple[list[Plan], Discovery]:
-    """Return plans as `removable` finds them, on a short twin if there is one that serves, and what was discovered.
+    """Return plans as `removable` finds them, on a short twin if there is one that runs, and what was discovered.
 
     Trials run on the trial inputs, such as a part of the example inputs; None takes the example inputs.
     Couplings of the kind "width" are left out unless they are `named`; None tries all. With `caller_verifies`, the
@@ -117,26 +117,25 @@ def find_plans(
     numbers = multiple_of.values() if isinstance(multiple_of, Mapping) else [multiple_of]
     for number in numbers if multiple_of is not None else ():
         check_multiple(number, "")  # otherwise trials would fail, and every coupling be left out for this reason
-    tried_on = example_inputs if trial_inputs is None else trial_inputs
-    reference_of = partial(Reference, inputs=tried_on, tolerance=tolerance)
-    given: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "named": named}
-    given["fields"] = fields
-    tried: Callable[..., list[Plan] | None] = partial(_tried, model, reference_of=reference_of, **given)
+    inputs = example_inputs if trial_inputs is None else trial_inputs
+    reference_of = partial(Reference, inputs=inputs, tolerance=tolerance)
+    given: dict[str, Any] = {"exclude": exclude, "multiple_of": multiple_of, "named": named, "fields": fields}
+    plans_of: Callable[..., list[Plan] | None] = partial(_find_by_trials, model, reference_of=reference_of, **given)
     if couplings is not None:
         search_by_trials = partial(removable, model, example_inputs, tolerance=tolerance)
         fitting, stale = _refitted(model, couplings, [partial(discover, model, example_inputs), search_by_trials])
         found = Discovery(couplings=tuple(fitting), counts=(), frozen=())
-        return [*stale, *(tried(found, verify_whole=not caller_verifies) or ())], found
+        return [*stale, *(plans_of(found, verify_whole=not caller_verifies) or ())], found
     if caller_verifies and (found_in_twin := discover_in_twin(model, example_inputs, fields)) is not None:
         # What was discovered in a short model is always verified.
-        plans = tried(found_in_twin, verify_whole=True, may_try_whole=False)
+        plans = plans_of(found_in_twin, verify_whole=True, may_try_whole=False)
         if plans is not None:
             return plans, found_in_twin
     found = discover(model, example_inputs)
-    return tried(found, verify_whole=not caller_verifies) or [], found
+    return plans_of(found, verify_whole=not caller_verifies) or [], found
 
 
-def _tried(
+def _find_by_trials(
     model: nn.Module,
     discovery: Discovery,
     *,
@@ -148,7 +147,7 @@ def _tried(
     verify_whole: bool,
     may_try_whole: bool = True,
 ) -> list[Plan] | None:
-    """Return plans of the discovered couplings; those that trials do not remove are left out, with the reason.
+    """Return plans of the discovered couplings; those that fail in trials are left out, with the reason.
 
     Without `may_try_whole`, return None if there is no twin, or what was found in it cannot be used.
     """
@@ -157,20 +156,20 @@ def _tried(
     plans = give_own_names([Plan.of(coupling, model) for coupling in discovery.couplings])
     plans = [replace(plan, left_out=_why_not_tried(model, plan, excluded, named)) for plan in plans]
     # If `multiple_of` gives the layers of one coupling different numbers, the trials take that of the first layer.
-    multiples = [layers[0] for layers in numbers_of_layers(model, active(plans), multiple_of, 1, "multiple_of")]
+    multiples = [layers[0] for layers in values_per_layer(model, active(plans), multiple_of, 1, "multiple_of")]
     pairs = zip(active(plans), multiples, strict=True)
-    to_try = [replace(p, multiple=multiple_for(model, p) if number is None else number) for p, number in pairs]
+    candidates = [replace(p, multiple=multiple_for(model, p) if number is None else number) for p, number in pairs]
     elements = sum(p.numel() for p in model.parameters())
     with progress_bar(None, "removable", " compactions", elements=elements) as bar:
 
         def make_trials(running: nn.Module, of_plans: Sequence[Plan]) -> Trials:
-            random = drop_random_units(of_plans)
+            random = choose_random_removals(of_plans)
             try:
-                return Trials(_for_trials(running), random, reference_of, bar.update)
+                return Trials(_sensitive_copy(running), random, reference_of, bar.update)
             except SparsityError:  # a model may not run with random values, as of probabilities
                 return Trials(running, random, reference_of, bar.update)
 
-        def tried_in(twin: Twin) -> list[Plan] | None:
+        def find_in_twin(twin: Twin) -> list[Plan] | None:
             try:
                 found = find_together(twin.plans, partial(make_trials, twin.model))
                 found = [plan if plan.left_out else twin.in_whole(plan, model) for plan in found]
@@ -179,18 +178,18 @@ def _tried(
                 return None
             return None if trials is not None and trials.problem(trials.plans) else found
 
-        twin = make_twin(model, to_try, fields)
-        found = None if twin is None else tried_in(twin)
+        twin = make_twin(model, candidates, fields)
+        found = None if twin is None else find_in_twin(twin)
         if found is None and not may_try_whole:
             return None
         if found is None:
-            found = find_together(to_try, partial(make_trials, model))
+            found = find_together(candidates, partial(make_trials, model))
     found = leave_out_layers(found, partial(_why_excluded, excluded=excluded))
     return [*(plan for plan in plans if plan.left_out), *found]
 
 
-def _for_trials(model: nn.Module) -> nn.Module:
-    """Return a copy that shows what is wrong with a removal; parameters are shared, except for those that change."""
+def _sensitive_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in which wrong removals change the outputs measurably; parameters that stay are shared."""
     shared: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     for name, p in model.named_parameters():
         is_factor = p.is_floating_point() and p.numel() > 0 and not name.endswith("bias")
@@ -219,7 +218,7 @@ def _why_not_tried(model: nn.Module, plan: Plan, excluded: Mapping[str, str], na
         names = {plan.name, plan.coupling.layer_of, "width"}
         if not names.union(*(names_of_outputs(model, bound) for bound in plan.bound)) & {*named}:
             return _PASSES_ON
-    return "each of its scopes has a single unit" if all(bound.grid[-1] == 1 for bound in plan.bound) else ""
+    return "each of its scopes has a single unit" if all(bound.scope_units == 1 for bound in plan.bound) else ""
 
 
 def _why_excluded(bound: BoundCoupling, excluded: Mapping[str, str]) -> str:

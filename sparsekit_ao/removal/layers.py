@@ -111,7 +111,7 @@ def shrink_experts(
         bounds = [replace(bound, attrs=of) for bound, of in zip(bounds, attrs, strict=True)]
     scores, removals = _expert_scores(data, bounds) if scores is None else scores, []
     for bound in bounds:
-        units, names = bound.grid[-1], [member.fqn.rpartition(".")[0] for member in bound.members]
+        units, names = bound.scope_units, [member.fqn.rpartition(".")[0] for member in bound.members]
         found = next((scores[name] for name in names if name in scores), None) if isinstance(scores, Mapping) else None
         if not isinstance(found, Tensor) or found.numel() != bound.units:
             raise SparsityError(

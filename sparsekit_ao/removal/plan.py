@@ -10,31 +10,32 @@ from ..coupling import BoundCoupling, Coupling
 from ..structure import sparsity_to_nnz
 from .remove import Removal, round_up
 
-HALF = 0.5  # the fraction of the units that trials remove, and that leaves unless another one is given
-LIMIT = 0.9  # the largest fraction of its units that a coupling loses, unless another one is given
-EVEN = 32  # kernels like such numbers of units in an MLP, and llama.cpp quantizes no rows of other lengths
-ENOUGH = 3  # after this many failures of plans that differ only in numbers of names, no other one like them is tried
+HALF = 0.5  # the fraction of the units that is removed in trials, and by default
+MAX_SPARSITY = 0.9  # the largest fraction of its units that a coupling loses by default
+PREFERRED_MULTIPLE = 32  # of units of an MLP: kernels like it, and llama.cpp quantizes no rows of other lengths
+MAX_FAILURES = 3  # after so many failures, plans that differ only in the numbers in their names are not tried
 NOT_HELD = "the config cannot hold it ({}); keep_config=False removes it"
-NOT_TRIED = f"not tried, since {ENOUGH} like it cannot be removed: "
+NOT_TRIED = f"not tried, since {MAX_FAILURES} like it cannot be removed: "
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """What is to happen to the units of one coupling, in each of its scopes.
 
-    The fraction `level` of the units leaves or, if the whole model has one budget, at most the fraction `limit`. The
-    number of kept units is a multiple of `multiple`, unless all are kept.
+    `level` is the fraction of the units that is removed. If the whole model has one budget, that decides how many are
+    removed, and `limit` is the largest fraction. The number of kept units is a multiple of `multiple`, or all are kept.
+    `score_units` fills `scores`, what chooses units fills `removals`, and `fit_to_config` fills `fields`.
 
     >>> model = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
     >>> plan = Plan.of(Coupling({"0.weight": "u i", "1.weight": "o u"}), model, multiple=4)
-    >>> plan.units, plan.kept, plan.least
+    >>> plan.scope_units, plan.kept, plan.least
     (12, 8, 4)
     """
 
     coupling: Coupling
-    bound: tuple[BoundCoupling, ...] = ()  # a layer each
+    bound: tuple[BoundCoupling, ...] = ()  # one for each layer
     level: float = HALF
-    limit: float = LIMIT
+    limit: float = MAX_SPARSITY
     multiple: int = 1
     scores: tuple[Tensor, ...] = ()  # for each layer, those of its units [scopes, units], which add up
     removals: tuple[Removal, ...] = ()  # for each layer, which units are kept
@@ -58,26 +59,26 @@ class Plan:
 
     @property
     def attrs(self) -> Mapping[str, str]:
-        """The integers that follow, {path: axes}, as far as they are known."""
+        """The integer attributes that change with the units, {path: axes}, as far as they are known."""
         return self.coupling.attrs
 
     @property
-    def units(self) -> int:
+    def scope_units(self) -> int:
         """The number of units of a scope."""
-        return self.bound[0].grid[-1]
+        return self.bound[0].scope_units
 
     @property
     def kept(self) -> int:
-        """The number of units that are kept at the level."""
+        """The number of units of a scope that are kept at the level."""
         return self._rounded(self.level, "shrink: ratio: ")
 
     @property
     def least(self) -> int:
-        """The number of units that are always kept."""
+        """The number of units of a scope that are always kept."""
         return self._rounded(self.limit, "max_sparsity: ")
 
     def _rounded(self, level: float, where: str) -> int:
-        return round_up(sparsity_to_nnz(level, self.units, where), self.units, self.multiple)
+        return round_up(sparsity_to_nnz(level, self.scope_units, where), self.scope_units, self.multiple)
 
     @property
     def tensors(self) -> set[str]:
@@ -85,7 +86,7 @@ class Plan:
         return {member.fqn for bound in self.bound for member in bound.members}
 
     def with_attrs(self, paths: Mapping[str, str]) -> "Plan":
-        """Return the plan with more integers that follow."""
+        """Return the plan with more integer attributes that change."""
         attrs = {**self.attrs, **paths}
         return self._with(replace(self.coupling, attrs=attrs), [replace(b, attrs=attrs) for b in self.bound])
 
@@ -99,7 +100,7 @@ class Plan:
         removals = tuple(replace(removal, bound=b) for removal, b in zip(self.removals, bound, strict=False))
         return replace(self, coupling=coupling, bound=bound, removals=removals)
 
-    def layers(self) -> list["Plan"]:
+    def split(self) -> list["Plan"]:
         """Return a plan for each layer."""
         plans = []
         for at, bound in enumerate(self.bound):
@@ -110,7 +111,7 @@ class Plan:
 
 
 def give_own_names(plans: Sequence[Plan]) -> list[Plan]:
-    """Give plans that are not left out different names: equal ones get the kind, or the first axes, or a number."""
+    """Make the names of plans that are not left out differ: equal ones get the kind, the first axes or a number."""
     renamed = list(plans)
     for name, count in Counter(plan.name for plan in active(plans)).items():
         alike = [at for at, plan in enumerate(plans) if plan.name == name and not plan.left_out]
@@ -126,13 +127,16 @@ def give_own_names(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def leave_out_layers(plans: Iterable[Plan], why_not: Callable[[BoundCoupling], str]) -> list[Plan]:
-    """Leave out plans, or those of their layers, for which there is a reason."""
+    """Leave out each layer of the plans for which `why_not` returns a reason."""
     parts = list[Plan]()
     for plan in plans:
-        reasons = [] if plan.left_out else [why_not(bound) for bound in plan.bound]
-        layers = plan.layers() if any(reasons) and not all(reasons) else [plan]
-        pairs = zip(layers, reasons or [plan.left_out], strict=False)  # there are more, all "", if it is not divided
-        parts += [replace(layer, left_out=why) for layer, why in pairs]
+        reasons = [plan.left_out or why_not(bound) for bound in plan.bound]
+        if not any(reasons):
+            parts.append(plan)
+        elif all(reasons):
+            parts.append(replace(plan, left_out=reasons[0]))
+        else:
+            parts += [replace(layer, left_out=why) for layer, why in zip(plan.split(), reasons, strict=True)]
     return give_own_names(parts)
 
 

@@ -16,7 +16,7 @@ from ..oneshot.prune_report import RecoverReport
 from ..oneshot.solving import LayerRow
 from ..tables import Table, lines_of_dry_run, lines_of_error
 from .modules import WIDTH
-from .plan import EVEN, NOT_TRIED, Plan, active
+from .plan import NOT_TRIED, PREFERRED_MULTIPLE, Plan, active
 
 _FEW = 3  # at most this many couplings that are left out for the same reason are named one by one
 
@@ -225,7 +225,8 @@ def add_reasons(
     left_out = [(plan.name, plan.left_out) for plan in plans if plan.left_out]
     left_out += [(plan.name, why) for plan in active(plans) if (why := _why_kept(plan, has_one_budget))]
     how = "of its units; multiple_of=1 keeps any number"
-    even = [(p.name, f"keeps a multiple of {p.multiple} {how}") for p in active(plans) if p.multiple % EVEN == 0]
+    rounded = [plan for plan in active(plans) if plan.multiple % PREFERRED_MULTIPLE == 0]
+    even = [(plan.name, f"keeps a multiple of {plan.multiple} {how}") for plan in rounded]
     uncalled = (f"{name}: never called with these example inputs" for name in discovery.uncalled)
     # Inputs and outputs keep their sizes in every model, so their axes are not listed.
     inside = [(axis, *axis.places[0]) for axis, _ in discovery.frozen if not axis.why.startswith(("input", "output"))]
@@ -241,7 +242,7 @@ def add_reasons(
 
 def _why_kept(plan: Plan, has_one_budget: bool) -> str:
     """Return why a plan keeps all units or, where all were to be dropped, the fewest possible; or ""."""
-    units, kept = plan.units, plan.removals[0].kept
+    units, kept = plan.scope_units, plan.removals[0].kept
     if kept == units and has_one_budget:
         return f"the budget is met although it keeps all of its {units} units, since others matter less"
     if kept == units and plan.multiple > 1:

@@ -41,7 +41,7 @@ class Removal:
     @property
     def scope_units(self) -> int:
         """The number of units of a scope."""
-        return self.bound.grid[-1]
+        return self.bound.scope_units
 
     @property
     def kept(self) -> int:

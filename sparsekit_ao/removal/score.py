@@ -28,7 +28,7 @@ from .sizes import apply_changes, find_changes
 from .verify import count_flops, light_copy, plain_weights
 
 NORM = "norm"  # the score that reads no data
-_CLOSE = 0.99  # no more units are taken back once the cost is this part of the allowed one
+_CLOSE = 0.99  # no more units are taken back once the cost is at least this part of the allowed one
 Cost = Callable[[nn.Module], float]
 CostOf = Callable[[Sequence[Plan], Sequence[int]], float]  # of plans, and the kept units of a scope of each
 T = TypeVar("T")
@@ -39,10 +39,10 @@ def score_units(
 ) -> list[Plan]:
     """Give plans the scores of their units; those that the score does not fit, or rates 0, are left out."""
     how: dict[str, Any] = {"data": data, "token_mask": token_mask}
-    rated = _scored(model, active(plans), "obd" if score is None else score, **how)
+    rated = _score_by_halves(model, active(plans), "obd" if score is None else score, **how)
     if score is None:  # norms score what `obd` does not fit, or rates 0
         by_norm = [replace(plan, left_out="") for plan in rated if not _is_rated(plan)]
-        norms = iter(_all_scored(model, by_norm, NORM, **how))
+        norms = iter(_score_jointly(model, by_norm, NORM, **how))
         rated = [plan if _is_rated(plan) else next(norms) for plan in rated]
     if rated and not active(rated):
         raise SparsityError(f"shrink: the score fits no coupling ({rated[-1].left_out}); score=None takes norms")
@@ -56,19 +56,19 @@ def _is_rated(plan: Plan) -> bool:
     return any(bool(rows.any()) for rows in plan.scores)
 
 
-def _scored(model: nn.Module, plans: Sequence[Plan], score: Score | str, **how: Any) -> list[Plan]:
+def _score_by_halves(model: nn.Module, plans: Sequence[Plan], score: Score | str, **how: Any) -> list[Plan]:
     """Give plans their scores; those that the score does not fit, found by halves, are left out."""
     try:
-        return _all_scored(model, plans, score, **how)
+        return _score_jointly(model, plans, score, **how)
     except SparsityError as e:  # there is at least one plan, since an empty list raises none
         if len(plans) == 1:
             why = re.sub(r"^config\[\d+\]: ", "", str(e)).replace("use 'sum' or 'mean'", "score=None takes norms there")
             return [replace(plans[0], left_out=why)]
     half = len(plans) // 2
-    return [*_scored(model, plans[:half], score, **how), *_scored(model, plans[half:], score, **how)]
+    return [*_score_by_halves(model, plans[:half], score, **how), *_score_by_halves(model, plans[half:], score, **how)]
 
 
-def _all_scored(
+def _score_jointly(
     model: nn.Module, plans: Sequence[Plan], score: Score | str, data: CalibrationData, token_mask: TokenMask
 ) -> list[Plan]:
     """Give plans, for each of their layers, the scores of its units [scopes, units], which add up."""
@@ -98,7 +98,7 @@ def _all_scored(
     recorder = sparsifier.recorder
     for pruning in sparsifier.pruning_groups():
         weights = {name: dense_weight(*recorder.tensors[name]) for name in pruning.specs}
-        # No batch reaches a layer that only training runs: the others rate its units, if there are any.
+        # Some layers run only in training, so that no batch reaches them. The other members then rate their units.
         unread = [name for name in weights if needs and name not in recorder.collected]
         zeros = {name: torch.zeros_like(weights[name]) for name in unread if len(unread) < len(weights)}
         values, norm = pruning.values(weights.__getitem__, recorder.of, zeros)
@@ -106,7 +106,7 @@ def _all_scored(
         scores.setdefault((ids(pruning.specs), rows.shape[-1]), []).append(rows)
 
     def rows_of(bound: BoundCoupling) -> Tensor:
-        rows = scores[ids(m.fqn for m in bound.members if m.is_parameter), bound.grid[-1]].pop(0)
+        rows = scores[ids(m.fqn for m in bound.members if m.is_parameter), bound.scope_units].pop(0)
         return _squares(bound, rows.double(), copied) if score == NORM else rows
 
     return [replace(plan, scores=tuple(rows_of(bound) for bound in plan.bound)) for plan in plans]
@@ -132,13 +132,13 @@ def _squares(bound: BoundCoupling, rows: Tensor, model: nn.Module) -> Tensor:
     return rows
 
 
-def drop_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: Any) -> list[Plan]:
+def choose_lowest(plans: Sequence[Plan], cost_of: CostOf | None, ratio: Any) -> list[Plan]:
     """Return the plans with removals of the units of the lowest scores, as their levels or a ratio of cost require."""
     kept = [plan.kept for plan in plans] if cost_of is None else kept_within(plans, cost_of, ratio)
     chosen = list[Plan]()
     for plan, count in zip(plans, kept, strict=True):
         pairs = zip(plan.bound, plan.scores, strict=True)
-        keeps = [(bound, keep_mask(rows.reshape(-1, bound.grid[-1]), count).cpu()) for bound, rows in pairs]
+        keeps = [(bound, keep_mask(rows.reshape(-1, bound.scope_units), count).cpu()) for bound, rows in pairs]
         removals = tuple(Removal(bound=bound, keep=keep.reshape(bound.grid)) for bound, keep in keeps)
         chosen.append(replace(plan, removals=removals))
     return chosen
@@ -164,9 +164,9 @@ def cost_function(budget: str | Cost, model: nn.Module, inputs: Any) -> CostOf |
 
 
 def cost_with(cost: Callable[[nn.Module], T], model: nn.Module, plans: Sequence[Plan], kept: Sequence[int]) -> T:
-    """Return the cost if each scope keeps so many units; these are the first ones, whatever they do."""
+    """Return the cost if each scope keeps so many units. The first ones are kept, as only their number counts."""
     removals = [
-        Removal(bound=bound, keep=(torch.arange(bound.grid[-1], device="cpu") < n).expand(bound.grid), source=source)
+        Removal(bound=bound, keep=(torch.arange(bound.scope_units, device="cpu") < n).expand(bound.grid), source=source)
         for source, (plan, n) in enumerate(zip(plans, kept, strict=True))
         for bound in plan.bound
     ]
@@ -176,14 +176,16 @@ def cost_with(cost: Callable[[nn.Module], T], model: nn.Module, plans: Sequence[
     try:
         return cost(small)
     except RuntimeError as e:
-        text = ", ".join(f"{n} of {p.units} {p.name!r}" for p, n in zip(plans, kept, strict=True) if n < p.units)
+        counts = ((n, plan.scope_units, plan.name) for plan, n in zip(plans, kept, strict=True))
+        text = ", ".join(f"{n} of {units} {name!r}" for n, units, name in counts if n < units)
         raise SparsityError(f"shrink: the model with {text} does not run: {e}; give another multiple_of") from e
 
 
 def kept_within(plans: Sequence[Plan], cost_of: CostOf, ratio: float) -> list[int]:
-    """Return the kept units of a scope of each plan, with which the model costs at most 1 - ratio of its cost now."""
-    full = [plan.units for plan in plans]
+    """Return how many units of a scope each plan keeps, so that the model costs at most 1 - ratio of its cost now."""
+    full = [plan.scope_units for plan in plans]
     dense, steps = cost_of(plans, full), list[tuple[float, list[int], int]]()  # (order, indices of plans, kept units)
+    target = (1 - ratio) * dense
 
     def saved(alike: list[int], kept: int) -> float:
         return dense - cost_of(plans, [kept if at in alike else units for at, units in enumerate(full)])
@@ -200,7 +202,6 @@ def kept_within(plans: Sequence[Plan], cost_of: CostOf, ratio: float) -> list[in
     def is_within(taken: int) -> bool:
         return cost_of(plans, counts(taken)) <= target
 
-    target = (1 - ratio) * dense
     taken = bisect.bisect_left(range(len(steps) + 1), True, key=is_within)
     if taken > len(steps):
         raise SparsityError(
@@ -221,16 +222,16 @@ def kept_within(plans: Sequence[Plan], cost_of: CostOf, ratio: float) -> list[in
 def _steps(plans: Sequence[Plan], saved_with: Callable[[int], float]) -> list[tuple[float, int]]:
     """Return (order, kept units of a scope) of the steps in which plans that share an integer drop units together.
 
-    The next step of all is the one that adds least to the lost importance of its coupling, relative to the kept
-    importance, per square root of the cost that it saves. The root keeps costly couplings from being cut to their limit
-    (examples/benchmarks/compare_accuracy.py).
+    Steps are ordered by the lost importance per unit, divided by the square root of the cost saved per unit. The lost
+    importance is the increase of 1 / (share of the importance that is kept). The root keeps costly couplings from being
+    cut to their limit (examples/benchmarks/compare_accuracy.py).
     """
-    units, multiple = plans[0].units, math.lcm(*(plan.multiple for plan in plans))
+    units, multiple = plans[0].scope_units, math.lcm(*(plan.multiple for plan in plans))
     least = replace(plans[0], limit=min(plan.limit for plan in plans), multiple=multiple).least
-    if least == units or any(plan.units != units for plan in plans):
+    if least == units or any(plan.scope_units != units for plan in plans):
         return []  # one integer cannot count different numbers unless equal fractions are dropped
     half = max(least, round_up(units // 2, units - multiple, multiple))
-    saved = saved_with(half) / (units - half)
+    saved = saved_with(half) / (units - half)  # by a unit, on average
     scores = torch.cat([rows.double().cpu().reshape(-1, units) for plan in plans for rows in plan.scores])
     scores = scores - scores.amin(1, keepdim=True).clamp(max=0)  # saliencies may be negative
     sums = scores.sort(1, descending=True).values.cumsum(1)

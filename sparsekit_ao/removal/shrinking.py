@@ -16,14 +16,14 @@ from ..models.progress import phases, public_call, text_of_call
 from ..models.running import TokenMask, kept_generators
 from ..scores import Score
 from .arguments import ShrinkCall
-from .choose import divide_by_size, fit_to_config, keep_inside_blocks, layers_of, leave_out_rivals, set_numbers
+from .choose import divide_by_size, fit_to_config, keep_inside_blocks, leave_out_rivals, names_of_layers, set_targets
 from .compensation import compensate_weights, estimate_call, recover_blocks
 from .find import find_plans
 from .plan import Plan, active
 from .removal_report import ShrinkReport, add_reasons
 from .score import Cost, score_units
 from .together import plan_together, remove_together
-from .trials import Trials, drop_random_units
+from .trials import Trials, choose_random_removals
 
 
 @kept_generators()
@@ -83,7 +83,7 @@ def shrink(
             If they are statistics of inputs, units are scored by the weights that read these units. None (default)
             takes `obd`, and the norm for units whose readers record no inputs. `"norm"` takes the norm of every unit,
             which reads no data; trained language models do not survive that.
-        exclude: As for `removable`. "width" also keeps what else passes between repeated blocks, as `recover` needs.
+        exclude: As for `removable`. "width" also keeps all other units that pass between blocks, as `recover` does.
         batches: Unlabelled calibration data, a list of batches or a data loader, for scores, compensation and recovery.
             None (default) records what scores need on the example inputs. All other runs of the model, to find and to
             verify what can be removed, use the example inputs.
@@ -159,8 +159,8 @@ def shrink(
     phase = phases("shrink", ("trials", "trials of the config", "scores and removal"))
     next(phase)  # begins the first phase on the progress bar; each later `next` begins another one
     plans, discovery = _find_plans(call)
-    plans = set_numbers(call, plans)
-    layers = layers_of(call.model, plans)
+    plans = set_targets(call, plans)
+    layers = names_of_layers(call.model, plans)
     if recover or "width" in call.exclude:
         plans = keep_inside_blocks(call, plans, layers)
     next(phase)
@@ -186,13 +186,13 @@ def shrink(
 
 
 def _find_plans(call: ShrinkCall) -> tuple[list[Plan], Discovery]:
-    """Return plans that trials on the trial inputs find, or on the example inputs if these show something wrong."""
+    """Return plans by trials on the trial inputs or, if a check on the example inputs fails, by trials on these."""
     given: dict[str, Any] = {"exclude": call.exclude, "multiple_of": call.multiple_of, "named": call.names}
     find = partial(find_plans, call.model, call.example_inputs, call.couplings, fields=call.fields, **given)
     if call.trial_inputs is not call.example_inputs:
         with suppress(SparsityError):  # such as: a masked model gives only zeros for few tokens
             plans, discovery = find(caller_verifies=True, trial_inputs=call.trial_inputs)
-            trials = Trials(call.model, drop_random_units(active(plans)), call.reference_of)
+            trials = Trials(call.model, choose_random_removals(active(plans)), call.reference_of)
             if not trials.problem(trials.plans):
                 return plans, discovery
     return find(caller_verifies=True)

@@ -1,4 +1,4 @@
-"""One search: which plans can be carried out together, by halves, and what takes the place of one that fails alone."""
+"""Find the plans that can be carried out together, by halves, and change those that fail by themselves."""
 
 import itertools
 import re
@@ -12,9 +12,9 @@ from ..coupling.coupling import merged_couplings
 from ..errors import SparsityError
 from ..models.names import connected
 from .arguments import ShrinkCall
-from .plan import ENOUGH, NOT_TRIED, Plan, active
+from .plan import MAX_FAILURES, NOT_TRIED, Plan, active
 from .removal_report import ShrinkReport, Size, size_of
-from .score import cost_with, drop_lowest
+from .score import choose_lowest, cost_with
 from .sizes import candidate_attrs, width_attrs
 from .trials import Trials
 from .verify import count_flops
@@ -27,8 +27,8 @@ Move = Callable[[Plan, Trials], list[Plan]]  # a plan that fails alone -> plans 
 def search(plans: Sequence[Plan], trials: Trials, moves: Sequence[Move] = ()) -> list[Plan]:
     """Return the plans that can be carried out together, and the others with the reason for which they are left out.
 
-    If some fail together, each half of them is searched. A plan that fails alone gives way to what the first of the
-    moves that succeeds puts in its place. Plans that share a field of a config are never separated.
+    If some fail together, each half of them is searched. A plan that fails alone is replaced by the result of the first
+    move that succeeds. Plans that share a field of a config are never separated.
     """
     stopped = [replace(p, left_out=NOT_TRIED + trials.failures[_family(p)][-1]) for p in plans if _is_futile(p, trials)]
     plans = [plan for plan in plans if not _is_futile(plan, trials)]
@@ -38,7 +38,7 @@ def search(plans: Sequence[Plan], trials: Trials, moves: Sequence[Move] = ()) ->
     if len(groups) > 1:
         first, second = groups[: len(groups) // 2], groups[len(groups) // 2 :]
         found = search([*itertools.chain(*first)], trials, moves)
-        added = search([*itertools.chain(*second)], trials, moves)  # when it is known what failed in the first half
+        added = search([*itertools.chain(*second)], trials, moves)  # later, as failures of the first half count
         return [*_joined(found, added, trials), *stopped]
     instead = next(filter(None, (move(plans[0], trials) for move in moves)), None) if len(plans) == 1 else None
     if instead is None:
@@ -65,19 +65,19 @@ def _family(plan: Plan) -> str:
 
 def _is_futile(plan: Plan, trials: Trials) -> bool:
     """Return whether plans of the same family have failed so often that this one is not tried."""
-    return len(trials.failures[_family(plan)]) >= ENOUGH
+    return len(trials.failures[_family(plan)]) >= MAX_FAILURES
 
 
-def near_integers(plan: Plan, trials: Trials) -> list[Plan]:
-    """Return the plan with more attributes that follow: as few of the candidates as its removal needs."""
+def add_attributes(plan: Plan, trials: Trials) -> list[Plan]:
+    """Return the plan with more attributes that change: as few of the candidates as its removal needs."""
     axes = {path: a for path, a in candidate_attrs(trials.masked, plan).items() if path not in plan.attrs}
     near, widths = [path for path in axes if "config" not in path.split(".")], width_attrs(trials.masked, plan)
-    # All candidates, those outside of configs, these and widths; then each of the nearest alone.
+    # In this order: all candidates, those outside of configs, these and widths, each of the nearest alone.
     sets = [list(axes), near, *([[*near, *widths]] if widths else []), *([path] for path in [*axes][:_NEAREST])]
     return _with_first(plan, trials, axes | widths, filter(None, sets))
 
 
-def pairs_of_integers(plan: Plan, trials: Trials) -> list[Plan]:
+def add_two_attributes(plan: Plan, trials: Trials) -> list[Plan]:
     """Return the plan with two of the nearest candidates, of which at least one changes the problem by itself."""
     axes = {path: a for path, a in candidate_attrs(trials.masked, plan).items() if path not in plan.attrs}
     nearest, why = [*axes][:_NEAREST], trials.problem([plan])
@@ -98,15 +98,16 @@ def _with_first(plan: Plan, trials: Trials, axes: dict[str, str], sets: Iterable
     return [plan.with_attrs({path: axes[path] for path in paths})] if paths else []
 
 
-def by_layers(plan: Plan, trials: Trials) -> list[Plan]:
-    """Return plans of single layers if these differ in width: the code of each stage may take another branch."""
+def divide_into_layers(plan: Plan, trials: Trials) -> list[Plan]:
+    """Return plans of single layers if these differ in width, since each stage may run different code."""
     if len({bound.grid for bound in plan.bound}) == 1:
         return []
-    layers = search(plan.layers(), trials, [near_integers])
+    layers = search(plan.split(), trials, [add_attributes])
     return layers if active(layers) else []
 
 
-MOVES = (near_integers, pairs_of_integers, by_layers)  # the later ones are tried once what shares integers is merged
+# The first is tried within the search, the others after couplings that share attributes were merged.
+MOVES: tuple[Move, ...] = (add_attributes, add_two_attributes, divide_into_layers)
 
 
 def find_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan]], Trials]) -> list[Plan]:
@@ -117,7 +118,7 @@ def find_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan]],
     merged = _merged_with_sharers(found, trials, make_trials)
     replaced, instead, failed = set(itertools.chain(*merged.values())), [*merged], Counter[str]()
     for plan in (plan for plan in found if plan.left_out and plan not in replaced):
-        others = (move(replace(plan, left_out=""), trials) for move in later if failed[_family(plan)] < ENOUGH)
+        others = (move(replace(plan, left_out=""), trials) for move in later if failed[_family(plan)] < MAX_FAILURES)
         if moved := next(filter(None, others), []):
             instead += moved
             replaced.add(plan)
@@ -129,7 +130,7 @@ def find_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan]],
     names = [plan.name for plan in plans]  # single layers have other names, and come last
     good = sorted(active(found), key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
     del trials  # frees its masked model
-    return [*_with_unread(make_trials(good)), *(plan for plan in found if plan.left_out)]
+    return [*_add_unread_attributes(make_trials(good)), *(plan for plan in found if plan.left_out)]
 
 
 def _merged_with_sharers(
@@ -153,26 +154,24 @@ def _merged_with_sharers(
             multiple = next(part.multiple for part in parts if part.name == coupling.name)
             one = make_trials([Plan.of(coupling, trials.masked, multiple)])
             one.failures = trials.failures
-            for plan in active(search(one.plans, one, [near_integers])):
+            for plan in active(search(one.plans, one, [add_attributes])):
                 found[plan] = parts
                 replaced.update(parts)
     return found
 
 
-def _with_unread(trials: Trials) -> list[Plan]:
+def _add_unread_attributes(trials: Trials) -> list[Plan]:
     """Return all plans with attributes that seem to count units and may change too without changing outputs.
 
     Only a branch that the example does not take reads them (with a mask or a cache), or outputs hide them.
     """
-    # What may count the units of couplings that share no tensor is left alone, as these may keep different numbers.
-    plans = trials.plans
-    unread = [candidate_attrs(trials.masked, plan, inside=True) for plan in plans]
-    for one, other in itertools.combinations(range(len(plans)), 2):
-        shared = unread[one].keys() & unread[other].keys()
-        for path in shared if plans[one].tensors.isdisjoint(plans[other].tensors) else ():
-            unread[one].pop(path), unread[other].pop(path)
-    pairs = zip(plans, unread, strict=True)
-    paths_of = [{path: axes for path, axes in paths.items() if path not in plan.attrs} for plan, paths in pairs]
+    plans, shared = trials.plans, set[str]()
+    unread = {plan: candidate_attrs(trials.masked, plan, inside=True) for plan in plans}
+    # An attribute of couplings without a common tensor stays, since these may keep different numbers of units.
+    for one, other in itertools.combinations(plans, 2):
+        if one.tensors.isdisjoint(other.tensors):
+            shared |= unread[one].keys() & unread[other].keys()
+    paths_of = [{path: axes for path, axes in unread[p].items() if path not in {*p.attrs, *shared}} for p in plans]
     extended = [plan.with_attrs(paths) for plan, paths in zip(plans, paths_of, strict=True)]
     if not any(paths_of) or not trials.problem(extended):
         return extended
@@ -189,32 +188,32 @@ def remove_together(
 
     A dry run leaves out the same, but copies no values, and its report has no sizes yet.
     """
-    left_out, rated = [plan for plan in plans if plan.left_out], active(plans)
+    left_out, plans = [plan for plan in plans if plan.left_out], active(plans)
     reference_of = call.trial_reference_of if call.dry_run else call.reference_of
+    held_by = call.fields if keeps_config else None
     while True:
         # Chosen again each time, since those that remain may have to lose more to meet one budget.
-        rated = drop_lowest(rated, call.cost_of, call.ratio)
-        trials = Trials(call.model, rated, reference_of, fields=call.fields if keeps_config else None)
-        trials.in_training, removed = call.dry_run, trials.tried if call.dry_run else trials.removed
+        plans = choose_lowest(plans, call.cost_of, call.ratio)
+        trials = Trials(call.model, plans, reference_of, fields=held_by, in_training=True)
         try:
-            return [*rated, *left_out], *removed(rated, call.fields)
+            removed = trials.planned(plans) if call.dry_run else trials.removed(plans, call.fields)
+            return [*plans, *left_out], *removed
         except SparsityError:
-            trials.in_training = True
-            tried = search(rated, trials)
-            if len(active(tried)) == len(rated):  # trials, which copy no values, show nothing wrong
+            found = search(plans, trials)
+            if len(active(found)) == len(plans):  # no trial reproduces the failure
                 raise
-            rated = active(tried)
-            left_out += (plan for plan in tried if plan.left_out)
+            plans = active(found)
+            left_out += (plan for plan in found if plan.left_out)
 
 
 def plan_together(call: ShrinkCall, plans: Sequence[Plan], keeps_config: bool) -> tuple[list[Plan], ShrinkReport]:
     """Return the plans with what they would remove, and the report of a dry run, from a model that copies no values."""
     plans, _, report = remove_together(call, plans, keeps_config)
-    lowest = active(plans)
+    smaller = active(plans)
 
     def size(model: nn.Module) -> Size:
         return size_of(model, count_flops(model, call.example_inputs))
 
-    kept = [[plan.units for plan in lowest], [plan.removals[0].kept for plan in lowest]]
-    before, after = (cost_with(size, call.model, lowest, counts) for counts in kept)
+    kept = [[plan.scope_units for plan in smaller], [plan.removals[0].kept for plan in smaller]]
+    before, after = (cost_with(size, call.model, smaller, counts) for counts in kept)
     return plans, replace(report, before=before, after=after)

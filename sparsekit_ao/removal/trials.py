@@ -1,4 +1,4 @@
-"""`Trials`: are the outputs of a model without some units those of the same model, in which these units are zero?"""
+"""`Trials`: test whether a model without some units gives the same outputs as the model in which they are zero."""
 
 import math
 from collections import defaultdict
@@ -32,14 +32,15 @@ class Trials:
         reference_of: Callable[..., Reference],
         done: Callable[[], object] = lambda: None,
         fields: ConfigFields | None = None,
+        in_training: bool = False,
     ) -> None:
         self._fields = fields  # if given, a config must hold what is removed
+        self._in_training = in_training  # whether trials also run in training mode, as the final verification does
         self.plans = list(plans)
         self.failures = defaultdict[str, list[str]](list)  # {family: why each of its plans that failed did so}
         self._problems: dict[tuple[object, ...], str] = {}  # {couplings: what `problem` returned for them}
         self.masked = masked_copy(model, removals_of(plans))
         self._done, self.reference = done, reference_of(self.masked, dense=model)
-        self.in_training = False  # whether trials also run in training mode, as the final verification does
 
     def problem(self, plans: Sequence[Plan]) -> str:
         """Return what is wrong with the model without the zero units of these plans, or "" if nothing is."""
@@ -57,7 +58,7 @@ class Trials:
         problem = compare_models(self.reference, small, single_use=True).problem
         if problem and not self._problems:  # the first trial
             self.reference.check_repeats()
-        problem = problem or (self.reference.not_trainable(small) if self.in_training else "")
+        problem = problem or (self.reference.not_trainable(small) if self._in_training else "")
         if self._fields is None or problem:
             return problem
         redo_weight_norms(small, self.reference.normed)
@@ -73,8 +74,8 @@ class Trials:
             raise SparsityError(NOT_HELD.format(report.not_in_config))
         return small, report
 
-    def tried(self, plans: Sequence[Plan], _: ConfigFields | None) -> tuple[nn.Module, ShrinkReport]:
-        """Return the masked model and a report without sizes, if removal succeeds: what a dry run says instead."""
+    def planned(self, plans: Sequence[Plan]) -> tuple[nn.Module, ShrinkReport]:
+        """Return the masked model and a report without sizes, for a dry run, or raise an error as `removed` does."""
         if why := self.problem(plans):
             raise SparsityError(why)
         none = Size(parameters=0, bytes=0, flops=0)
@@ -82,13 +83,13 @@ class Trials:
         return self.masked, ShrinkReport(couplings=couplings, before=none, after=none, difference=math.nan, manifest={})
 
 
-def drop_random_units(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans without half of their units, at random: at least one if `multiple` allows; always the same."""
+def choose_random_removals(plans: Sequence[Plan]) -> list[Plan]:
+    """Choose half of the units of each plan for removal, always the same; at least one unit if `multiple` allows."""
     generator, random = torch.Generator().manual_seed(0), list[Plan]()
     for plan in plans:
         removals = []
         for bound in plan.bound:
-            units = bound.grid[-1]
+            units = bound.scope_units
             kept = sparsity_to_nnz(HALF, units, "")
             kept = round_up(min(kept, units - plan.multiple) if units > plan.multiple else kept, units, plan.multiple)
             keep = torch.rand(bound.grid, generator=generator, device="cpu").argsort(-1) < kept

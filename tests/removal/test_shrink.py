@@ -940,7 +940,7 @@ def test_scores_read_all_batches_and_the_first_is_the_example():
             shrink(model, **keys)
 
 
-EVEN = {  # {case: (units, arguments of shrink, kept units)}
+PREFERRED_MULTIPLE = {  # {case: (units, arguments of shrink, kept units)}
     "SmolLM2": (1536, {"ratio": 0.338}, 1024),
     "a third": (1000, {"ratio": 1 / 3}, 672),
     "as asked": (768, {"ratio": 0.25}, 576),
@@ -955,9 +955,9 @@ EVEN = {  # {case: (units, arguments of shrink, kept units)}
 }
 
 
-@pytest.mark.parametrize("case", EVEN)
+@pytest.mark.parametrize("case", PREFERRED_MULTIPLE)
 def test_large_mlps_keep_a_multiple_of_32_units_if_this_moves_the_ratio_little(case):
-    units, options, kept = EVEN[case]
+    units, options, kept = PREFERRED_MULTIPLE[case]
     options = dict(options)
     dtype = options.pop("dtype", torch.float32)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, units), nn.ReLU(), nn.Linear(units, 8))).to(dtype)
