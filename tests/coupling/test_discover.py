@@ -4,6 +4,7 @@ import copy
 import fnmatch
 import functools
 import logging
+import math
 import threading
 
 import pytest
@@ -591,6 +592,125 @@ FROZEN = {  # (model, example inputs if these are no rows, a line with what is f
         "units\n",
     ),
 }
+
+
+@torch.library.custom_op("sparsekit_tests::share", mutates_args={"out"})
+def share(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x / x.sum(-1, keepdim=True))
+
+
+@share.register_fake
+def _(x, out):
+    return None
+
+
+def parts(h):
+    return h / h.sum(-1, keepdim=True)
+
+
+def into_halves(h, function):
+    y = torch.empty_like(h)
+    y[:2], y[2:] = function(h[:2]), h[2:]
+    return y
+
+
+def changed(h, change):
+    """What `change` writes into a part of a copy."""
+    change(y := h.clone())
+    return y
+
+
+def changed_view(h, change):
+    """What `change` writes to a tensor of zeros, read through a view that is older."""
+    zeros = torch.zeros_like(h)
+    view = zeros.unsqueeze(1)
+    change(zeros)
+    return view.squeeze(1)
+
+
+def written_by(function, *arguments, **written):
+    function(*arguments, **written)
+    return next(iter(written.values()))
+
+
+WRITES = {  # {what happens to (3, 5, 8) or (3, 8) numbers before they are read: how many axes of 8 can be pruned}
+    "softmax": (lambda h, z, a: changed(h, lambda y: y[:, 0].copy_(h[:, 0].softmax(-1))), 0),
+    "a mean that is subtracted": (
+        lambda h, z, a: changed(h, lambda y: y.flatten(0, 1).sub_(h.mean(-1).view(-1, 1))),
+        0,
+    ),
+    "halves": (lambda h, z, a: into_halves(h, parts), 0),
+    "halves, of single units": (lambda h, z, a: into_halves(h, torch.tanh), 1),
+    "steps": (lambda h, z, a: changed(h, lambda y: [y[:, k].copy_(F.normalize(h[:, k], dim=-1)) for k in range(5)]), 0),
+    "steps, of single units": (lambda h, z, a: changed(h, lambda y: [y[:, k].mul_(h[:, k - 1]) for k in range(5)]), 1),
+    "sums of a view": (lambda h, z, a: changed(h, lambda y: (v := y.narrow(1, 0, 2)).div_(v.sum(-1, keepdim=True))), 0),
+    "cumsum": (lambda h, z, a: changed(h, lambda y: y.unbind(1)[0].copy_(h[:, 0].cumsum(-1))), 0),
+    "out=": (lambda h, z, a: changed(h, lambda y: torch.div(h, h.sum(-1, keepdim=True), out=y[:])), 0),
+    "an operator that returns nothing": (lambda h, z, a: written_by(share, h, out=torch.empty_like(h)), 0),
+    "an operator on a list": (lambda h, z, a: changed(h, lambda y: torch._foreach_div_([y], [parts(h)])), 0),
+    "what nobody reads": (lambda h, z, a: (changed(h, lambda y: y[:, 0].copy_(h[:, 0].softmax(-1))), h)[1], 1),
+    "a sum of what is not zero": (
+        lambda h, z, a: z + changed_view(z, lambda y: torch.add(z, 1, out=y)).sum(-1, keepdim=True),
+        0,
+    ),
+    "a sum of what is zero": (
+        lambda h, z, a: z + changed_view(z, lambda y: torch.mul(z, 2, out=y)).sum(-1, keepdim=True),
+        1,
+    ),
+    "a product": (lambda h, z, a: changed_view(h[:, 0], lambda y: torch.mm(torch.ones(3, 4), a.weight.mT, out=y)), 1),
+    "transpose_": (lambda h, z, a: h.repeat(3, 2, 1)[:8, :8].clone().transpose_(1, 2), 0),
+    "view of a wider dtype": (lambda h, z, a: h.view(torch.float64).view(torch.float32), 0),
+    "view of another dtype": (lambda h, z, a: h.view(torch.int32).view(torch.float32), 1),
+    "the least magnitude": (lambda h, z, a: h + torch.linalg.vector_norm(z, -math.inf, -1, keepdim=True), 0),
+    "the norm of an order below 0": (lambda h, z, a: h + torch.linalg.vector_norm(z, -1, -1, keepdim=True), 0),
+    "a batch norm without a weight": (
+        lambda h, z, a: h + F.batch_norm(z.mT, z.new_zeros(8), z.new_ones(8), None, a.bias).sum(1)[..., None],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_units_on_which_others_depend_are_frozen(name):
+    write, count = WRITES[name]
+    model = fill(Net(lambda m, x: m.b(write(torch.sigmoid(z := m.a(x)), z, m.a)), **PAIR))
+    x = torch.randn(3, 5, 4)
+    found = [coupling for coupling in discover(model, x).couplings if "a.weight" in coupling.members]
+    assert len(found) == count
+    for coupling in found:
+        assert_exact(model, coupling, x)
+
+
+class Normed(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.weight, self.eps, self.run = nn.Parameter(torch.ones(8)), 1e-6, run
+
+    def forward(self, x):
+        return self.weight * self.run(x, x.pow(2).mean(-1, keepdim=True), self.eps)
+
+
+MEAN_SQUARES = {  # {what a module does with the mean of squares: whether it is a norm}
+    "rsqrt": (lambda x, mean, eps: x * torch.rsqrt(mean + eps), True),
+    "sqrt and division": (lambda x, mean, eps: x / mean.clamp(min=eps).sqrt(), True),
+    "reciprocal": (lambda x, mean, eps: x * (1 / torch.sqrt(mean + eps)), True),
+    "a negative power": (lambda x, mean, eps: x * (mean.float() + eps) ** -0.5, True),
+    "in place": (lambda x, mean, eps: x * mean.add_(eps).rsqrt_(), True),
+    "a gate": (lambda x, mean, eps: x * torch.sigmoid(mean + eps), False),
+    "a factor": (lambda x, mean, eps: x * torch.sqrt(mean + eps), False),
+    "what is subtracted": (lambda x, mean, eps: x - torch.sqrt(mean + eps), False),
+    "a norm and a factor": (lambda x, mean, eps: x * torch.rsqrt(mean + eps) * mean, False),
+}
+
+
+@pytest.mark.parametrize("name", MEAN_SQUARES)
+def test_a_mean_of_squares_is_that_of_a_norm_if_it_only_divides(name):
+    run, is_norm = MEAN_SQUARES[name]
+    model = fill(nn.Sequential(PAIR["a"], Normed(run), PAIR["b"]))
+    found = discover(model, x := torch.randn(3, 4)).couplings
+    assert len(found) == is_norm
+    for coupling in found:
+        assert_exact(model, coupling, x)
 
 
 @pytest.mark.parametrize("name", FROZEN)

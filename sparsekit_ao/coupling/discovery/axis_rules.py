@@ -123,7 +123,7 @@ def _batch_norm(op: Operation) -> list[Label]:
     x, affine = op.label("input"), op.labels("weight", "bias")
     op.freeze(*((x[0], *x[2:]) if op["training"] else ()), what="its mean and variance are those of the batch")
     operands = [x[1], *(axis for (axis,) in (*affine, *op.labels("running_mean", "running_var")))]
-    is_zero = lambda zeros: bool(affine) and all(zeros[1 : 1 + len(affine)])  # noqa: E731
+    is_zero = lambda zeros: op["weight"] is not None and all(zeros[1 : 1 + len(affine)])  # noqa: E731
     return [(x[0], united(op, operands, is_zero), *x[2:])]
 
 
@@ -156,8 +156,9 @@ def _reduce(op: Operation) -> Label | list[Label]:
     """Sums, means, extremes: the reduced axes need zeros (a sum) or are frozen."""
     label = op.label("self")
     dims = op.dims("dim", len(label))
+    is_sum = op.name in _SUMS and (op["ord"] is None or op["ord"] >= 0)  # others are infinite, or least, at a zero
     for d in dims:
-        if op.name in _SUMS or (op.name == "mean" and op.is_norm(op["self"], label[d])):
+        if is_sum or (op.name == "mean" and op.is_norm(op["self"], op.outs[0], label[d])):
             _require_zeros(op, label[d])
         else:
             op.freeze_value(label[d])
@@ -273,7 +274,7 @@ def _transpose(op: Operation) -> Label:
     if op.name == "permute":
         label = [label[d] for d in op.dims("dims", len(label))]
     elif len(label) > 1:
-        a, b = (op.dim(f"dim{k}", len(label)) for k in (0, 1)) if op.name == "transpose" else (0, 1)
+        a, b = (op.dim(f"dim{k}", len(label)) for k in (0, 1)) if op["dim0"] is not None else (0, 1)
         label[a], label[b] = label[b], label[a]
     return tuple(label)
 

@@ -190,7 +190,7 @@ def reshape_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]
         if missing != 1:
             return None
         new_axes.append(tuple(axis))
-    return tuple(new_axes)
+    return None if reader else tuple(new_axes)  # a view of another dtype has fewer elements
 
 
 def split_axis(axis: Axis, outer: int, why: str) -> tuple[Axis, Axis]:

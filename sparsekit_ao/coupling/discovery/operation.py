@@ -23,7 +23,7 @@ class Operation:
     out: Any
     module: str
     label_of: Callable[[Tensor], Label]
-    is_norm: Callable[[Tensor, Sequence[AxisFactor]], bool]  # whether the module normalizes this axis of squares
+    is_norm: Callable[[Tensor, Tensor, Sequence[AxisFactor]], bool]  # whether the mean of squares is that of a norm
     is_used: bool = True  # if not, only the shape of the result matters (as of attention weights that nobody reads)
 
     @property
@@ -66,6 +66,13 @@ class Operation:
     def tensors(self) -> list[Tensor]:
         """All tensor arguments, in order."""
         return [t for t in _pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensor arguments that it writes to, in order."""
+        infos = {a.name: a.alias_info for a in self.func._schema.arguments}
+        values = [self[name] for name, info in infos.items() if info is not None and info.is_write]
+        return [t for t in _pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
     @property
     def outs(self) -> list[Tensor]:

@@ -34,7 +34,7 @@ from ...errors import SparsityError
 from ...masking import find_mask, parametrized_names
 from ...masking.normalized import computed_tensors
 from ...models.running import arguments, import_dynamo, opaque_in, seeded, tensors_in, unfused_attention
-from .axis_rules import attention_scale, filled, rule_of
+from .axis_rules import attention_scale, combined, filled, rule_of
 from .factors import AxisFactor, Factor, fixed, freeze, leaves
 from .operation import AxisRule, Label, Operation
 
@@ -42,6 +42,7 @@ NOT_UNDERSTOOD = "not understood"
 COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
 BY_HOOK = "is computed by a hook; torch.nn.utils.remove_spectral_norm or remove_weight_norm makes it plain"
 UNUSED = "not used in this forward"
+_UP_TO_A_DIVISION = {"add", "clamp", "clamp_min", "maximum", "sqrt", "pow", "_to_copy", "view", "unsqueeze", "expand"}
 NOT_RUN = "give example inputs for which it runs, or remove it from the model"
 
 
@@ -61,6 +62,7 @@ class Trace(TorchDispatchMode):
         self.names = WeakIdKeyDictionary()  # of parameters (whose units a mask may make zero) and buffers
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
+        self._divides: dict[int, bool] = {}  # as `_find_divisors` returns it
         self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
         self._normed: dict[str, str] = {}  # {parameter: the plain attribute that a hook computes from it}
         self._running: list[tuple[str, nn.Module]] = []
@@ -146,13 +148,13 @@ class Trace(TorchDispatchMode):
 
     def follow(self, inputs: Any, outputs: dict[str, Any]) -> None:
         """Apply the rules of all operations in their order; the outputs decide which results are used."""
-        used = self._used_steps(outputs)
+        used, self._divides = self._used_steps(outputs), self._find_divisors()
         self._reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}
         self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", outputs)}
         while True:
             self._start(inputs)
             for at, ((rule, op), is_used) in enumerate(zip(self._steps, used, strict=True)):
-                self._apply(rule, replace(op, is_used=is_used or op.func._schema.is_mutable), at)
+                self._apply(rule, replace(op, is_used=is_used), at)
             for place, output in outputs.items():
                 self.fix(output, place)
             repeated = set(self._repeated())
@@ -176,13 +178,13 @@ class Trace(TorchDispatchMode):
             inside = {".".join(parts[:at]): part for at, part in enumerate(parts) if part.isdecimal()}
             sources = {*inside.items()}
             for tensor in op.tensors:
-                sources |= of_tensor[id(tensor)] | of_memory[tensor.untyped_storage()._cdata]
+                sources |= of_tensor[id(tensor)] | of_memory[_memory_of(tensor)]
             ran |= inside.keys()
             chained |= {path for path, number in sources if inside.get(path, number) != number}
             for tensor in op.outs:
                 of_tensor[id(tensor)] |= sources
-                if op.func._schema.is_mutable:
-                    of_memory[tensor.untyped_storage()._cdata] |= sources
+            for tensor in op.written:
+                of_memory[_memory_of(tensor)] |= sources
         return ran - chained
 
     def _keep_readable(self) -> None:
@@ -234,18 +236,34 @@ class Trace(TorchDispatchMode):
                 earlier |= free
 
     def _used_steps(self, output: Any) -> list[bool]:
-        needed = {id(tensor) for _, tensor in tensors_in("output", output)}
-        used = []
+        results = [tensor for _, tensor in tensors_in("output", output)]
+        needed, memory, used = {*map(id, results)}, {*map(_memory_of, results)}, []
         for at, (_, op) in reversed([*enumerate(self._steps)]):
-            used.append(bool(needed.intersection(map(id, op.outs))) or self._lines.get(at) in self.values)
+            is_read = bool(needed.intersection(map(id, op.outs)) or memory.intersection(map(_memory_of, op.written)))
+            used.append(is_read or self._lines.get(at) in self.values)
             if used[-1]:
                 needed.update(map(id, op.tensors))
+                memory.update(map(_memory_of, op.tensors))
         return used[::-1]
+
+    def _find_divisors(self) -> dict[int, bool]:
+        """Return {id of a tensor: whether all that read it divide by it, or by its root, perhaps plus an epsilon}."""
+        divides: dict[int, bool] = {}
+        for _, op in reversed(self._steps):
+            name, exponent = op.name.rstrip("_"), op["exponent"]
+            passes_on = name in _UP_TO_A_DIVISION and all(divides.get(id(out)) for out in op.outs)
+            inverts = name in ("rsqrt", "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
+            written = {*map(id, op.written)}  # what reads these later reads other values
+            for tensor in op.tensors:
+                is_divisor = passes_on or inverts or (name == "div" and tensor is op["other"])
+                divides[id(tensor)] = is_divisor and (id(tensor) in written or divides.get(id(tensor), True))
+        return divides
 
     def _apply(self, rule: AxisRule | None, op: Operation, at: int) -> None:
         if op.is_square or op.name == "linalg_vector_norm":
             self._squares.update(dict.fromkeys(op.outs, True))
-        before = self.label_of(op.tensors[0]) if op.func._schema.is_mutable else None
+        written = [] if torch.Tag.inplace_view in op.func.tags else op.written  # else only its shape changes
+        before = [self.label_of(tensor) for tensor in written]
         labels = rule(op) if rule else self._not_understood(op)
         labels = labels if isinstance(labels, list) else [labels]
         shapes = [tuple(math.prod(part.factor.size for part in leaves(axis)) for axis in label) for label in labels]
@@ -254,9 +272,10 @@ class Trace(TorchDispatchMode):
         for out, label in zip(op.outs, labels, strict=False):
             self._labels[out] = label
             self.seen.append(label)
-        if before is not None and self._is_read_later(op.tensors[0], at):
-            # Other views of the memory are recorded as zero where this one no longer is.
-            for old, new in zip(before, self.label_of(op.tensors[0]), strict=True):
+        for tensor, label in zip(written, before, strict=True):
+            kept = combined(op, [label, self.label_of(tensor)])  # other views of the memory have the axes from before
+            # They are recorded as zero where this one no longer is.
+            for old, new in zip(label, kept, strict=False) if self._is_read_later(tensor, at) else ():
                 zero = [part.factor for part in leaves(new) if part.zero]
                 lost = [part for part in leaves(old) if part.zero and part.factor not in zero]
                 op.freeze(lost, what="it writes into memory that other tensors share")
@@ -265,20 +284,19 @@ class Trace(TorchDispatchMode):
 
     def _is_read_later(self, written: Tensor, at: int) -> bool:
         """Whether another tensor that shares the memory of a written one is read after this step."""
-        memory = written.untyped_storage()._cdata
         later = (t for t in self._shared if t is not written and self._reads.get(id(t), -1) > at)
-        return any(t.untyped_storage()._cdata == memory for t in later)
+        return any(_memory_of(t) == _memory_of(written) for t in later)
 
     def _not_understood(self, op: Operation) -> list[Label]:
-        if op.outs:  # an assertion, for example, returns nothing
+        if op.outs or op.written:  # an assertion, for example, has neither
             freeze_read = op.freeze if len(op.tensors) > 1 else op.freeze_value  # several may have to agree in size
             freeze_read(*(axis for t in op.tensors for axis in self.label_of(t)), what=NOT_UNDERSTOOD)
         return [op.fixed(*out.shape) for out in op.outs]
 
-    def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
-        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
-        if squares not in self._squares:
-            return False  # a mean that is subtracted, say
+    def _is_norm(self, module: nn.Module | None, squares: Tensor, mean: Tensor, axis: Sequence[AxisFactor]) -> bool:
+        """Whether a module divides by the mean of squares, and has a weight of the axis's length and an epsilon."""
+        if squares not in self._squares or not self._divides.get(id(mean)):
+            return False  # a mean that is subtracted, or a gate, say
         weight = getattr(module, "weight", None)
         size = math.prod(part.factor.size for part in leaves(axis))
         if not isinstance(weight, Tensor) or weight.shape[-1:] != (size,) or weight.numel() != size:
@@ -458,6 +476,10 @@ def code_line(frames: Iterable[tuple[Any, int]]) -> str:
             text = f"{os.path.basename(name)}:{line}: {linecache.getline(name, line).strip().rstrip(':')}"
             texts[is_torch] = texts[is_torch] or text
     return texts[False] or texts[True]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _copied(tensor: Tensor, mode: FakeTensorMode | None) -> Tensor:
