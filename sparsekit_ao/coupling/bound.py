@@ -118,7 +118,9 @@ def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int]) -> Iterabl
     dimensions = dimensions_of(axes)
     if len(dimensions) != len(shape):
         return  # check_shape reports it
-    for size, factors in zip(window_shape(axes, shape), dimensions, strict=True):
+    for size, whole, factors in zip(window_shape(axes, shape), shape, dimensions, strict=True):
+        if size < min(whole, 1):
+            continue  # nothing is left beside the other parts, which check_shape reports too
         for axis in factors:
             others = [other for other in factors if other != axis]
             rest = math.prod(sizes.get(other, 0) for other in others)

@@ -65,7 +65,7 @@ class AxisPattern:
                     raise self._error(f"unknown axis {axis!r} in {key}; the axes are {', '.join(names)}")
             if len(set(axes)) != len(axes):
                 raise self._error(f"{key} names an axis twice: {' '.join(axes)}")
-            object.__setattr__(self, key, axes if key == "sizes" else tuple(axes))
+            object.__setattr__(self, key, dict(self.sizes) if key == "sizes" else tuple(axes))
         if not self.unit:
             raise self._error("unit is empty; name the axes that index what is kept or dropped")
         for axis in self.scope:
@@ -177,6 +177,7 @@ def dimensions_of(axes: object, where: str = "") -> list[list[str]]:
     return [list(dimension) for dimension in parsed.composition]
 
 
+_DIMENSION = r"\([^()]*\)|[^\s()]+"
 _expression = lru_cache(maxsize=1024)(ParsedExpression)  # couplings of deep models parse few texts often
 
 
@@ -191,12 +192,14 @@ def _parsed(axes: str, where: str) -> tuple[str, dict[int, tuple[int, int]]]:
     if "+" not in axes:
         return axes, {}
     window, outside = [], {}
-    for d, dimension in enumerate(re.findall(r"\([^()]*\)|[^\s()]+", axes)):
+    if re.search(r"[()]", re.sub(_DIMENSION, "", axes)):
+        raise SparsityError(f"{where}axes {axes!r}: every bracket must be closed, and none is inside of another")
+    for d, dimension in enumerate(re.findall(_DIMENSION, axes)):
         parts = [part.strip() for part in dimension.strip("()").split("+")]
         named = [at for at, part in enumerate(parts) if not part.isdecimal()]
-        if len(named) != 1 and "+" in dimension:
+        if "+" in dimension and (len(named) != 1 or dimension[0] != "("):
             raise SparsityError(
-                f"{where}axes {axes!r}: {dimension} must be one part with names and lengths of the others"
+                f"{where}axes {axes!r}: {dimension} must be one part with names and lengths of the others, in brackets"
             )
         if len(parts) > 1:
             before, after = parts[: named[0]], parts[named[0] + 1 :]

@@ -64,7 +64,8 @@ class SparseBlock(Thresholded):
         >>> block.nnz(), block.nnz_blocks()
         (1, 1)
         """
-        return sum(int((~(b.view.window(b.view.param).abs() <= eps)).sum()) for b in self.blocks())
+        windows = [b.view.window(b.view.param) for b in self.blocks()]
+        return sum(int((~((window >= -eps) & (window <= eps))).sum()) for window in windows)
 
     def nnz_blocks(self, eps: float = 1e-8) -> int:
         """Return how many blocks have an element that is larger than `eps` in magnitude, or NaN."""
@@ -152,7 +153,7 @@ class BlockSpec(SparseBlock):
         edge: With `"partial"`, the last block of a dimension may be smaller; with `"error"` (default) it may not.
 
     Raises:
-        SparsityError: The shape does not fit the view (also a `ValueError`).
+        SparsityError: The shape does not fit the view, or the parameter is complex (also a `ValueError`).
 
     >>> b = BlockSpec(torch.arange(8.0).reshape(2, 4), (1, 2))
     >>> b.grid_shape, b.norms(p=1)
@@ -166,6 +167,11 @@ class BlockSpec(SparseBlock):
         self.view = View.from_existing(view_or_param, name=name)
         self.name = name if name is not None else self.view.name
         self.edge = edge
+        if self.view.param.is_complex():
+            raise SparsityError(
+                f"{self.prefix()}blocks need real numbers, but the parameter is {self.view.param.dtype}; give "
+                "torch.view_as_real(parameter), whose last dimension has the real and the imaginary part"
+            )
         self.shape = resolve_tile("block", self.view.shape, shape, edge=edge, where=self.prefix())
         self.grid_shape = grid_of(self.view.shape, self.shape)
 
@@ -244,9 +250,11 @@ def aligned_members(
         found: list[object] = [*specs] if isinstance(specs, (list, tuple)) else [specs]
         names = ", ".join(dict.fromkeys(type(s).__name__ for s in found))
         raise SparsityError(f"{where}{what.title()}Coupling takes a list of {kind.__name__}, got {names}")
-    for spec, times in Counter(spec for s in specs for spec in s.blocks()).items():
+    for (view, shape), times in Counter((spec.view, spec.shape) for s in specs for spec in s.blocks()).items():
         if times > 1:
-            raise CouplingError(f"{where}{spec.name or 'a block spec'} is given twice; members must be distinct")
+            raise CouplingError(
+                f"{where}the blocks {shape} of {view.name or 'a view'} are given twice; members must be distinct"
+            )
     if not specs:
         raise CouplingError(f"{where}a coupling needs at least one member")
     orders = [None] * len(specs) if orders is None else orders

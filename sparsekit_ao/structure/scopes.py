@@ -156,7 +156,8 @@ class SparseScope(Thresholded):
         """Return a threshold for each block with which `soft_threshold` leaves exactly nnz blocks in every scope.
 
         The threshold of a kept block is the mean of the norms of the last block kept and the first dropped, but it is
-        always below the block's own norm. A dropped block has the threshold inf, even if its norm equals a kept one.
+        always so far below the block's own norm that some element stays nonzero in the parameter's dtype. A dropped
+        block has the threshold inf, even if its norm equals a kept one.
         If some blocks are partial, these are root mean squares: `soft_threshold` then needs `scale=True`. The results
         have the shape of each member's block grid.
         """
@@ -166,7 +167,12 @@ class SparseScope(Thresholded):
         low = torch.where(dropped, rows, 0).amax(1, keepdim=True)
         high = torch.where(kept & ~rows.isnan(), rows, math.inf).amin(1, keepdim=True)
         middle = torch.where(dropped.any(1, keepdim=True), low / 2 + high / 2, 0)
-        return dict(self._grids_of(torch.where(kept, torch.minimum(middle, rows * (1 - 2**-18)), math.inf)))
+        # What is left of a kept block is above the smallest number of its dtype in at least one element.
+        floats = [b for b in self.blocks() if b.view.param.is_floating_point()]
+        infos = [(torch.finfo(b.view.param.dtype), math.prod(b.shape)) for b in floats]
+        least = max((math.sqrt(n) * info.smallest_normal * info.eps for info, n in infos), default=0)
+        below = torch.minimum(rows * (1 - 2**-18), rows - least).clamp(min=0)
+        return dict(self._grids_of(torch.where(kept, torch.minimum(middle, below), math.inf)))
 
     @torch.no_grad()
     def get_masks(

@@ -98,8 +98,6 @@ class Thresholded(ABC):
         >>> w
         tensor([[2.4000, 3.2000, 0.0000, 0.0000]])
         """
-        if not isinstance(thresholds, Tensor) and not is_number(thresholds):
-            raise SparsityError(f"{self.prefix()}soft_threshold needs a number or a tensor, got {thresholds!r}")
         t, scopes = self._thresholds(thresholds), self._live()
         if conditioners is not None:  # passed in the place of masks
             diagonals = (m.values for s in self._windows(conditioners) for m in s.windows)
@@ -117,6 +115,8 @@ class Thresholded(ABC):
 
     def _thresholds(self, thresholds: Tensor | float) -> Tensor | float:
         """A number or a single element as it is, other tensors expanded to the grid."""
+        if not isinstance(thresholds, Tensor) and not is_number(thresholds):
+            raise SparsityError(f"{self.prefix()}thresholds must be a number or a tensor, got {thresholds!r}")
         if not isinstance(thresholds, Tensor):
             return thresholds
         try:

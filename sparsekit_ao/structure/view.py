@@ -156,6 +156,8 @@ class View:
         """
         if isinstance(idx, Tensor):
             return self.offset + (self._checked(idx) * idx.new_tensor(self.stride, dtype=torch.int64)).sum(-1)
+        if not all(hasattr(i, "__index__") for i in idx):
+            raise SparsityError(f"{self.prefix()}an index must consist of ints, got {tuple(idx)}")
         if len(idx) != self.ndim or any(not 0 <= i < s for i, s in zip(idx, self.shape, strict=True)):
             raise SparsityError(f"{self.prefix()}index {tuple(idx)} is out of bounds for the view {self.shape}")
         return self.offset + sum(i * d for i, d in zip(idx, self.stride, strict=True))

@@ -111,7 +111,10 @@ def block_scores(windows: Sequence[Window], norm: Norm, ndim: int, as_mean: bool
     as_mean = any(m.is_partial for m in windows) if as_mean is None else as_mean
     first = windows[0]
     if len(windows) == 1 and not as_mean and all(b == 1 for b in first.shape):
-        return to_aligned(_wide(scored(first) if norm is None else scored(first).abs()), first.order, ndim)
+        values = _wide(scored(first))  # the least integer has no magnitude of its own dtype
+        if norm is not None:
+            values = torch.abs(values, out=None if values is first.window else values)
+        return to_aligned(values, first.order, ndim)
     join = torch.maximum if norm == math.inf else torch.add
     total: Tensor | None = None
     count: Tensor | int = 0
@@ -205,8 +208,18 @@ def kept_grid(scopes: ScopeWindows) -> Tensor:
 
 def elements_of(windows: Sequence[Window], ndim: int, fill: float) -> Tensor:
     """(*grid, elements of a block over all windows) of an aligned grid of `ndim` dimensions; partial blocks padded."""
-    rows = [(tiles_of(pad_to(m.window, m.shape, fill), m.shape, merge=True), m.order) for m in windows]
+    rows = [(tiles_of(pad_to(m.window, m.shape, _fill_of(m, fill)), m.shape, merge=True), m.order) for m in windows]
     return torch.cat([to_aligned(elements, order, ndim, trailing=1) for elements, order in rows], dim=-1)
+
+
+def _fill_of(m: Window, fill: float) -> float:
+    """A number to pad with; in place of an infinite one, the largest or least of the window's integers."""
+    if m.window.is_floating_point() or math.isfinite(fill):
+        return fill
+    if m.window.dtype == torch.bool:
+        return fill > 0
+    numbers = torch.iinfo(m.window.dtype)
+    return numbers.max if fill > 0 else numbers.min
 
 
 def _fold(tiles: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

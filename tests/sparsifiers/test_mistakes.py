@@ -276,7 +276,8 @@ MISTAKES = {
     "the parameter must be a tensor, got ndarray": lambda: BlockSpec(np.ones((2, 2))),
     "BlockCoupling takes a list of BlockSpec, got Tensor": lambda: BlockCoupling([torch.ones(2)]),
     "ScopeCoupling takes a list of ScopeSpec, got Tensor": lambda: ScopeCoupling([torch.ones(2)]),
-    "soft_threshold needs a number or a tensor, got '1'": lambda: ScopeSpec(torch.ones(2)).soft_threshold("1"),
+    "thresholds must be a number or a tensor, got '1'": lambda: ScopeSpec(torch.ones(2)).soft_threshold("1"),
+    "thresholds must be a number or a tensor, got 'a'": lambda: BlockSpec(torch.ones(2)).hard_threshold("a"),
     "plot_mask needs a mask, such as sparsifier.mask(name), got str": lambda: plot_mask("0.weight"),
     "plot_layers needs sparsekit_ao.export.report(model), got a Report": lambda: plot_layers(prepared().report()),
 }

@@ -7,6 +7,7 @@ import torch
 from stock import Holder, stepped
 
 from sparsekit_ao import CouplingError, ScopeSparsifier, SparsityError, patterns
+from sparsekit_ao.structure import AxisPattern
 
 ROWS, COLUMNS = 32, 64
 
@@ -115,6 +116,12 @@ BAD = [
     (axes("o (5 + u + 3)", "u"), W + "'o (5 + u + 3)': dimension 1 has size 8, so nothing is left beside 5 + 3"),
     (axes("o (3 + u m)", "u", m=4), "dimension 1 (u m) has size 5, which is not a multiple of m=4"),
     (axes("o (i + u)", "u"), W + "'o (i + u)': (i + u) must be one part with names and lengths of the others"),
+    (axes("o 5 + u", "u"), W + "'o 5 + u': + must be one part with names and lengths of the others, in brackets"),
+    (axes("o 5+u", "u"), W + "'o 5+u': 5+u must be one part with names and lengths of the others, in brackets"),
+    *(
+        (axes(text, "u"), W + f"{text!r}: every bracket must be closed, and none is inside of another")
+        for text in ("o (5 + u))", "o ((5 + u)", "o (5 + u", "o 5 + u)", "(o (5 + u))")
+    ),
     (axes(7, "o"), "axes must be a str such as 'o (s m)', got 7"),
     ({"axes": "o i"}, "'axes' needs 'unit'"),
     ({"unit": "o"}, "'unit' is part of an axis pattern and needs 'axes'"),
@@ -132,6 +139,12 @@ def test_a_pattern_that_does_not_fit_is_an_error_before_anything_is_changed(entr
     with pytest.raises(SparsityError, match=re.escape(text)):
         ScopeSparsifier().prepare(model, [{"tensor_fqn": "w", **entry}])
     assert not hasattr(model, "parametrizations")
+
+
+def test_a_pattern_keeps_its_sizes():
+    pattern = AxisPattern(axes="(a b) i", unit="a", sizes=(sizes := {"a": 2}))
+    sizes["a"] = 99
+    assert pattern(torch.zeros(4, 3)).shape == (2, 2, 3)
 
 
 def test_coupled_units_of_different_length_are_refused():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from stock import refuses
 from strategies import shrunk
+from torch import nn
 
 from sparsekit_ao import BlockCoupling, BlockSpec, CouplingError, ScopeCoupling, ScopeSpec, SparsityError, View
 from sparsekit_ao.selection import Request, fill_masks
@@ -116,6 +117,7 @@ PAIR, ROWS = ScopeCoupling([scope(4), scope(4)]), scope(2, 4, scope=(1, 4), name
 MAPPING = "mapping {parameter: tensor}"
 CALLS = [  # object, method, arguments, error
     (W.view, "linear_offset", ((4, 0),), "index (4, 0) is out of bounds for the view (4, 6)"),
+    (W.view, "linear_offset", ((1.5, 1),), "an index must consist of ints, got (1.5, 1)"),
     (W.view, "to_param_rc", ((0, -1),), "index (0, -1) is out of bounds for the view (4, 6)"),
     (W.view, "block_view_of", (W.view.param, (2, 2), False, True), "merge=True needs reorder=True"),
     (W.view, "block_view_of", (count(6, 4), (1, 2)), "values must have the parameter's shape (4, 6), got (6, 4)"),
@@ -159,8 +161,10 @@ REFUSED = [
     *((partial(ScopeSpec, BlockSpec(count(4, 6), (1, 2), "w"), shape), "w: " + text) for shape, text in SCOPES),
     *((partial(BlockCoupling, [UP, DOWN], orders, name="mlp"), text) for orders, text in ORDERS),
     (partial(BlockCoupling, []), "a coupling needs at least one member"),
-    (partial(BlockCoupling, [W, W]), "w"),
-    (partial(ScopeCoupling, [ScopeSpec(W), ScopeSpec(W)]), "w"),
+    (partial(BlockCoupling, [W, W]), "the blocks (1, 1) of w are given twice; members must be distinct"),
+    (partial(BlockCoupling, [BlockSpec(UP.view, (1, -1)), UP]), "the blocks (1, 2) of up are given twice"),
+    (partial(ScopeCoupling, [ScopeSpec(W), ScopeSpec(W)]), "the blocks (1, 1) of w are given twice"),
+    (partial(BlockSpec, torch.zeros(2, dtype=torch.complex64), name="w"), "w: blocks need real numbers, but the param"),
     (
         partial(ScopeCoupling, [ScopeSpec(UP, name="a"), ScopeSpec(DOWN, (-1, 1), "b")], name="pair"),
         "pair: b has the aligned scope grid (1, 4), but a has (1, 1). Give an order",
@@ -248,6 +252,22 @@ def test_norms_of_other_values_folds_and_counts_of_blocks():
     assert b.reduce(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.prod).tolist() == [[2, 12]]
     b = BlockSpec(torch.tensor([[0.0, 0.0, 1e-9, 0.0, 0.5, 0.0, NAN, 0.0]]), (1, 2))
     assert (b.nnz_blocks(), b.nnz_blocks(1e-10), b.nnz_blocks(eps=0.5)) == (2, 3, 1)
+
+
+def test_the_two_parts_of_a_complex_parameter_are_blocks():
+    numbers = nn.Parameter(torch.tensor([3 + 4j, 0j, 9j]))
+    assert BlockSpec(torch.view_as_real(numbers), (1, -1)).norms().tolist() == [[5], [0], [9]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.bool])
+def test_integers_have_magnitudes_down_to_the_least_of_them(dtype):
+    least = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    w = torch.tensor([1, least, 0, 0, 1], dtype=dtype)
+    assert BlockSpec(w).norms(p=1).tolist() == [1, abs(float(least)), 0, 0, 1]
+    assert BlockSpec(w).nnz() == BlockSpec(w).nnz_blocks() == 2 + bool(least)
+    assert ScopeSpec(BlockSpec(w)).get_masks(1).popitem()[1].tolist() == [not least, bool(least), False, False, False]
+    pairs = BlockSpec(w, (2,), edge="partial")
+    assert pairs.min().tolist() == [least, 0, 1] and pairs.max().tolist() == [1, 0, 1]
 
 
 def test_hard_threshold_zeroes_strictly_below_and_keeps_nan():

@@ -163,6 +163,18 @@ def test_thresholds_that_leave_a_budget_are_exact_with_ties_too():
     assert scope.keep_thresholds(3)[block].tolist() == [[3.0, 3.0, math.inf, 3.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "edge"), [(1, "error"), (2, "error"), (6, "error"), (5, "partial")])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-7, 0.0])
+def test_a_kept_block_among_equal_ones_keeps_a_nonzero_element_of_its_dtype(dtype, width, edge, size):
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    w = torch.full((2, 12), size or least, dtype=dtype)
+    block = BlockSpec(w, (1, width), edge=edge)
+    scopes = ScopeSpec(block, (1, 2), edge="partial")
+    block.soft_threshold(scopes.keep_thresholds(1)[block], scale=edge == "partial")
+    assert block.nnz_blocks(eps=0) == scopes.numscp()
+
+
 def test_coupled_blocks_in_parts_equal_one_part(monkeypatch):
     g = torch.Generator().manual_seed(0)
     results = []
