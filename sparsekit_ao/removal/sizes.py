@@ -21,10 +21,11 @@ OF_ANY_MODULE = vars(nn.Module()).keys()  # attributes that every module has
 _AXES = 6  # at most this many axes beside the unit are multiplied with it
 _OF_NORMS = ("normalized_shape", "num_features", "num_channels")
 _ENTRIES = 16  # a tuple or list with more entries is no list of sizes
-# Names of what counts, or numbers, tokens, pixels, blocks or choices: not units, even if their numbers are the same.
+# Names of what counts, or numbers, samples, tokens, pixels, blocks or choices: not units, even of the same number.
 _NO_UNITS = re.compile(
     r"(?!.*(dim|units|features|per_layer)$)"
-    r"(.*(window|distance|len|position|chunk|kernel|stride|offset|shift|patch|image|bucket|top_k|per_tok|label|vocab).*"
+    r"(.*(batch|capacity|queue|window|distance|len|position|chunk|kernel|stride|offset|shift|patch|image|bucket|top_k"
+    r"|per_tok|label|vocab).*"
     r"|.*(layers?(_?(index|num|number))?|_idx?|ratio))"
     r"|.*(conv_kernel|patch)_dim"
 )

@@ -116,9 +116,13 @@ def test_names_that_end_as_numbers_of_units_do_follow(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_number", "layer_num", "layer_index", "layer_idx", "linear_conv_kernel_dim", "patch_dim"]
+    "name",
+    [
+        *("layer_number", "layer_num", "layer_index", "layer_idx", "linear_conv_kernel_dim", "patch_dim"),
+        *("capacity", "max_batch_size", "queue_size"),
+    ],
 )
-def test_names_of_positions_and_pixels_do_not_follow(name):
+def test_names_of_positions_pixels_and_samples_do_not_follow(name):
     small, _ = shrink(Flat(name), torch.randn(2, 3, 8), 0.5, score="norm")
     assert getattr(small, name) == 24 and small.up.out_features == 12
 
