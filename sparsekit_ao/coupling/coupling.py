@@ -12,6 +12,7 @@ from functools import lru_cache
 from string import ascii_letters
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SparsityError, checked_model
@@ -138,7 +139,7 @@ class Coupling:
             )
 
     def __hash__(self) -> int:
-        return hash((tuple(self.members.items()), self.unit, self.scope, self.member_scores, self.name, self.lists))
+        return hash((frozenset(self.members.items()), self.unit, self.scope, self.member_scores, self.name, self.lists))
 
     @property
     def kind(self) -> str:
@@ -200,7 +201,12 @@ class Coupling:
         matches = {member: match_names(member, tensors) for member in self.members}
         for member, names in matches.items():
             if not names:
-                raise SparsityError(f"{self._where}{member!r} matches no parameter or buffer of the model")
+                path, _, last = member.rpartition(".")
+                shared = dict(model.named_modules(remove_duplicate=False)).get(path)
+                first = next((f"{p}.{last}".lstrip(".") for p, module in modules if module is shared), "")
+                missing = "matches no parameter or buffer of the model"
+                why = f"is a second name of {first!r}; use that one" if first in tensors else missing
+                raise SparsityError(f"{self._where}{member!r} {why}")
         lists = match_lists(model, self.lists, self._where)
         values = dict.fromkeys(captured for names in matches.values() for captured in names)
         bound_couplings = [self._bind(captured, matches, tensors, parameters) for captured in values]
@@ -320,9 +326,10 @@ class Coupling:
             has_mask = fqn in parameters and not is_further and not self.lists
             members += (Member(fqn=fqn, pattern=pattern, is_parameter=has_mask, tied_to=tied.fqn if tied else ""),)
             first_of.setdefault(id(tensors[fqn]), members[-1])
-            if tied and tied.pattern.dimension_of(self.unit) != pattern.dimension_of(self.unit):
+            shape = tuple(tensors[fqn].shape)
+            if tied and _places(tied.pattern, shape) != _places(pattern, shape):
                 raise SparsityError(
-                    f"{self._where}{fqn} and {tied.fqn} are one tensor, but have the unit in different dimensions: "
+                    f"{self._where}{fqn} and {tied.fqn} are one tensor, but have the units in different places: "
                     f"{axes!r} and {tied.pattern.axes!r}"
                 )
         keys: dict[str, Any] = {"members": members, "unit": self.unit, "scope": scope, "sizes": sizes}
@@ -337,6 +344,12 @@ def _fitted(
     pattern = AxisPattern(axes=axes, unit=unit, scope=scope, sizes=dict(sizes))
     pattern.check_shape(shape)
     return pattern
+
+
+def _places(pattern: AxisPattern, shape: Shape) -> tuple[Any, ...]:
+    """Return where the units of a pattern begin in memory, and their strides."""
+    view = pattern(torch.empty(shape, device="meta"))
+    return view.storage_offset(), view.stride()[: len(pattern.unit)]
 
 
 def check_attrs(where: str, attrs: object) -> None:
@@ -380,7 +393,8 @@ def joint_entries(couplings: Sequence[Coupling], model: nn.Module, **keys: Any) 
     """Return config dicts for one sparsifier of several couplings, so that one schedule changes the levels of all.
 
     If couplings share a tensor, as heads and the residual stream share a query projection, the entry of this tensor has
-    `stages`, in the order of the couplings, and its mask drops what any of the couplings drops. A scheduler that writes
+    `stages`, and its mask drops what any of the couplings drops. A coupling has the first stage that is free in all of
+    its tensors, so couplings of the same tensors have the stages in their order. A scheduler that writes
     `sparsity_level` changes the level of every coupling, except where the entry of a tensor has `stages` and a coupling
     has its own budget (a dict, see `keys`).
 
@@ -486,11 +500,14 @@ def _of_all_layers(coupling: Coupling) -> Coupling:
 
 def _joined(first: Coupling, second: Coupling, ratio: int) -> Coupling:
     """Return the first coupling with the members of the second, of which `ratio` units make one unit of the first."""
-    used = {axis for c in (first, second) for text in c.members.values() for d in dimensions_of(text) for axis in d}
-    unused = (letter for letter in ascii_letters if letter not in used)
+    used, added = (
+        {axis: None for text in c.members.values() for d in dimensions_of(text) for axis in d} for c in (first, second)
+    )
+    unused = (letter for letter in ascii_letters if letter not in used | added)
     scopes = dict(zip(second.scope.split(), first.scope.split(), strict=True))
     # {axis of the second coupling: its new names}; the unit becomes two axes if `ratio` is above 1.
-    new_names = {axis: [scopes.get(axis) or next(unused)] for axis in (*second.scope.split(), *second.sizes)}
+    sized = {*second.scope.split(), *second.sizes, *first.scope.split(), *first.sizes, first.unit} - {second.unit}
+    new_names = {axis: [scopes.get(axis) or next(unused)] for axis in added if axis in sized}
     factors = [next(unused)] if ratio > 1 else []
     new_names[second.unit] = [*factors, first.unit]
     sizes = {new_names[axis][0]: size for axis, size in second.sizes.items()} | dict.fromkeys(factors, ratio)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..distributed import of_all_ranks
 from ..errors import SparsityError, checked_model
-from ..models.names import named_tensors
+from ..models.names import by_pattern, named_tensors
 from ..models.running import Forward, TokenMask, TokenMasks, call, check_batches, eval_mode, token_masks_of
 from .bound import is_list
 from .coupling import Coupling
@@ -44,11 +44,11 @@ def expert_couplings(model: nn.Module, experts_fqn: str | None = None) -> dict[s
 
     Args:
         model: The model, before or after `prepare`; it is not changed.
-        experts_fqn: The name of a module of packed experts, for a model that has several kinds of layers with experts.
-            None (default) takes the first.
+        experts_fqn: The name of a module of packed experts, or of a list of experts, for a model that has several kinds
+            of layers with experts. None (default) takes the first, if there are any the first packed ones.
 
     Raises:
-        SparsityError: There are no experts with these names.
+        SparsityError: There are no experts with these names, or `experts_fqn` is none of them.
 
     >>> def expert():
     ...     return torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("w1", "w3", "w2")})
@@ -60,11 +60,18 @@ def expert_couplings(model: nn.Module, experts_fqn: str | None = None) -> dict[s
     {'gate.weight': 'u i', 'gate.bias': 'u'}
     """
     tensors = {**dict(named_tensors(checked_model(model, "expert_couplings"))), **dict(model.named_buffers())}
-    packed = next((path for path in packed_experts(tensors) if experts_fqn in (path, None)), None)
-    listed = next(filter(None, map(_LISTED_EXPERT.fullmatch, tensors)), None)
-    path = packed if packed is not None else listed[1] if listed else ""
+    packed, listed = packed_experts(tensors), dict[str, re.Match[str]]()
+    for match in filter(None, map(_LISTED_EXPERT.fullmatch, tensors)):
+        listed.setdefault(match[1], match)
+    paths = [*packed, *listed]
+    if paths and experts_fqn not in (*paths, None):
+        raise SparsityError(
+            f"expert_couplings: experts_fqn must be the name of a module or list of experts, got {experts_fqn!r}; the "
+            f"model has {', '.join(by_pattern(paths))}"
+        )
+    path = experts_fqn if experts_fqn is not None else next(iter(paths), "")
     name, experts = _starred(path), model.get_submodule(path)
-    if packed is not None:
+    if path in packed:
         sizes = [key for key in ("intermediate_dim", "intermediate_size") if type(getattr(experts, key, None)) is int]
         attrs = {f"{name}.{key}": "u" for key in sizes}
         up, down = tensors[f"{path}.gate_up_proj"], tensors[f"{path}.down_proj"]
@@ -77,10 +84,10 @@ def expert_couplings(model: nn.Module, experts_fqn: str | None = None) -> dict[s
         units = Coupling(members, scope="s", sizes={"g": 2}, attrs=attrs, name="expert_units")
         packs = {fqn: t for fqn, t in tensors.items() if fqn.rpartition(".")[0] == path and len(t) == len(down)}
         whole = _whole_experts(model, tensors, path, len(down), {_starred(fqn): t.ndim for fqn, t in packs.items()})
-    elif listed:
-        ups, name_of_down = _UP_AND_DOWN[listed[3]]
+    elif path in listed:
+        ups, name_of_down = _UP_AND_DOWN[listed[path][3]]
         axes = {f"{up}.weight": "u i" for up in ups} | {f"{up}.bias": "u" for up in ups}
-        axes[f"{name_of_down}.weight"], first = "o u", f"{path}.{listed[2]}"
+        axes[f"{name_of_down}.weight"], first = "o u", f"{path}.{listed[path][2]}"
         members = {f"{name}.*.{key}": text for key, text in axes.items() if f"{first}.{key}" in tensors}
         units = Coupling(members, name="expert_units")
         whole = _whole_experts(model, tensors, path, len(experts), {}, lists=(name,)) if is_list(experts) else {}  # type: ignore

@@ -119,6 +119,8 @@ def test_a_coupling_is_a_value():
     coupling = Coupling(members)
     members.clear()
     assert coupling == Coupling(MLP) != Coupling({"weight": "u i"}) and hash(coupling) == hash(Coupling(MLP))
+    named, turned = Coupling(MLP, name="mlp"), Coupling(dict(reversed(MLP.items())), name="mlp")
+    assert named == turned and hash(named) == hash(turned)
 
 
 BAD = [  # (members, other arguments, message)
@@ -158,13 +160,26 @@ UNFIT = [  # (members, sizes, message); sizes that differ are a CouplingError
     ({"layers.*.gate.weight": "(u d) i"}, {"d": 4}, "has size 6, which is not a multiple of d=4"),
     ({"embed.weight": "v u w"}, {}, "embed.weight: axes 'v u w': it has 3 dimensions, but the tensor has 2: (9, 4)"),
     ({"layers.**.gate.weight": "u i", "layers.0.**": "u i"}, {}, "layers.0.gate.weight matches both"),
+    ({"layers.0.gate.weight": "(8 + u) i"}, {}, "dimension 0 has size 6, so nothing is left beside 8 + 0"),
+    ({"embed.weight": "v u", "layers.0.gate.weight": "o (u + 4)"}, {}, "has size 4, so nothing is left beside 0 + 4"),
+    ({"again.weight": "u i"}, {}, "'again.weight' is a second name of 'layers.0.extra.weight'; use that one"),
+    ({"again.wait": "u i"}, {}, "'again.wait' matches no parameter or buffer of the model"),
+    *(
+        (
+            {"layers.0.up.weight": one, "layers.1.up.weight": other},
+            {axis: 2 for axis in "d" if axis in one},
+            "are one tensor, but have the units in different places",
+        )
+        for one, other in (("(2 + u) i", "(u + 2) i"), ("(u d) i", "(d u) i"), ("(u d) i", "(u + 3) i"))
+    ),
 ]
 
 
 @pytest.mark.parametrize(("members", "sizes", "message"), UNFIT, ids=range(len(UNFIT)))
 def test_a_coupling_that_does_not_fit_the_model_is_refused(members, sizes, message):
     model = stack(6, 6)
-    model.layers[0].extra = nn.Linear(1, 6)
+    model["again"] = model.layers[0].extra = nn.Linear(1, 6)
+    model.layers[1]["up"].weight = model.layers[0]["up"].weight
     with pytest.raises(SparsityError) as e:
         Coupling(members, sizes=sizes).bind(model)
     assert message in str(e.value) and isinstance(e.value, CouplingError) == ("Units must correspond" in message)
@@ -275,6 +290,18 @@ def test_a_name_that_several_couplings_would_have_is_refused():
         ("* of layer *", ["0 of layer a", "0 of layer b"]),
     ):
         assert [bound.name for bound in Coupling(members, name=name).bind(model)] == names
+
+
+def test_axes_of_merged_couplings_stay_apart():
+    model = nn.ModuleDict({"q": nn.Linear(3, 8), "v": nn.Linear(8, 12)})
+    first = Coupling({"q.weight": "(s d u) i"}, scope="s", sizes={"s": 2, "d": 2})
+    for axes in ("(t u) d", "(t u) s", "(t u) i"):
+        merged = merged_couplings(first, Coupling({"v.weight": axes}, scope="t", sizes={"t": 2}), model)
+        assert merged.bind(model)[0].grid == (2, 2)
+    merged = merged_couplings(Coupling({"q.weight": "u i"}), Coupling({"v.weight": "o v"}, unit="v"), model)
+    assert merged.members == {"q.weight": "u i", "v.weight": "o u"}
+    merged = merged_couplings(Coupling({"q.weight": "u i"}), Coupling({"v.weight": "u v"}, unit="v"), model)
+    assert merged.bind(model)[0].grid == (8,)
 
 
 def test_layers_of_different_sizes_cannot_share_units():

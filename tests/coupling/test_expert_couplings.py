@@ -1,15 +1,19 @@
 """expert_couplings: units inside of experts are removed exactly, whole experts as if no router chose them."""
 
+import re
+
 import hf_models
 import pytest
 import torch
 from discovered import assert_exact, fill, pruned
 from grids import nightly_except
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sparsekit_ao import ScopeSparsifier, SparsityError
 from sparsekit_ao.coupling import expert_couplings, expert_scores
+from sparsekit_ao.coupling.experts import packed_experts
 from sparsekit_ao.export import save_pretrained
 from sparsekit_ao.removal import compact, shrink_experts
 
@@ -17,6 +21,27 @@ from sparsekit_ao.removal import compact, shrink_experts
 def test_a_model_without_experts_gets_the_names_that_were_looked_for_and_the_alternatives():
     with pytest.raises(SparsityError, match=r"^expert_couplings: Llama\w+ has no experts: no '\*.gate_up_proj'"):
         expert_couplings(hf_models.make("Llama")[0])
+
+
+def listed():
+    return nn.ModuleList([nn.ModuleDict({w: nn.Linear(4, 4) for w in ("w1", "w3", "w2")}) for _ in range(2)])
+
+
+@pytest.mark.parametrize("has_packed", [False, True])
+def test_experts_are_named_or_an_error_lists_them(has_packed):
+    layers = [nn.ModuleDict({"experts": listed()}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "own": nn.ModuleDict({"experts": listed()})})
+    known = "layers.*.experts (2), own.experts"
+    if has_packed:
+        mixtral = hf_models.make("Mixtral")[0]
+        model["packed"], path = mixtral, packed_experts(dict(mixtral.named_parameters()))[0]
+        members = expert_couplings(model, f"packed.{path}")["expert_units"].members
+        assert members == expert_couplings(model)["expert_units"].members and "gate_up_proj" in next(iter(members))
+        known = f"packed.{path.replace('.0.', '.*.')} (2), {known}"
+    assert "own.experts.*.w1.weight" in expert_couplings(model, "own.experts")["expert_units"].members
+    for wrong in ("experts", "own.experts.0", ""):
+        with pytest.raises(SparsityError, match=re.escape(f"list of experts, got {wrong!r}; the model has {known}")):
+            expert_couplings(model, wrong)
 
 
 def test_a_prepared_model_has_the_same_couplings_as_a_plain_one():

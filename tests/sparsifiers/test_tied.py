@@ -204,7 +204,7 @@ def test_a_coupling_may_name_either_or_both(members):
     assert small.embed.weight is small.lm_head.weight and small.embed.embedding_dim == 4 == small.lm_head.in_features
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     model[1].weight = model[0].weight
-    with pytest.raises(SparsityError, match="have the unit in different dimensions: 'u o' and 'v u'"):
+    with pytest.raises(SparsityError, match="have the units in different places: 'u o' and 'v u'"):
         Coupling({"0.weight": "v u", "1.weight": "u o"}).bind(model)
 
 
