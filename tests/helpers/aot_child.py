@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -70,6 +71,13 @@ def rows(dtype, width, big=False, within_mask=False):
 
 
 WHOLE = (8192, 8192)
+SINGLE = {  # scopes of single elements, which have keys of their own for each dtype, with and without signs
+    "2:4": (WHOLE, (1, 4)),
+    "2:5": ((8192, 8190), (1, 5)),
+    "3:8 along the output": (WHOLE, (8, 1)),
+    "16:32": (WHOLE, (1, 32)),
+}
+SIGNS = {"signed": None, "unsigned": 2}
 CASES = {  # each kernel in its usual form, and what the tests compare on every architecture
     "2:4": update(WHOLE, BF16, (1, 1), (1, 4)),
     "2:4, float32": update(WHOLE, F32, (1, 1), (1, 4)),
@@ -104,6 +112,13 @@ FORMS = {  # the other forms, each at least once: for the architecture in the mi
     "signed rows of 1,000": rows(F32, 1000, within_mask=True),
     "signed rows of 10, 64-bit": rows(BF16, 10, big=True),
     "signed rows of 2^19, 64-bit, float32": rows(F32, 1 << 19, big=True, within_mask=True),
+    "2:4 along the output, signed, 16 bits": update(WHOLE, BF16, (1, 1), (4, 1), norm=None),
+    **{
+        f"{name}, {sign}, {str(dtype)[6:]}, {within_mask=}": update(shape, dtype, (1, 1), scope, norm, within_mask)
+        for (name, (shape, scope)), (sign, norm), dtype, within_mask in product(
+            SINGLE.items(), SIGNS.items(), (F16, F32), (False, True)
+        )
+    },
 }
 COMBINED = {  # forms that combine what others have one by one: only with --every, or by name
     "rows of 28,672": update((8192, 28672), BF16, (1, 1), (1, 28672)),

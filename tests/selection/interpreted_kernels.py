@@ -74,6 +74,7 @@ def test_a_2_4_and_a_row_of_64():
     """What every run of the tests interprets, on each path."""
     for path in PATHS:
         agree([scopes(integers((6, 16), torch.bfloat16), (1, 1), (1, 4))], 2, path)
+        agree([scopes(integers((8, 6), torch.bfloat16), (1, 1), (4, 1))], 2, path, None)
         agree([scopes(integers((2, 64)), (1, 1), (1, 64))], 24, path)
 
 
@@ -246,14 +247,15 @@ def test_nothing_to_choose():
         assert keep_mask(values, 0, impl="triton").shape == shape
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype):
+@pytest.mark.parametrize("norm", [2, None])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scopes_that_are_neighbours_in_memory_are_read_slot_by_slot(dtype, norm):
     for height in (3, 8):
         rows = [scores_like(kind, height, 24, dtype) for kind in ("special", "few values", "bit patterns", "random")]
         values, keep = torch.cat(rows), budgets(4 * 24, height).view(4, 24)
         for within_mask, path in ((False, "fused"), (True, "fused, 64-bit")):
             kept = torch.rand(values.shape, generator=generator(3)) < 0.6
-            agree([scopes(values, (1, 1), (height, 1), mask=kept)], keep, path, within_mask=within_mask)
+            agree([scopes(values, (1, 1), (height, 1), mask=kept)], keep, path, norm, within_mask=within_mask)
 
 
 # launches

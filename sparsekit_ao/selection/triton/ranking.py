@@ -81,7 +81,7 @@ def unique_keys(x, slot, COUNT: tl.constexpr, SIGNED: tl.constexpr):
     Among equal values the lower of COUNT slots, 16 at most, has the higher key; no key is 0.
     """
     if SIGNED:
-        key = order_key(x, True) * 32768 + (COUNT - slot).to(tl.uint32)
+        key = (order_key(x, True) * 32768 + (COUNT - slot)).to(tl.uint32)
     else:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
         top = 0x7C010000 if x.dtype == tl.float16 else 0x7F810000
