@@ -71,6 +71,7 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
         methods_of = [next(agreed) for _ in request.scope.members()]
         values, scopes = [request.value_of(spec) for spec in request.scope.blocks()], request.scope.numscp()
         count_bytes = 8 * 2 * key_bits(_dtype_of(request)) * scopes  # with those of ties
+        has_shared_mask = len({id(mask) for mask in request.masks.values()}) < len(request.masks)  # of several views
         is_costly = scopes > FEW and count_bytes > sum(v.numel() * v.element_size() for v in values)
         if not any(cuts_of(v, mesh) for v in values):  # whole on every rank
             masks = {spec: local(mask) for spec, mask in request.masks.items()}
@@ -78,7 +79,7 @@ def _update_on(mesh: Any, requests: Sequence[Request]) -> None:
             selection.fill_masks([replace(request, masks=masks, values=on_rank)])
         elif methods_of == [LOCAL]:
             _choose_locally(request)
-        elif is_costly or set(methods_of) == {GATHERED}:
+        elif is_costly or set(methods_of) == {GATHERED} or has_shared_mask:
             masks, gathered = _gathered(request, request.scope.blocks())
             selection.fill_masks([replace(request, masks=masks, values=gathered)])
             for spec, mask in masks.items():
@@ -102,7 +103,8 @@ def _choose_locally(request: Request) -> None:
     scope = ScopeCoupling([scope], [member.order]) if member.order else scope
     if isinstance(keep, Tensor):  # of the scope grid's shape: the part for this rank's scopes
         sizes = zip(start, spec.grid_shape, member.shape, strict=True)
-        keep = keep[tuple(slice(at // g, -(-(at + n) // g)) for at, n, g in sizes)]
+        parts = [slice(at // g, -(-(at + n) // g)) for at, n, g in sizes]
+        keep = keep[tuple(parts[k] for k in member.order or range(len(parts)))]
     masks = {spec: window.mask}
     selection.fill_masks([replace(request, scope=scope, masks=masks, values=values, keep=keep)])  # type: ignore[arg-type]
 
@@ -288,12 +290,20 @@ def _dtype_of(request: Request) -> torch.dtype:
 
 
 def _gathered(request: Request, specs: Sequence[BlockSpec]) -> tuple[dict[BlockSpec, Tensor], dict[Tensor, Tensor]]:
-    """Full masks of block specs, copied to their parameters' strides so that windows are aliases, and full values."""
-    masks = {}
+    """Full masks of block specs, copied to their parameters' strides so that windows are aliases, and full values.
+
+    Block specs of one mask get the same copy.
+    """
+    copies, values = dict[int, Tensor](), dict[Tensor, Tensor]()
     for spec in specs:
-        mask, param = full_tensor(request.masks[spec]), spec.view.param
-        masks[spec] = torch.empty_strided(mask.shape, param.stride(), dtype=mask.dtype, device=mask.device).copy_(mask)
-    return masks, {spec.view.param: full_tensor(request.value_of(spec)) for spec in specs}
+        own, param = request.masks[spec], spec.view.param
+        if id(own) not in copies:
+            mask = full_tensor(own)
+            copy = torch.empty_strided(mask.shape, param.stride(), dtype=mask.dtype, device=mask.device)
+            copies[id(own)] = copy.copy_(mask)
+        if param not in values:
+            values[param] = full_tensor(request.value_of(spec))
+    return {spec: copies[id(request.masks[spec])] for spec in specs}, values
 
 
 def _local_window(request: Request, spec: BlockSpec) -> tuple[Window, tuple[int, ...]]:

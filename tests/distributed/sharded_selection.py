@@ -46,11 +46,12 @@ def meta_like(w):
 def compare(scope, tensors, placements, mesh, keep, *, norm=2, within_mask=None, masked=None):
     """Compare the masks of the scope over tensors (in the order of its block specs), sharded and not.
 
-    With `masked`, a float mask, of the selected weight.
+    With `masked`, a float mask, of the selected weight. Block specs of one tensor share its mask.
     """
-    leaves = scope.blocks()
+    leaves, ids = scope.blocks(), list(map(id, tensors))
     before = [torch.ones(w.shape, dtype=torch.bool) if within_mask is None else within_mask for w in tensors]
-    want = dict(zip(leaves, (m.clone() for m in before), strict=True))
+    own = dict(zip(ids, (m.clone() for m in before), strict=True))
+    want = dict(zip(leaves, map(own.get, ids), strict=True))
     values = {leaf.view.param: w for leaf, w in zip(leaves, tensors, strict=True)}
     if masked is not None:
         before, values = [masked], {k: torch.where(masked != 0, v, 0) for k, v in values.items()}
@@ -60,7 +61,8 @@ def compare(scope, tensors, placements, mesh, keep, *, norm=2, within_mask=None,
     def put(t, p):
         return t.clone() if p is None else distribute(t.clone(), mesh, p)
 
-    masks = {leaf: put(m, p) for leaf, m, p in zip(leaves, before, placements, strict=True)}
+    own = {i: put(m, p) for i, m, p in zip(ids, before, placements, strict=True)}
+    masks = dict(zip(leaves, map(own.get, ids), strict=True))
     sharded = {leaf.view.param: put(w, p) for leaf, w, p in zip(leaves, tensors, placements, strict=True)}
     storages = [local(m).data_ptr() for m in masks.values()]
     how = {"keep": keep, "norm": norm, "within_mask": within, "masked": masked is not None}
@@ -186,8 +188,21 @@ def odd_cases(mesh, placements, where):
         for scope in ((1, 4), (8, 8), (-1, 4), (4, -1), (3, 16)):
             own = ties((16, 16)), lambda spec: torch.arange(spec.numscp()).reshape(spec.grid_shape) % 4
             check(*own, (), scope, edge="partial")
+        w = weights("normal", (8, 16), torch.float32, 0)
+        for shape in ((1, 4), (4, -1), (-1, 4)):
+            turned = ScopeCoupling([ScopeSpec(BlockSpec(meta_like(w)), shape)], [(1, 0)])
+            keep = torch.arange(turned.numscp()).reshape(turned.grid_shape) % 4
+            compare(turned, [w], [placements], mesh, keep)
 
-    for case in (views, later_stages, weight_norm, coupled, partial_edges, scores_and_budgets):
+    def views_of_one_mask():
+        w = weights("normal", (8, 6), torch.float32, 0)
+        param = meta_like(w)
+        for sizes, strides, second in (((4, 6), (12, 1), 6), ((4, 6), (6, 1), 24), ((8, 3), (6, 2), 1)):
+            halves = [ScopeSpec(BlockSpec(View(param, sizes, strides, at), name=f"{at}")) for at in (0, second)]
+            for keep in (20, 0, 48):
+                compare(ScopeCoupling(halves), [w, w], [placements] * 2, mesh, keep)
+
+    for case in (views, views_of_one_mask, later_stages, weight_norm, coupled, partial_edges, scores_and_budgets):
         yield f"{where} {case.__name__}", case
 
 
