@@ -19,8 +19,9 @@ from ..scores import saliency_of
 from ..selection import Request
 from ..structure import BlockSpec, Budget, ScopeSpec, View
 from ..structure.tiles import Shape, row_major
-from .base import MaskSparsifier
+from .base import MaskSparsifier, refuse_meta_masks
 from .config import ConfigContext, TensorGroup, copied
+from .scope import AT_ONCE
 from .usage import refuse_unknown_keys
 
 
@@ -91,25 +92,29 @@ class WeightNormSparsifier(MaskSparsifier):
         if type(self).update_mask is not WeightNormSparsifier.update_mask:
             return super()._update_all()
         self._check_groups(self.groups)
-        at_once = self.norm_fn in (torch.abs, torch.square)  # others return tensors, of which one is held at a time
+        masks = list(map(self.live_mask, self.groups))
+        refuse_meta_masks("step", self.groups, masks)
+        # Other norms return tensors. In a large model one is held at a time, and an error leaves earlier masks updated.
+        at_once = self.norm_fn in (torch.abs, torch.square) or sum(map(Tensor.numel, masks)) <= AT_ONCE
         for groups in [self.groups] if at_once else [[g] for g in self.groups]:
             self._fill(groups)
 
     def _fill(self, groups: Sequence[TensorGroup]) -> None:
-        """Choose the masks of these groups together."""
+        """Choose the masks of these groups together; none is changed before all values are computed."""
         requests_of_groups = [self._requests_of(group) for group in groups]
         distributed.choose_sharded([request for requests in requests_of_groups for request in requests])
         for group, requests in zip(groups, requests_of_groups, strict=True):
             if len(requests) == 2:
                 blocks, inside = (next(iter(r.masks.values())) for r in requests)
                 distributed.copy_values(self.live_mask(group), blocks.logical_or_(inside))
+            elif not requests:
+                self.live_mask(group).fill_(group["sparsity_level"] <= 0 or group["zeros_per_block"] == 0)
 
     def _requests_of(self, group: TensorGroup) -> list[Request]:
-        """The update of a group's mask, or the two whose masks it is the union of."""
+        """The update of a group's mask, or the two whose masks it is the union of; none if it keeps all or nothing."""
         mask, shape, zeros = self.live_mask(group), tuple(group["sparse_block_shape"]), group["zeros_per_block"]
         level = group["sparsity_level"]
         if level <= 0 or zeros == 0 or mask.numel() == 0 or (level >= 1 and zeros == math.prod(shape)):
-            mask.fill_(level <= 0 or zeros == 0)
             return []
         values, norm = self._scored(group, mask)
         budgets = _matrix_budgets(values, shape, level, zeros)
@@ -157,9 +162,11 @@ def _prepared_name(sparsifier: MaskSparsifier, module: nn.Module, tensor_name: s
     """Return the `tensor_fqn` of a tensor for `update_mask`; raise if it is not prepared, or a key is unknown."""
     refuse_unknown_keys(group, ("module_fqn", "tensor_fqn"), sparsifier.keys)
     sparsifier.require_prepared("update_mask")
-    if masking.find_mask(module, tensor_name) is None:
+    weight_mask, name = masking.find_mask(module, tensor_name), str(group.get("tensor_fqn", tensor_name))
+    if weight_mask is None:
         raise SparsityError(f"update_mask: {tensor_name!r} of this {type(module).__name__} was not prepared")
-    return str(group.get("tensor_fqn", tensor_name))
+    refuse_meta_masks("update_mask", [{"tensor_fqn": name}], [weight_mask.mask])
+    return name
 
 
 def _checked_tile(shape: object, where: str) -> tuple[int, int]:

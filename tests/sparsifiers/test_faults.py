@@ -8,7 +8,7 @@ from grids import EXHAUSTIVE
 from scripts import run_child
 from stock import linear_model, stepped
 
-from sparsekit_ao import ScopeSparsifier
+from sparsekit_ao import ScopeSparsifier, WeightNormSparsifier
 from sparsekit_ao.selection import reference
 from sparsekit_ao.structure import windows
 
@@ -41,6 +41,23 @@ def test_a_raising_score_of_a_later_stage_changes_nothing():
     sparsifier.step()
     sparsifier.check()
     assert not all(map(torch.equal, masks, old))
+
+
+@pytest.mark.parametrize("level", [0.0, 0.75, 1.0])
+def test_a_raising_norm_of_the_second_tensor_leaves_the_first_mask_as_it_was(level):
+    model, score = linear_model(8, 6, 8), Failing()
+    sparsifier = WeightNormSparsifier(norm=lambda w: score(w, "") if len(w) == 8 else w.abs())
+    sparsifier.prepare(model, None)
+    sparsifier.step()
+    mask = sparsifier.mask("0.weight").clone()
+    sparsifier.groups[0]["sparsity_level"] = level
+    score.armed = True
+    with pytest.raises(ValueError, match="no score"):
+        sparsifier.step()
+    assert torch.equal(sparsifier.mask("0.weight"), mask)
+    score.armed = False
+    sparsifier.step()
+    assert not torch.equal(sparsifier.mask("0.weight"), mask)
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,32 @@ def test_masks_that_are_gone():
         sparsifier.step()
 
 
+def test_a_mask_that_is_gone_leaves_the_others_as_they_were():
+    for sparsifier in (ScopeSparsifier(), WeightNormSparsifier(), WeightNormSparsifier(norm=torch.exp)):
+        model = linear_model(8, 6, 8)
+        sparsifier.prepare(model, None)
+        sparsifier.step()
+        before = sparsifier.mask("0.weight").clone()
+        nn.utils.parametrize.remove_parametrizations(model[2], "weight")
+        for level in (0.0, 0.9, 1.0):
+            sparsifier.groups[0]["sparsity_level"] = level
+            with refuses("2.weight: its mask was removed"):
+                sparsifier.step()
+            assert torch.equal(sparsifier.mask("0.weight"), before)
+
+
+@pytest.mark.parametrize("level", [0.0, 0.5, 1.0])
+def test_masks_on_the_meta_device_cannot_be_chosen(level):
+    nearly, weight_norm = NearlyDiagonalSparsifier(1), WeightNormSparsifier(level)
+    for sparsifier in (ScopeSparsifier(level), weight_norm, WeightNormSparsifier(level, norm=torch.exp), nearly):
+        with torch.device("meta"):
+            sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)), None)
+        with refuses("step: 0.weight is on the meta device"):
+            sparsifier.step()
+        with refuses("0.weight is on the meta device"):
+            sparsifier.update_mask(**sparsifier.groups[0])
+
+
 @pytest.mark.parametrize("kind", [ScopeSparsifier, WeightNormSparsifier, NearlyDiagonalSparsifier])
 def test_unknown_keys_of_every_sparsifier(kind):
     model, sparsifier = linear_model(8, 4), kind()
