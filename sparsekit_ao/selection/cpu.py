@@ -269,9 +269,9 @@ def _keys(
         low = np.bitwise_and(bits, bits.dtype.type(top)).astype(wide, copy=False)
         keys = np.where(low >= nan, wide(nan), np.where(bits < 0, -low, low))
     if under is not None:
-        keys *= under != 0
+        keys *= under > 0  # the bits of -0.0 are a negative integer
     if within is not None:
-        keys = np.where(within != 0, keys, wide(_iinfo(bits.dtype).min))
+        keys = np.where(within > 0, keys, wide(_iinfo(bits.dtype).min))
     return keys
 
 

@@ -18,7 +18,8 @@ class Request:
 
     Attributes:
         scope: Which blocks compete.
-        masks: {block spec: mask} for every block spec, in the parameters' shapes and of any dtype (1 = keep).
+        masks: {block spec: mask} for every block spec, in the parameters' shapes and of any dtype. They hold 0 or 1
+            (keep).
         keep: The number of blocks kept in each scope, already checked: an int, or an integer tensor of the scope grid's
             shape. A scope with fewer blocks keeps all of them.
         values: The tensors that are scored, in the parameter's shape ({parameter: tensor} for several). None: the

@@ -58,7 +58,7 @@ MUTATIONS = [
     ("selection/cpu.py", "<= room[rows])", "< room[rows])", SELECTION),
     ("selection/cpu.py", "room = keep - sum(part.above for part in parts)", "room = keep", ["test_fill_masks.py"]),
     ("selection/cpu.py", "self._kept = keys > high", "self._kept = keys >= high", ["test_fill_masks.py"]),
-    ("selection/cpu.py", "within != 0, keys, wide(_iinfo(bits.dtype).min)", "within != 0, keys, 0", SELECTION),
+    ("selection/cpu.py", "within > 0, keys, wide(_iinfo(bits.dtype).min)", "within > 0, keys, 0", SELECTION),
     ("selection/cpu.py", "np.arange(width - 1, -1, -1", "np.arange(width", SELECTION),
     (
         "selection/cpu.py",
