@@ -51,11 +51,11 @@ def keep_mask(scores: Tensor, keep: int | Tensor, *, candidates: Tensor | None =
             f"keep_mask: scores must be float16, bfloat16, float32 or float64 [scopes, slots], "
             f"got {scores.dtype} {tuple(scores.shape)}"
         )
-    if candidates is not None and (candidates.shape != scores.shape or candidates.dtype != torch.bool):
-        raise SparsityError(
-            f"keep_mask: candidates must be bool {tuple(scores.shape)}, "
-            f"got {candidates.dtype} {tuple(candidates.shape)}"
-        )
+    if candidates is not None:
+        is_tensor = isinstance(candidates, Tensor)
+        if not is_tensor or candidates.shape != scores.shape or candidates.dtype != torch.bool:
+            found = f"{candidates.dtype} {tuple(candidates.shape)}" if is_tensor else type(candidates).__name__
+            raise SparsityError(f"keep_mask: candidates must be bool {tuple(scores.shape)}, got {found}")
     _check_budget(keep, *scores.shape)
     if isinstance(keep, Tensor):
         keep = keep.to(scores.device, torch.int64, non_blocking=True).expand(len(scores))
@@ -81,7 +81,7 @@ def _backend(work: Request | Tensor, impl: str) -> Backend:
             if not BACKENDS[name].refusals(work):
                 return BACKENDS[name]
         return reference
-    if impl not in BACKENDS:
+    if not isinstance(impl, str) or impl not in BACKENDS:
         raise SparsityError(f"impl must be one of {('auto', *BACKENDS)}, got {impl!r}")
     refusals = BACKENDS[impl].refusals(work)
     if refusals:

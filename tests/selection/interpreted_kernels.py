@@ -324,4 +324,6 @@ def test_a_default_device_is_not_where_workspaces_are_made():
 def test_unsupported_work_is_refused_with_the_reason(values, mask_dtype, block, scope, norm, message):
     with pytest.raises(SparsityError, match=message) as error:
         scope_mask([scopes(values, block, scope, mask_dtype=mask_dtype)], 1, norm, impl="triton")
+    with pytest.raises(SparsityError, match="scores are float64, kernels take"):
+        keep_mask(torch.zeros(4, 8, dtype=torch.float64), 1, impl="triton")
     assert 'impl="triton" cannot take this' in str(error.value) and 'Use impl="auto"' in str(error.value)

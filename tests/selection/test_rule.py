@@ -129,6 +129,8 @@ ERRORS = [
     ((S, torch.tensor([1, 1, 1])), {}, r"keep must be .* an integer tensor \[2\], got torch.int64 \(3,\)"),
     ((S, 1), {"candidates": torch.ones(2, 3, dtype=torch.bool)}, r"candidates must be bool \(2, 4\), got .*\(2, 3\)"),
     ((S, 1), {"candidates": torch.ones(2, 4)}, r"candidates must be bool \(2, 4\), got torch.float32"),
+    ((S, 1), {"candidates": [[True] * 4] * 2}, r"candidates must be bool \(2, 4\), got list"),
+    ((S, 1), {"impl": ["cpu"]}, r"impl must be one of \('auto', .*, got \['cpu'\]"),
     ((S, 1), {"impl": "gpu"}, r"impl must be one of \('auto', 'reference', 'cpu', 'triton'\), got 'gpu'"),
     ((S.to("meta"), 1), {"impl": "cpu"}, 'impl="cpu" cannot take this: it works on CPU tensors, got meta'),
 ]

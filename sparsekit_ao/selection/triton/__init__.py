@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..request import Request
-from .lowering import lower, lower_rows
+from .lowering import lower, lower_rows, refused_dtypes
 
 name = "triton"
 
@@ -23,7 +23,7 @@ def refusals(work: Request | Tensor) -> list[str]:
 
     if device.type != "cuda" and not INTERPRETED:
         return [f"it works on CUDA tensors (on others with TRITON_INTERPRET=1 set before the start), got {device}"]
-    return list((lower(work) if isinstance(work, Request) else lower_rows(work, 0)).refusals)
+    return list(lower(work).refusals) if isinstance(work, Request) else refused_dtypes("scores are", [work])
 
 
 def run(requests: Sequence[Request]) -> None:

@@ -3,7 +3,7 @@
 The address of an element is the sum of one offset from each nest. `lower` alone knows the classes of requests.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -93,10 +93,8 @@ def lower(request: Request) -> Selection:
         keep = keep.to(request.device, torch.int64, non_blocking=True).reshape(-1).contiguous()
     norm = "sum" if request.norm is None else str(float(request.norm)).removesuffix(".0")
     tensors = [t for coupled in parts for part in coupled for t in part[:2]]
-    for what, found, taken in (("values are", tensors[::2], DTYPES), ("a mask is", tensors[1::2], MASK_DTYPES)):
-        for dtype in {t.dtype for t in found} - set(taken):
-            names = ", ".join(str(d)[6:] for d in taken)
-            refusals.add(f"{what} {str(dtype)[6:]}, kernels take {names}")
+    refusals.update(refused_dtypes("values are", tensors[::2], DTYPES))
+    refusals.update(refused_dtypes("a mask is", tensors[1::2], MASK_DTYPES))
     devices = sorted({str(t.device) for t in tensors})
     refusals.update([f"tensors are on several devices ({', '.join(devices)})"] * (len(devices) > 1))
     return Selection(
@@ -109,6 +107,12 @@ def lower(request: Request) -> Selection:
     )
 
 
+def refused_dtypes(what: str, tensors: Iterable[Tensor], taken: Sequence[torch.dtype] = DTYPES) -> list[str]:
+    """Return a refusal for each dtype of the tensors that kernels do not take."""
+    names = ", ".join(str(d)[6:] for d in taken)
+    return [f"{what} {str(d)[6:]}, kernels take {names}" for d in {t.dtype for t in tensors} - {*taken}]
+
+
 def lower_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = None) -> Selection:
     """Return rows of scores [rows, members] as plain numbers, with a new mask."""
     rows, width = scores.shape
@@ -117,11 +121,9 @@ def lower_rows(scores: Tensor, keep: int | Tensor, candidates: Tensor | None = N
         mask.copy_(candidates)
     scope, block = ((rows, scores.stride(0), width),), ((width, scores.stride(1), 1),)
     part = Operand(scores, mask, _nest(scope), _nest(block), _nest([]))
-    names = ", ".join(str(d)[6:] for d in DTYPES)
-    refusals = () if scores.dtype in DTYPES else (f"scores are {str(scores.dtype)[6:]}, kernels take {names}",)
     within = candidates is not None
     keep = keep.to(scores.device, torch.int64).reshape(-1).contiguous() if isinstance(keep, Tensor) else keep
-    return Selection(parts=((part,),), keep=keep, norm="sum", within_mask=within, masked=within, refusals=refusals)
+    return Selection(parts=((part,),), keep=keep, norm="sum", within_mask=within, masked=within, refusals=())
 
 
 @lru_cache(maxsize=4096)  # a model has many tensors of few shapes
