@@ -57,6 +57,20 @@ class Pattern:
         for n in self.arguments:
             if isinstance(n, bool) or not isinstance(n, numbers.Integral):
                 raise SparsityError(f"{self} needs whole numbers, got {n!r}")
+        count = {"n_m": 2, "blocks": 2, "heads": 1, "v_n_m": 3}.get(self.kind, 0)
+        if len(self.arguments) != count:
+            raise SparsityError(f"arguments of a pattern {self.kind!r} must have length {count}, got {self.arguments}")
+        match self.kind, self.arguments:
+            case "n_m", (n, m) if not 0 <= n <= m or m < 1:
+                raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m and m >= 1; got n={n}, m={m}")
+            case "v_n_m", (_, n, m) if not 0 <= n <= 4 <= m:
+                raise SparsityError(f"v_n_m keeps n of 4 of m columns, so 0 <= n <= 4 <= m; got n={n}, m={m}")
+            case "v_n_m", (v, _, _) if v < 1 and v != -1:
+                raise SparsityError(f"v_n_m needs a positive number of rows (or -1 for all), got v={v}")
+            case "blocks", sizes if any(n < 1 and n != -1 for n in sizes):
+                raise SparsityError(f"blocks needs positive sizes (or -1 for all), got {sizes[0]} x {sizes[1]}")
+            case "heads", (heads,) if heads < 1:
+                raise SparsityError(f"heads needs at least one head, got {heads}")
         if self.sparsity_level is not None:
             checked_level(self.sparsity_level, f"{self}: ")
 
@@ -80,7 +94,7 @@ class Pattern:
         """
         weight = getattr(module, tensor_name) if tensor is None else tensor
         dimensions = _dimensions(module, tuple(weight.shape))
-        if self.is_transposed:
+        if self.is_transposed and dimensions.input is not None:
             dimensions = replace(dimensions, output=len(weight.shape) - 1, input=len(weight.shape) - 2)
         keys = _KINDS[self.kind](dimensions, f"{where}{self}: ", *self.arguments)
         return keys if self.sparsity_level is None else {**keys, "sparsity_level": self.sparsity_level}
@@ -98,7 +112,8 @@ class Pattern:
 
     def __repr__(self) -> str:
         level = [] if self.sparsity_level is None else [self.sparsity_level]
-        return f"patterns.{self.kind}({', '.join(map(repr, [*self.arguments, *level]))})"
+        text = f"patterns.{self.kind}({', '.join(map(repr, [*self.arguments, *level]))})"
+        return f"replace({text}, is_transposed=True)" if self.is_transposed else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +183,7 @@ def n_m(n: int, m: int) -> Pattern:
     >>> n_m(2, 4).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (1, 1), 'scope_shape': (1, 4), 'nnz': 2}
     """
-    pattern = Pattern("n_m", (n, m))
-    if not 0 <= n <= m or m < 1:
-        raise SparsityError(f"n_m keeps n of m, so 0 <= n <= m and m >= 1; got n={n}, m={m}")
-    return pattern
+    return Pattern("n_m", (n, m))
 
 
 def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Pattern:
@@ -182,10 +194,7 @@ def blocks(rows: int, columns: int, sparsity_level: float | None = None) -> Patt
     >>> blocks(4, 2).resolve(nn.Linear(8, 4), "weight")
     {'block_shape': (4, 2), 'scope_shape': ()}
     """
-    pattern = Pattern("blocks", (rows, columns), sparsity_level)
-    if min(rows, columns) < 1 and -1 not in (rows, columns):
-        raise SparsityError(f"blocks needs positive sizes (or -1 for all), got {rows} x {columns}")
-    return pattern
+    return Pattern("blocks", (rows, columns), sparsity_level)
 
 
 def rows(sparsity_level: float | None = None) -> Pattern:
@@ -221,10 +230,7 @@ def heads(count: int, sparsity_level: float | None = None) -> Pattern:
     >>> heads(4).resolve(nn.Linear(8, 16), "weight")["block_shape"]  # of the view (4 heads, 4 rows, 8 inputs)
     (1, -1, -1)
     """
-    pattern = Pattern("heads", (count,), sparsity_level)
-    if count < 1:
-        raise SparsityError(f"heads needs at least one head, got {count}")
-    return pattern
+    return Pattern("heads", (count,), sparsity_level)
 
 
 def v_n_m(v: int, n: int, m: int) -> Pattern:
@@ -233,10 +239,7 @@ def v_n_m(v: int, n: int, m: int) -> Pattern:
     >>> v_n_m(2, 2, 8).resolve(nn.Linear(8, 4), "weight")["stages"][0]
     {'block_shape': (2, 1), 'scope_shape': (1, 8), 'nnz': 4}
     """
-    pattern = Pattern("v_n_m", (v, n, m))
-    if not 0 <= n <= 4 <= m:
-        raise SparsityError(f"v_n_m keeps n of 4 of m columns, so 0 <= n <= 4 <= m; got n={n}, m={m}")
-    return pattern
+    return Pattern("v_n_m", (v, n, m))
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,8 @@ def _units(unit: str, other: str, d: _Dimensions, where: str) -> Keys:
 
 
 def _heads(d: _Dimensions, where: str, count: int) -> Keys:
+    if not d.shape:
+        raise SparsityError(f"{where}needs a weight with outputs, got shape ()")
     size = d.shape[d.output]
     if d.groups > 1 and d.output != 0:
         raise SparsityError(f"{where}the outputs of a transposed convolution with {d.groups} groups are not in one row")

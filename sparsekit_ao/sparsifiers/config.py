@@ -275,29 +275,32 @@ def _matches(
     model: nn.Module, patterns: Sequence[str], classes: Classes, tensor: str, names: Collection[str], where: str
 ) -> dict[str, bool]:
     """Return {tensor_fqn: whether it is named exactly} for the tensors that an entry names."""
-    matched: dict[str, bool] = {}
+    modules = dict(model.named_modules(remove_duplicate=not patterns))
+
+    def is_of_classes(name: str) -> bool:
+        return not classes or isinstance(modules.get(name.rpartition(".")[0]), classes)
+
+    of_classes = list(filter(is_of_classes, names))
+    matched = {} if patterns else {n: False for n in of_classes if n.rpartition(".")[2] == tensor}
     for pattern in patterns:
         exact = pattern.removeprefix(".")
         if exact in names or exists(model, exact):
+            if not is_of_classes(exact):
+                raise SparsityError(f"{where}{exact!r} does not belong to a module of class {describe(classes)}")
             matched[exact] = True
             continue
         is_match = matcher(pattern, f"{where}'tensor_fqn' ")
-        matching = [name for name in names if is_match(name)]
-        if not matching:
+        if not any(map(is_match, names)):
             raise SparsityError(
                 f"{where}'tensor_fqn' {pattern!r} matches no parameter of the model.{hint_of(model, exact, names)}"
             )
+        matching = [n for n in of_classes if is_match(n)]
+        if classes:  # whose weights are meant, unless the glob matches other tensors only
+            matching = [n for n in matching if n.rpartition(".")[2] == tensor] or matching
         matched = {**dict.fromkeys(matching, False), **matched}
-    if not classes:
-        return matched
-    of_classes = {f"{n}.{tensor}" if n else tensor for n, m in model.named_modules() if isinstance(m, classes)}
-    outside = [n for n, is_exact in matched.items() if is_exact and n not in of_classes]
-    if outside:
-        raise SparsityError(f"{where}{outside[0]!r} does not belong to a module of class {describe(classes)}")
-    kept = {n: matched.get(n, False) for n in (matched or names) if n in of_classes}
-    if not kept:
+    if not matched:
         raise SparsityError(f"{where}the model has no module of class {describe(classes)} with a tensor {tensor!r}")
-    return kept
+    return matched
 
 
 def _group(model: nn.Module, fqn: str, entry: Mapping[str, Any], complete: Complete, where: str) -> TensorGroup:

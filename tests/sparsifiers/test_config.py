@@ -58,6 +58,26 @@ def test_a_list_of_names_and_module_classes():
     assert levels(prepared(model, config)) == expected
 
 
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"tensor_fqn": "0.bias"}, ["0.bias"]),
+        ({"tensor_fqn": ["2.bias", "0.weight"]}, ["2.bias", "0.weight"]),
+        ({"tensor_fqn": "*.bias"}, ["0.bias", "2.bias"]),
+        ({"tensor_fqn": "*"}, ["0.weight", "2.weight"]),  # of all tensors of a class, its weights
+        ({"tensor_fqn": "*", "tensor_name": "bias"}, ["0.bias", "2.bias"]),
+        ({"tensor_name": "bias"}, ["0.bias", "2.bias"]),
+        ({"tensor_fqn": ["re:.*bias", "0.*"]}, ["0.weight", "0.bias", "2.bias"]),
+        ({"tensor_fqn": "again.bias"}, ["again.bias"]),
+    ],
+)
+def test_a_name_beside_a_module_class_is_that_of_any_tensor_of_its_modules(entry, expected):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 8))
+    if "again.bias" in expected:
+        model = Shared()
+    assert sorted(levels(prepared(model, [{"module": nn.Linear, **entry}]))) == sorted(expected)
+
+
 class Shared(nn.Module):
     """One layer under two names."""
 

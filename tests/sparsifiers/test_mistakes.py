@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from stock import linear_model, refuses
+from stock import Holder, linear_model, refuses
 from torch import nn
 
 from sparsekit_ao import (
@@ -68,6 +68,8 @@ CONFIGS = [
     ([{"module": "Linear"}], "config[0]: 'module' must be a module class or a list of them, got 'Linear'"),
     ([{"tensor_fqn": "*", "module": []}], "'module' must be a module class or a list of them"),
     ([{"tensor_fqn": ["0.weight", "2.weight"], "module": nn.Conv2d}], "'0.weight' does not belong to a module of cl"),
+    ([{"tensor_fqn": "0.bias", "module": nn.Conv2d}], "'0.bias' does not belong to a module of class Conv2d"),
+    ([{"tensor_fqn": "*.bias", "module": nn.Conv2d}], "config[0]: the model has no module of class Conv2d with a ten"),
     ([{"module": nn.Conv2d}], "config[0]: the model has no module of class Conv2d with a tensor 'weight'"),
 ]
 ENTRIES = [
@@ -220,6 +222,20 @@ MISTAKES = {
     "got a Linear; give the model to prepare(model)": lambda: ScopeSparsifier(nn.Linear(2, 2)),
     "patterns.n_m('2', 4) needs whole numbers, got '2'": lambda: patterns.n_m("2", 4),
     "n_m keeps n of m, so 0 <= n <= m and m >= 1; got n=0, m=0": lambda: patterns.n_m(0, 0),
+    "n_m keeps n of m, so 0 <= n <= m and m >= 1; got n=5, m=4": lambda: patterns.Pattern("n_m", (5, 4)),
+    "arguments of a pattern 'n_m' must have length 2, got (2,)": lambda: patterns.Pattern("n_m", (2,)),
+    "arguments of a pattern 'rows' must have length 0, got (2,)": lambda: patterns.Pattern("rows", (2,)),
+    "blocks needs positive sizes (or -1 for all), got 0 x -1": lambda: patterns.blocks(0, -1),
+    "blocks needs positive sizes (or -1 for all), got -1 x -5": lambda: patterns.blocks(-1, -5),
+    "v_n_m needs a positive number of rows (or -1 for all), got v=0": lambda: patterns.v_n_m(0, 2, 8),
+    "v_n_m needs a positive number of rows (or -1 for all), got v=-3": lambda: patterns.v_n_m(-3, 2, 8),
+    "heads needs at least one head, got 0": lambda: patterns.Pattern("heads", (0,)),
+    "patterns.heads(1): needs a weight with outputs, got shape ()": lambda: prepared(
+        Holder(w=torch.tensor(3.0)), [{"tensor_fqn": "w", "pattern": patterns.heads(1)}]
+    ),
+    "is_transposed=True): needs a weight with inputs and outputs, got shape (8,)": lambda: patterns.Pattern(
+        "n_m", (2, 4), is_transposed=True
+    ).resolve(nn.LayerNorm(8), "weight"),
     "patterns.heads(2.0) needs whole numbers, got 2.0": lambda: patterns.heads(2.0),
     "patterns.rows(8): sparsity level must lie in [0, 1], got 8": lambda: patterns.rows(8),
     "unknown pattern 'row'; known: unstructured, n_m": lambda: patterns.Pattern("row"),
