@@ -384,8 +384,9 @@ class ScopeSparsifier(Calibrated, BudgetSparsifier):
             count more. With `"mean"`, each is first divided by its number of elements, so that all tensors count the
             same. With `"consumers"` (which needs a score) only tensors whose blocks are inputs of their layer count,
             because the error of a dropped block arises there.
-        stages: A list of dicts, one for each stage, with the keys above. Each stage chooses among the elements that the
-            earlier ones kept; its budget still counts all blocks of a scope.
+        stages: A list of dicts, one for each stage, with the keys above except `pattern`, whose
+            `resolve(module, tensor_name)` returns such keys. Each stage chooses among the elements that the earlier
+            ones kept; its budget still counts all blocks of a scope.
         update_every: Masks are chosen in those calls of `step` whose number, counted from 1, is a multiple of this; 1
             by default. It cannot be given in a config entry.
         until: The number of the last call of `step` that may choose masks; None (default) sets no end. It cannot be
