@@ -7,7 +7,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,23 +70,29 @@ def gathered(model: nn.Module, modules: Sequence[nn.Module], writes: bool) -> It
     names, inside = {id(m): name for name, m in model.named_modules()}, {m for one in modules for m in one.modules()}
     around = {name for one in modules for name in _ancestors(names[id(one)])}
     wrapped = [m for name, m in _wrapped(model) if name in around or m in inside]
-    hooks = [(registered, dict(registered)) for m in wrapped for registered in (m._forward_pre_hooks, m._forward_hooks)]
+    hooks: list[tuple[Any, int, Any, set[int]]] = []  # where each was registered, and which hooks came before it
     whole: list[Tensor] = []
     try:
         for m in wrapped:
             m.unshard()
             state = m._get_fsdp_state()
-            m._forward_pre_hooks.pop(state._pre_forward_hook_handle.id, None)
-            m._forward_hooks.pop(state._post_forward_hook_handle.id, None)
+            before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+            for registered, key in ((m._forward_pre_hooks, before), (m._forward_hooks, after)):
+                if key in registered:
+                    earlier = set(takewhile(key.__ne__, registered))
+                    hooks.append((registered, key, registered.pop(key), earlier))
         for module, name, _ in sharded:
             if is_sharded(module.get_parameter(name)):
                 raise SparsityError(f"{name} is sharded, but not by fully_shard; prune before parallelize_module")
         yield
         whole = [module.get_parameter(name).detach().clone() for module, name, _ in sharded] if writes else []
     finally:
-        for registered, before in hooks:
-            registered.clear()
-            registered.update(before)
+        for registered, key, hook, earlier in hooks:  # others may have been added or removed meanwhile
+            at = max((n for n, other in enumerate(registered, 1) if other in earlier), default=0)
+            later = list(registered)[at:]
+            registered[key] = hook
+            for other in later:
+                registered.move_to_end(other)
         reshard(model)
     for (_, _, p), value in zip(sharded, whole, strict=bool(whole)):
         copy_values(p.detach(), value)

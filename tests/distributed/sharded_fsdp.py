@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from sparsekit_ao import Coupling, NearlyDiagonalSparsifier, ScopeSparsifier, SparsityError, WeightNormSparsifier
-from sparsekit_ao.distributed import copy_values, full_tensor, is_sharded, local, placed_like
+from sparsekit_ao.distributed import copy_values, full_tensor, gathered, is_sharded, local, placed_like
 from sparsekit_ao.removal import compact, removable, shrink
 
 CONFIGS = {
@@ -364,16 +364,37 @@ def removal_is_refused():
         for call in (lambda m: shrink(m, x), lambda m: removable(m, x), lambda m: compact(m, hidden, x)):
             with refuses("0.weight is sharded; remove units before parallelize_module"):
                 call(model)
-    gathered = fully_shard(mlp())
-    gathered(x)
-    assert not is_sharded(gathered[0].weight)
+    model = fully_shard(mlp())
+    model(x)
+    assert not is_sharded(model[0].weight)
     for call in (lambda m: shrink(m, x), lambda m: removable(m, x)):
         with refuses("the model is sharded; remove units before parallelize_module"):
-            call(gathered)
+            call(model)
     wrapped = nn.parallel.DistributedDataParallel(mlp())
     with refuses("shrink: model is a DistributedDataParallel; give its .module"):
         shrink(wrapped, x)
     assert shrink(wrapped.module, x)[1].difference <= 1e-5
+
+
+def hooks_that_change_while_gathered():
+    model, seen = shard(mlp()), []
+
+    def noting(name):
+        return lambda *_: seen.append(name)
+
+    layer = model[0]
+    first = layer.register_forward_pre_hook(noting("first"), prepend=True)
+    removed, kept = (layer.register_forward_hook(noting(name)) for name in ("removed", "kept"))
+    before, after = list(layer._forward_pre_hooks), list(layer._forward_hooks)
+    with gathered(model, [layer], False):
+        removed.remove()
+        assert set(layer._forward_pre_hooks) == {first.id} and set(layer._forward_hooks) == {kept.id}
+        layer.register_forward_pre_hook(noting("added before"))
+        layer.register_forward_hook(noting("added after"))
+    after.remove(removed.id)
+    assert list(layer._forward_pre_hooks)[:-1] == before and list(layer._forward_hooks)[:-1] == after
+    model(batch(0)[0])
+    assert seen == ["first", "added before", "kept", "added after"]
 
 
 def state_dicts():
@@ -409,6 +430,7 @@ def cases():
         another_parametrization_below,
         state_dicts,
         removal_is_refused,
+        hooks_that_change_while_gathered,
         what_torch_may_change,
         masks_of_other_meshes,
     ):
