@@ -31,20 +31,22 @@ def refuse_other_model(groups: Sequence[TensorGroup], model: nn.Module, where: s
 def refuse_misaligned_state(optimizer: Any, model: nn.Module | None) -> None:
     """Raise if an optimizer's state does not fit its parameters, as after loading one saved before `prepare`."""
     # A state dict refers to parameters by their order, which `prepare` changes: a masked weight comes after the other
-    # parameters of its module. Shapes are not compared by torch.
+    # parameters of its module. Shapes are not compared by torch. Optimizers of low rank (GaLore) keep smaller states of
+    # matrices; of states in another order, some are larger than their parameters, or have other dimensions.
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     for o in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        shapes = {p.shape for group in getattr(o, "param_groups", ()) for p in group["params"]}
         for parameter, state in getattr(o, "state", {}).items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
-                is_moved = isinstance(value, Tensor) and value.shape != parameter.shape and value.shape in shapes
-                if key in _OF_PARAMETER and is_moved:  # other shapes are those of optimizers of low rank
+                if key not in _OF_PARAMETER or not isinstance(value, Tensor) or value.ndim == 0:
+                    continue
+                is_of_low_rank = 1 < value.ndim == parameter.ndim and value.numel() < parameter.numel()
+                if value.shape != parameter.shape and not is_of_low_rank:
                     name = names.get(id(parameter), "a parameter")
                     raise SparsityError(
                         f"the optimizer's {key!r} of {name} is {tuple(value.shape)}, but the parameter is "
                         f"{tuple(parameter.shape)}: its state was saved for a model in which other tensors, or none, "
-                        "were masked, and so in another order. Load it into an optimizer made before prepare "
-                        "(parameters stay the same objects), or begin without it."
+                        "were masked, and so in another order, or for another model. Load it into an optimizer made "
+                        "before prepare (parameters stay the same objects), or begin without it."
                     )
 
 

@@ -1,6 +1,7 @@
 """A dynamic sparsifier from start to end: initial masks, optimizer state, resuming, copies, wrong arguments."""
 
 import copy
+import itertools
 import re
 from functools import partial
 
@@ -556,6 +557,33 @@ def test_a_squash_that_fails_on_a_gradient_can_be_repeated():
     parameter.grad = None
     sparsifier.squash_mask()
     assert type(model[0]) is nn.Linear and (model[0].weight == 0).any()
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize(("saved", "loaded"), [((8, 4, 3), (8, 2, 3)), ((8, 6, 3), (8, 4, 5)), ((8, 4), (4, 8))])
+def test_state_of_another_model_is_refused(saved, loaded, biases):
+    other, model = (
+        nn.Sequential(*(nn.Linear(a, b, bias=biases) for a, b in itertools.pairwise(widths)))
+        for widths in (saved, loaded)
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (other, model)]
+    other(torch.randn(2, 8)).sum().backward()
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    sparsifier = RigL(0.5, until=1000)
+    sparsifier.prepare(model, None)
+    with pytest.raises(SparsityError, match="in another order, or for another model"):
+        sparsifier.attach(optimizers[1])
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (16, 4), (3, 16)])
+def test_state_of_low_rank_may_have_the_shape_of_another_parameter(shape):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model[0].weight] = {"exp_avg": torch.zeros(shape), "step_size": torch.ones(())}
+    sparsifier = ScopeSparsifier(0.5)
+    sparsifier.prepare(model, None)
+    sparsifier.attach(optimizer)
 
 
 def test_state_of_low_rank_is_no_state_of_another_parameter():
