@@ -290,12 +290,18 @@ def tensors_in(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied_tensors(value: Any, device: Any = None, *, copies: bool = True, objects: bool = True) -> Any:
-    """Return nested arguments with tensors on a device; `copies` copies tensors, and `objects` other objects too."""
+    """Return nested arguments with tensors on a device; `copies` copies tensors, and `objects` other objects too.
+
+    Objects that cannot be copied, such as those that hold a lock or a result of autograd, stay the same objects.
+    """
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(leaf.device if device is None else device, copy=copies)
-        return copy.deepcopy(leaf) if copies and objects and not isinstance(leaf, nn.Module) else leaf
+        if copies and objects and not isinstance(leaf, nn.Module):
+            with contextlib.suppress(Exception):
+                return copy.deepcopy(leaf)
+        return leaf
 
     return _pytree.tree_map(copied, value)
 

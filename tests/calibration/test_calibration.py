@@ -4,13 +4,14 @@ import copy
 import io
 import math
 import sys
+import threading
 
 import pytest
 import torch
 from networks import Net
 from torch import nn
 
-from sparsekit_ao import ScopeSparsifier, SparsityError
+from sparsekit_ao import ScopeSparsifier, SparsityError, prune
 from sparsekit_ao.calibration import Recorder, adapter_of
 from sparsekit_ao.calibration.products import Products
 
@@ -127,6 +128,32 @@ def test_padding_is_left_out_by_a_token_mask():
         c.token_mask = keep
         sparsifier.model(**batch)
     assert sparsifier.statistics["layer.weight"].tokens == 9
+
+
+class Batch:
+    """A batch of one's own class, with something beside the inputs."""
+
+    def __init__(self, x, more):
+        self.x, self.more = x, more
+
+
+@pytest.mark.parametrize(
+    "make", [threading.Lock, lambda: nn.Linear(2, 2)(torch.ones(2)), lambda: iter([]), lambda: (n for n in range(2))]
+)
+def test_batches_may_hold_what_cannot_be_copied(make):
+    x, more = torch.randn(4, 8), make()
+    batches = [Batch(x, more), {"x": x, "more": more}, (Batch(x, [more]), more)]
+    model = nn.Sequential(nn.Linear(8, 8))
+    sparsifier = ScopeSparsifier(score="wanda")
+    sparsifier.prepare(model, None)
+
+    def forward(model, batch):
+        batch = batch[0] if isinstance(batch, tuple) else batch
+        return model(batch["x"] if isinstance(batch, dict) else batch.x)
+
+    sparsifier.calibrate(batches, forward=forward)
+    assert sparsifier.recorder.of("0.weight").tokens == 12
+    prune(nn.Sequential(nn.Linear(8, 8)), 0.5, batches=batches, forward=forward)
 
 
 def test_an_embedding_counts_its_tokens():
