@@ -7,7 +7,9 @@ import difflib
 import numbers
 import re
 import shutil
+import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
@@ -19,6 +21,7 @@ from torch import nn
 
 __all__ = ["CouplingError", "SparsityError"]
 
+_NOT_THE_USERS = ("sparsekit_ao", "torch", "contextlib")  # packages whose lines a warning does not name
 _MEANT = {  # what other libraries call an argument
     "sparsity_level": ("sparsity", "level", "amount", "ratio", "pruning_ratio"),
     "ratio": ("sparsity", "sparsity_level", "level", "amount", "pruning_ratio", "kinds"),
@@ -56,6 +59,14 @@ class CouplingError(SparsityError):
     ...     print(type(e).__name__)
     CouplingError
     """
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code that called this library, also through torch or a context manager."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def is_number(value: object) -> TypeGuard[float]:

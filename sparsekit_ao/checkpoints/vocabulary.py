@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, warn
 from ..models.running import seeded, tensors_in
 from ..removal.compaction import check_comparable, compare_models
 from ..removal.removal_report import KeptUnits, ShrinkReport, size_of
@@ -122,7 +121,7 @@ def shrink_vocabulary(
     _cut_model(small, configs, count, new)
     report = _verified(model, small, new, asked, example_inputs)
     if reason:
-        warnings.warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}", stacklevel=3)
+        warn(f"{WHERE}the tokenizer cannot be made smaller exactly, since {reason}")
     if dry_run:
         seconds, memory = time.perf_counter() - start, report.before.bytes + report.after.bytes
         return model, dense_tokenizer, replace(report, seconds=seconds, memory=memory)

@@ -5,7 +5,6 @@ the dense gradient and masks `.grad` (except for momentum), so dropped weights d
 of SR-STE.
 """
 
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed import LocalParts, all_agree, local, placed_like, reshard
-from ..errors import SparsityError
+from ..errors import SparsityError, warn
 from ..masking import placed_mask, select
 from ..sparsifiers.config import TensorGroup
 from ..sparsifiers.optimizer_state import groups_trained_by, momentum_of, original
@@ -275,11 +274,10 @@ class GradientCapture(StepHooks):
         index = next(k for k, o in enumerate(self.optimizers) if o is optimizer)
         if self._stepped[index] and self.groups and not self._warned_of_steps:
             self._warned_of_steps = True
-            warnings.warn(
+            warn(
                 f"DynamicSparsifier: {type(optimizer).__name__} has taken several steps since the last "
                 "sparsifier.step(), which counts iterations, so updates come later than they should; call "
                 "sparsifier.step() after each optimizer.step()",
-                stacklevel=4,
             )
         self._stepped[index] = skipped is None or not bool(skipped > 0)
 

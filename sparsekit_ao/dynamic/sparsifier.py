@@ -4,7 +4,6 @@
 `step` updates the masks (`update`) in the iterations that `Settings` schedules.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import LocalParts, copy_values, has_process_group, is_sharded, placed_like
-from ..errors import SparsityError
+from ..errors import SparsityError, warn
 from ..masking import select
 from ..schedules import cut_short
 from ..sparsifiers.base import refuse_meta_masks
@@ -275,10 +274,9 @@ class DynamicSparsifier(Calibrated, BudgetSparsifier):
         is_due, is_late = settings.is_due(iteration), not settings.may_update(iteration)
         if self._pending and (is_due or is_late):
             every = settings.update_every or 1
-            warnings.warn(
+            warn(
                 f"the mask update due in iteration {(iteration - 1) // every * every} never happened: an optimizer "
                 "took no step, or a gradient was missing or not finite, in every iteration since",
-                stacklevel=3,
             )
         is_pending = (self._pending or is_due) and not is_late
         momenta = self._capture.momenta() if is_pending and settings.needs_momentum else {}

@@ -1,9 +1,8 @@
 """Callbacks for trainers, in `integrations.transformers` and `integrations.lightning`; each imports its library."""
 
-import warnings
 from collections.abc import Sequence
 
-from ..errors import SparsityError
+from ..errors import SparsityError, warn
 from ..sparsifiers.base import MaskSparsifier, UpdateInterval
 from ..torch_ao import BaseScheduler
 
@@ -52,7 +51,7 @@ class StepCallback:
     def _finish(self, warns: bool = True) -> None:
         """Choose the masks once more if schedulers have changed the levels since; masks after `until` stay."""
         if warns and (text := self.sparsifier.unfinished()):
-            warnings.warn(f"SparsifierCallback: training ended, but {text}", stacklevel=3)
+            warn(f"SparsifierCallback: training ended, but {text}")
         chosen, levels = self.sparsifier.mask_levels, [g.get("sparsity_level") for g in self.sparsifier.groups]
         is_frozen = self.sparsifier.is_frozen or self._interval.until is not None
         if self.schedulers and chosen not in (None, levels) and not is_frozen:

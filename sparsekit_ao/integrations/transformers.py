@@ -8,7 +8,6 @@ training resumes. For other models, they are in the checkpoint itself. The rest 
 import functools
 import re
 import types
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from ..errors import SparsityError
+from ..errors import SparsityError, warn
 from ..masking import parameters_under, parametrized_names, rebuilt_originals, select
 from ..models.names import plain_name
 from ..sparsifiers.usage import refuse_other_model
@@ -169,12 +168,11 @@ class SparsifierCallback(StepCallback, TrainerCallback, ExportableState):
         self._load(TrainerState.load_from_json(str(path)), [path.parent])
         for group, level in zip(self.sparsifier.groups, last, strict=True):
             if group.get("sparsity_level") != level:
-                warnings.warn(
+                warn(
                     f"SparsifierCallback: the trainer went back to its best checkpoint, {path.parent.name}, in "
                     f"which {group['tensor_fqn']} has sparsity_level {group['sparsity_level']:.4g}; its last "
                     f"one was {level:.4g}. To choose among checkpoints of the last level, evaluate only after the end "
                     "of the schedule (eval_delay).",
-                    stacklevel=2,
                 )
                 return
 

@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration import GRADIENTS, Recorder, other_matrices
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, warn
 from ..masking.normalized import copy_of, plain_copy, redo_weight_norms, refuse_uncopyable, undo_weight_norms
 from ..models.loading import Device, is_elsewhere, is_offloaded, refuse_tied, refuse_unloadable
 from ..models.names import (
@@ -356,11 +355,10 @@ def _warn_of_dense(report: PruneReport, is_given: bool) -> None:
     asked = {name: n for name, n in report.weights.items() if "exclude[" not in report.left_out.get(name, "")}
     dense = [name for name in report.dense if name in asked]
     if not is_given and 2 * sum(asked[name] for name in dense) > sum(asked.values()):
-        warnings.warn(
+        warn(
             f"prune: only {report.coverage:.1%} of the weights were pruned, and these stayed dense: "
             f"{', '.join(by_pattern(dense))}. The report says what was left out and why; name these weights in the "
             "config of a ScopeSparsifier and call one_shot, or exclude them",
-            stacklevel=4,
         )
 
 

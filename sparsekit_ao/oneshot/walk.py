@@ -30,7 +30,6 @@ import copy
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -43,7 +42,7 @@ from torch.nn.utils import parametrize
 
 from ..calibration import SAMPLED, Recording, Statistics, Target
 from ..distributed import abandon_forward, has_process_group, of_all_ranks, rank
-from ..errors import SparsityError, check_writable, is_number
+from ..errors import SparsityError, check_writable, is_number, warn
 from ..models.loading import Device, is_elsewhere, loaded
 from ..models.progress import say, signs_of_life
 from ..models.running import eval_mode, kept_generators
@@ -376,10 +375,10 @@ def walk_of(layers: Layers, data: CalibrationData, options: dict[str, Any]) -> W
     if without_adapter := [target for target in walk.unreached if target.adapter is None]:
         kinds = dict.fromkeys(type(t.module).__name__.removeprefix("Parametrized") for t in without_adapter)
         names = ", ".join(target.name for target in without_adapter)
-        warnings.warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}", stacklevel=6)
+        warn(f"{caller}: inputs of {', '.join(kinds)} are not recorded, so {names} are {how}")
     unreached = dict.fromkeys(target.name for target in walk.unreached if target.adapter is not None)
     if names := ", ".join(unreached):
-        warnings.warn(f"{caller}: no batch reached {names}; they are {how}, not compensated", stacklevel=6)
+        warn(f"{caller}: no batch reached {names}; they are {how}, not compensated")
     recorded = {target.name for target, _ in walk.reached}
     walk.rest = [name for name in layers.groups if name not in recorded]
     for name in walk.rest:

@@ -3,7 +3,6 @@
 `MaskSparsifier` checks everything before it changes anything; subclasses choose masks.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from .. import distributed, masking
-from ..errors import SparsityError, checked_model
+from ..errors import SparsityError, checked_model, warn
 from ..models.names import Exclusion, module_in_copy, sharing_memory
 from ..schedules import check_positive, cut_short
 from .checkpoint import Checkpointed
@@ -193,10 +192,9 @@ class MaskSparsifier(Checkpointed):
         """
         checked_model(model, "prepare")
         if self._phase == "new" and "step" in self.__dict__:  # a scheduler has wrapped `step`
-            warnings.warn(
+            warn(
                 "prepare: a scheduler was constructed before prepare, so it has no groups and changes nothing; "
                 "construct schedulers after prepare",
-                stacklevel=3,
             )
         if self._phase == "prepared":
             raise SparsityError("prepare: this sparsifier already holds a prepared model; call squash_mask first")
@@ -266,7 +264,7 @@ class MaskSparsifier(Checkpointed):
             if not self._warned:
                 adapted, replaced = _moved_layers(model, self.groups)
                 for text in (*adapted[:1], *replaced[:1]):
-                    warnings.warn(f"step: {text}", stacklevel=3)
+                    warn(f"step: {text}")
                 self._warned = bool(adapted or replaced)
             with torch.no_grad():
                 self._update_all()
@@ -317,16 +315,16 @@ class MaskSparsifier(Checkpointed):
         if adapted:
             raise SparsityError(f"squash_mask: {adapted[0]}")
         for text in replaced[:1]:
-            warnings.warn(f"squash_mask: {text}", stacklevel=2)
+            warn(f"squash_mask: {text}")
         sparse_params = _kept_params(self.groups, params_to_keep, params_to_keep_per_layer)
         masks = [self.live_mask(g, model) for g in self.groups]
         refuse_meta_masks("squash_mask", self.groups, masks)
         if self.enable_mask_update and not self.is_frozen:
             text = _stale(self.groups, masks, self.mask_levels) or ("" if model is not None else self._miscounted())
             if text:
-                warnings.warn(f"squash_mask: {text}", stacklevel=2)
+                warn(f"squash_mask: {text}")
         if model is None and (text := self.unfinished()):
-            warnings.warn(f"squash_mask: {text}; train until its end, or give it fewer steps", stacklevel=2)
+            warn(f"squash_mask: {text}; train until its end, or give it fewer steps")
         if model is not None:
             _warn_of_averaged([self.live_mask(g) for g in self.groups], masks)
         self._sync_state()
@@ -486,9 +484,8 @@ def _warn_of_averaged(live: Sequence[Tensor], of_copy: Sequence[Tensor]) -> None
         return
     size, averaged = (sum(int(distributed.local(m).count_nonzero()) for m in masks) for masks in (live, of_copy))
     if averaged > size:
-        warnings.warn(
+        warn(
             f"squash_mask: the masks of the given copy keep {averaged:,} elements, but the sparsifier's keep {size:,}. "
             "Either the copy was made at a lower sparsity level, or an average of the weights (EMA) has averaged the "
             "masks too; average with use_buffers=False",
-            stacklevel=3,
         )

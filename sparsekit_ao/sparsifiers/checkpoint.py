@@ -1,8 +1,8 @@
 """Copies of sparsifiers, each with its own model, and state dicts, which are checked before anything is changed."""
 
 import copy
+import math
 import numbers
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..errors import SparsityError, is_number
+from ..errors import SparsityError, is_number, warn
+from ..scores import parse_score
 from ..torch_ao import BaseSparsifier
 from .config import ResolvedConfig, TensorGroup, copied
 
 _NOT_SAVED = ("module", "module_fqn", "tensor_name")
 _REPLACED = ("score", "norm", "zeros_per_block")  # keys that a state replaces, with a warning
+_DEFAULTS = {"norm": 2}
 
 
 class Checkpointed(BaseSparsifier):
@@ -87,7 +89,8 @@ class Checkpointed(BaseSparsifier):
 
         Warns:
             UserWarning: The sparsity levels, or the score, norm or `zeros_per_block` of a tensor, differ. Those of the
-                state dict are taken, and schedulers may change the levels.
+                state dict are taken, and schedulers may change the levels. The norm of a `WeightNormSparsifier` is in
+                no state dict; its own one stays.
         """
         self.require_prepared("load_state_dict")
         masks, saved = check_saved(state_dict, self.groups, strict)
@@ -119,26 +122,26 @@ class Checkpointed(BaseSparsifier):
                     f"was prepared with {before}. Prepare with the structure of the state; for another structure "
                     "load the model's weights alone, and call step() to choose new masks."
                 )
-        for key, live, new in ((k, *pair) for pair in zip(self.groups, groups, strict=True) for k in _REPLACED):
-            if live.get(key) != new.get(key):
-                warnings.warn(
-                    f"load_state_dict: {live['tensor_fqn']} was prepared with {key}={live.get(key)!r}, and continues "
-                    f"with {key}={new.get(key)!r} of the state. To continue with the new one, set it in "
-                    "sparsifier.groups after loading",
-                    stacklevel=4,
+        for key in _REPLACED:
+            pairs = zip(self.groups, groups, strict=True)
+            if differ := [(live, new) for live, new in pairs if _meaning(live, key) != _meaning(new, key)]:
+                own, saved = (group.get(key, _DEFAULTS.get(key)) for group in differ[0])
+                names = _first([live["tensor_fqn"] for live, _ in differ])
+                warn(
+                    f"load_state_dict: {names} was prepared with {key}={own!r}, and continues with "
+                    f"{key}={saved!r} of the state. To keep {key}={own!r}, set group[{key!r}] = {own!r} in "
+                    "sparsifier.groups after loading"
                 )
-                break
         if "step" in self.__dict__:  # a scheduler determines the levels
             return
         levels, new_levels = self._levels(self.groups), self._levels(groups)
         changed = [name for name in levels if levels[name] != new_levels[name]]
         if changed:
-            name, more = changed[0], f" (and {len(changed) - 1} more)" if changed[1:] else ""
-            warnings.warn(
-                f"load_state_dict: {name}{more} was prepared at sparsity_level {levels[name]:.4g}, and continues at "
-                f"{new_levels[name]:.4g}, the level of the state. To continue at the new one, set "
-                f"group['sparsity_level'] = {levels[name]:.4g} in sparsifier.groups after loading, and call step()",
-                stacklevel=4,
+            level, saved = f"{levels[changed[0]]:.4g}", f"{new_levels[changed[0]]:.4g}"
+            warn(
+                f"load_state_dict: {_first(changed)} was prepared at sparsity_level {level}, and continues at {saved}, "
+                f"the level of the state. To keep {level}, set group['sparsity_level'] = {level} in sparsifier.groups "
+                "after loading, and call step()"
             )
 
     def _extra_state(self) -> dict[str, Any]:
@@ -194,6 +197,18 @@ class Checkpointed(BaseSparsifier):
             live = masking.placed_mask(group["module"], group["tensor_name"], group["tensor_fqn"])
             if live is not None:
                 self._state[group["tensor_fqn"]]["mask"] = live.mask
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} (and {len(names) - 1} more)" if names[1:] else names[0]
+
+
+def _meaning(group: TensorGroup, key: str) -> Any:
+    """What a group says by a key, whether as a name, as an object or by its default."""
+    value = group.get(key, _DEFAULTS.get(key))
+    if key == "score":
+        return parse_score(value, f"{group['tensor_fqn']}: ")
+    return math.inf if value == "inf" else value
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ each block. The mask keeps the union. Both are scopes like those of `ScopeSparsi
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed, masking
-from ..errors import SparsityError, is_number
+from ..errors import SparsityError, is_number, warn
 from ..scores import saliency_of
 from ..selection import Request
 from ..structure import BlockSpec, Budget, ScopeSpec, View
@@ -155,7 +154,7 @@ class WeightNormSparsifier(MaskSparsifier):
             raise SparsityError(f"{where}zeros_per_block must lie in 0 .. {size} ({of}), got {zeros!r}")
         if not 0 <= level <= 1 and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{where}sparsity level {level} is outside [0, 1]; it acts as {level > 1:d}", stacklevel=2)
+            warn(f"{where}sparsity level {level} is outside [0, 1]; it acts as {level > 1:d}")
 
 
 def _prepared_name(sparsifier: MaskSparsifier, module: nn.Module, tensor_name: str, group: Mapping[str, Any]) -> str:

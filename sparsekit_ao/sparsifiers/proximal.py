@@ -5,7 +5,6 @@ what the last step kept are stored for `squash_mask`, for checkpoints and for `t
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..distributed import is_sharded
-from ..errors import CouplingError, SparsityError, is_number
+from ..errors import CouplingError, SparsityError, is_number, warn
 from ..schedules import is_schedule
 from ..structure import BlockSpec, Budget, block_windows, soft_threshold_windows
 from ..structure.windows import ScopeWindows, block_scores, fill_mask
@@ -313,10 +312,9 @@ class ProximalSparsifier(BudgetSparsifier):
         if self._moved.optimizers:  # without optimizers every call shrinks
             stepped = set(self._moved.stepped(weights))
             if changed := self._moved.changed_by_others(weights):
-                warnings.warn(
+                warn(
                     f"step: {changed[0]} was changed, but not by an attached optimizer, so it is not shrunk; call "
                     "sparsifier.attach with the optimizers that train the model now",
-                    stacklevel=5,
                 )
             pruning_groups = tuple(pruning for pruning in pruning_groups if stepped.issuperset(pruning.specs))
         if pruning_groups:

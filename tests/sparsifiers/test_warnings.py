@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import re
 import warnings
 
@@ -22,6 +23,7 @@ from sparsekit_ao import (
     WeightNormSparsifier,
     one_shot,
     schedules,
+    scores,
 )
 from sparsekit_ao.torch_ao import LambdaSL
 
@@ -301,9 +303,12 @@ def test_a_state_of_another_level_is_loaded_with_a_warning_whose_advice_works(ki
         LambdaSL(scheduled, lambda epoch: 1.0)  # whoever resumes a schedule restores its levels next
         scheduled.load_state_dict(state)
     sparsifier = made(prepared)
-    text = r"was prepared at sparsity_level 0.75, and continues at 0.5, .*set group\['sparsity_level'\] = 0.75 in"
-    with pytest.warns(UserWarning, match=text):
+    text = (
+        r"was prepared at sparsity_level 0.75, and continues at 0.5, .* keep 0.75, set group\['sparsity_level'\] = 0.75"
+    )
+    with pytest.warns(UserWarning, match=text) as warned:
         sparsifier.load_state_dict(state)
+    assert [w.filename for w in warned] == [__file__]
     assert sparsifier.groups[0]["sparsity_level"] == 0.5
     if kind is not DynamicSparsifier:
         for group in sparsifier.groups:
@@ -333,20 +338,74 @@ def test_squashing_after_an_interrupted_pass_names_what_stays_dense():
         ({"block_shape": (1, 4), "norm": 1}, {"block_shape": (1, 4), "norm": 2}, "norm=2, and continues with norm=1"),
         ({"score": "random"}, {"score": "magnitude"}, "score='magnitude', and continues with score='random'"),
         ({"score": "wanda"}, {}, "score=None, and continues with score='wanda'"),
+        ({"block_shape": (1, 4), "norm": 1}, {"block_shape": (1, 4)}, "norm=2, and continues with norm=1"),
     ],
 )
-def test_a_state_with_another_score_or_norm_warns(saved, live, text):
+def test_a_state_with_another_score_or_norm_warns_and_the_advice_works(saved, live, text):
     sparsifiers = [ScopeSparsifier(0.5, **keys) for keys in (saved, live)]
     for sparsifier in sparsifiers:
-        sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)))
-    with pytest.warns(UserWarning, match=f"load_state_dict: 0.weight was prepared with {text} of the state"):
-        sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())
-    sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())  # now both are the same
+        sparsifier.prepare(linear_model(8, 8, 8))
+    state, (own, _) = sparsifiers[0].state_dict(), text.split(", and")
+    text = rf"0.weight \(and 1 more\) was prepared with {text} of the state. To keep {own}, set group"
+    with pytest.warns(UserWarning, match=text) as warned:
+        sparsifiers[1].load_state_dict(state)
+    assert [w.filename for w in warned] == [__file__]
+    sparsifiers[1].load_state_dict(state)  # now both are the same
+    for group in sparsifiers[1].groups:
+        group["score" if "score" in own else "norm"] = {"norm=2": 2, "score=None": None}.get(own, "magnitude")
+    sparsifiers[1].step()
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ({"score": "magnitude"}, {"score": scores.magnitude()}),
+        ({"score": scores.magnitude()}, {"score": "magnitude"}),
+        ({"block_shape": (1, 4), "norm": "inf"}, {"block_shape": (1, 4), "norm": math.inf}),
+        ({"block_shape": (1, 4), "norm": 2}, {"block_shape": (1, 4)}),
+    ],
+)
+def test_a_state_that_says_the_same_in_other_words_is_no_other_one(saved, live):
+    sparsifiers = [ScopeSparsifier(0.5, **keys) for keys in (saved, live)]
+    for sparsifier in sparsifiers:
+        sparsifier.prepare(linear_model(8, 8))
+    sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())
 
 
 def test_a_state_with_other_zeros_of_a_block_warns():
     sparsifiers = [WeightNormSparsifier(1.0, (1, 4), zeros) for zeros in (2, 4)]
     for sparsifier in sparsifiers:
         sparsifier.prepare(nn.Sequential(nn.Linear(8, 8)), None)
-    with pytest.warns(UserWarning, match="zeros_per_block=4, and continues with zeros_per_block=2 of the state"):
+    with pytest.warns(UserWarning, match="zeros_per_block=4, and continues with zeros_per_block=2 of the st") as warned:
         sparsifiers[1].load_state_dict(sparsifiers[0].state_dict())
+    assert [w.filename for w in warned] == [__file__]
+
+
+def replaced_layer(sparsifier):
+    sparsifier.prepare(linear_model(8, 8))
+    sparsifier.model[0] = nn.Linear(8, 8)
+    return sparsifier
+
+
+WARNINGS = {  # what warns at its own line
+    "a step of a model whose layer was replaced": lambda: replaced_layer(ScopeSparsifier()).step(),
+    "the same of another class": lambda: replaced_layer(WeightNormSparsifier()).step(),
+    "a step that a scheduler wraps": lambda: (
+        LambdaSL(s := replaced_layer(ScopeSparsifier()), lambda _: 1.0) and s.step()
+    ),
+    "a level out of range": lambda: WeightNormSparsifier(1.5),
+    "the same in a config": lambda: WeightNormSparsifier().prepare(
+        linear_model(8, 8), [{"tensor_fqn": "0.weight", "sparsity_level": -1}]
+    ),
+    "a squash before a step": lambda: prepared().squash_mask(),
+    "a prepare after a scheduler": lambda: (
+        LambdaSL(s := ScopeSparsifier(), lambda _: 1.0) and s.prepare(linear_model(8, 8))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warning_names_the_line_that_called_the_library(name):
+    with pytest.warns(UserWarning, match="^(step|squash_mask|prepare): |sparsity level") as warned:
+        WARNINGS[name]()
+    assert {w.filename for w in warned} == {__file__}
