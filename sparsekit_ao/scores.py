@@ -117,11 +117,13 @@ class lamp(BuiltInScore):
     """
 
     def _saliency(self, weight: Tensor, statistics: Statistics) -> Tensor:
-        squares = weight.double().square().flatten()
-        ordered, order = squares.nan_to_num(0.0, 0.0).sort(descending=True, stable=True)
+        magnitudes = weight.double().abs().flatten()
+        ordered, order = magnitudes.nan_to_num(0.0, 0.0).sort(descending=True, stable=True)
+        exponent = ordered[:1].frexp().exponent.clamp(-1000, 1000)  # so that squares stay in the range of float64
+        ordered = (ordered * torch.exp2(-exponent.double())).square()
         shares = ordered / ordered.cumsum(0).clamp(min=torch.finfo(ordered.dtype).tiny)
         shares = torch.empty_like(shares).scatter_(0, order, shares)
-        return torch.where(squares.isfinite(), shares, squares).view(weight.shape).float()
+        return torch.where(magnitudes.isfinite(), shares, magnitudes).view(weight.shape).float()
 
 
 @dataclass(frozen=True)

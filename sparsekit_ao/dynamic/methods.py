@@ -132,7 +132,7 @@ def SRSTE(sparsity_level: Level = None, *, decay: float = 2e-4, **arguments: Any
     return StraightThrough(sparsity_level, decay=decay, **arguments)
 
 
-def TopKAST(sparsity_level: float, backward_level: float | None = None, **arguments: Any) -> StraightThrough:
+def TopKAST(sparsity_level: Level = None, backward_level: float | None = None, **arguments: Any) -> StraightThrough:
     """Use fewer weights in the forward pass than get a gradient (Top-KAST, arXiv 2106.03517).
 
     The fraction `sparsity_level` of each scope is dropped in the forward pass, and the smaller fraction
@@ -142,11 +142,11 @@ def TopKAST(sparsity_level: float, backward_level: float | None = None, **argume
     >>> TopKAST(0.75).backward_level
     0.5
     """
-    if backward_level is None and not is_number(sparsity_level):
-        raise SparsityError(
-            f"TopKAST: backward_level is needed where sparsity_level is no number, got {sparsity_level!r}; 0.5 for "
-            "'1:4', for example, lets twice as many weights get a gradient as are kept"
-        )
     if backward_level is None:
+        if not is_number(sparsity_level):
+            raise SparsityError(
+                f"TopKAST: backward_level is needed where sparsity_level is no number, got {sparsity_level!r}; 0.5 for "
+                "'1:4', for example, lets twice as many weights get a gradient as are kept"
+            )
         backward_level = max(0.0, 2 * sparsity_level - 1)
     return StraightThrough(sparsity_level, backward_level=backward_level, **arguments)

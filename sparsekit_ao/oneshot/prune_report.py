@@ -51,8 +51,7 @@ class RecoverReport(Table[BlockRow]):
         untrained: The pruned layers outside of all chains of blocks, which are not trained.
         error_to_dense: The relative error of the model's outputs Y (the first tensor of floats that differs, of those
             that the model or `forward` returns) on the first batch, ||Y - Y_dense|| / ||Y_dense - mean of Y_dense over
-            all rows||. Outputs that are
-            the same for every input have an error of about 1. NaN if it is not known.
+            all rows||. Outputs that are the same for every input have an error of about 1. NaN if it is not known.
 
     >>> print(RecoverReport(rows=(BlockRow(block="layers.0", before=0.3, after=0.1, passes=4, seconds=2.5),)))
     block     before   after  passes  seconds

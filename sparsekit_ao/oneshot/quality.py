@@ -385,7 +385,7 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
 
     Args:
         batches: Windows of equally many tokens without padding: tensors of ids [rows, tokens], or dicts with such a
-            tensor as "input_ids" and at most an attention mask beside it.
+            tensor as "input_ids" and at most an attention mask, a tensor, beside it.
         copies: How many copies there are, each in an order of its own.
         length: The number of tokens of a piece. Windows have a multiple of it, at least twice as many.
         seed: What determines the orders.
@@ -409,7 +409,7 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
         if not is_text or entries or not is_full:
             raise SparsityError(
                 "spliced: batches must be tensors of ids [rows, tokens], or dicts with such a tensor as 'input_ids' "
-                f"and at most an 'attention_mask' without padding, got {batch!r:.80}"
+                f"and at most an 'attention_mask', a tensor without padding, got {batch!r:.80}"
             )
         windows.append(ids)
     tokens = {ids.shape[1] for ids in windows}

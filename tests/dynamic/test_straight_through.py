@@ -196,9 +196,9 @@ def test_a_level_below_the_backward_one_is_refused_before_a_step_changes_anythin
     assert all(torch.equal(sparsifier.mask(g["tensor_fqn"]), b) for g, b in zip(sparsifier.groups, before, strict=True))
 
 
-@pytest.mark.parametrize("arguments", [("1:4",), (None,)])
+@pytest.mark.parametrize("arguments", [("1:4",), (None,), ()])
 def test_a_pattern_needs_a_backward_level(arguments):
-    structure = {"nnz": 1, "scope_shape": (1, 4)} if arguments == (None,) else {}
+    structure = {} if arguments == ("1:4",) else {"nnz": 1, "scope_shape": (1, 4)}
     with refuses("TopKAST: backward_level is needed where sparsity_level is no number"):
         TopKAST(*arguments, **structure)
     assert TopKAST(*arguments, backward_level=0.5, **structure).backward_level == 0.5

@@ -369,6 +369,7 @@ def test_copies_have_the_pieces_of_all_windows_in_another_order(is_dict):
         ([{"input_ids": torch.ones(2, 8).long(), "labels": torch.ones(2, 8)}], {}, "at most an 'attention_mask'"),
         ([{"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.eye(2, 8)}], {}, "without padding"),
         ([{"input_ids": torch.ones(2, 8).long(), "attention_mask": "none"}], {}, "without padding"),
+        ([{"input_ids": torch.ones(1, 8).long(), "attention_mask": [[1] * 8]}], {}, "a tensor without padding"),
         (torch.arange(8)[None], {}, "batches must be a list of batches, got one tensor"),
     ],
 )

@@ -282,6 +282,13 @@ def test_elements_in_no_block_are_blocks_of_their_own():
     torch.testing.assert_close(found[:, [2, 5]], expected[:, [2, 5]])
 
 
+@pytest.mark.parametrize("factor", [1e200, 1e-200, 1e-310, -1e308, 1.0])
+def test_lamp_of_large_and_small_weights_is_that_of_others(factor):
+    weight = torch.tensor([[0.1, -0.3], [0.2, 0.0]], dtype=torch.float64)
+    scaled, expected = (scores.saliency_of(scores.lamp(), w, "fc.weight") for w in (weight * factor, weight))
+    torch.testing.assert_close(scaled, expected)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_lamp_keeps_what_is_not_finite(value):
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
