@@ -275,12 +275,12 @@ def _matches(
     model: nn.Module, patterns: Sequence[str], classes: Classes, tensor: str, names: Collection[str], where: str
 ) -> dict[str, bool]:
     """Return {tensor_fqn: whether it is named exactly} for the tensors that an entry names."""
-    modules = dict(model.named_modules(remove_duplicate=not patterns))
+    modules = dict(model.named_modules(remove_duplicate=not patterns)) if classes else {}
 
     def is_of_classes(name: str) -> bool:
         return not classes or isinstance(modules.get(name.rpartition(".")[0]), classes)
 
-    of_classes = list(filter(is_of_classes, names))
+    of_classes = list(filter(is_of_classes, names)) if classes else names
     matched = {} if patterns else {n: False for n in of_classes if n.rpartition(".")[2] == tensor}
     for pattern in patterns:
         exact = pattern.removeprefix(".")
