@@ -453,14 +453,20 @@ def _of_pruning() -> dict[str, str]:
         found[f"{name}_tokens"] = f"{int(tokens):,}"
         if structure == "2:4":
             found[f"{name}_share"] = f"{row['mean'] / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
-    *of_few, of_all = [r for r in read("results/quality_spliced") if r["kind"] == "mean"]
-    *of_few, few_later = of_few
-    found["few_later"] = f"{float(few_later['divergence']):.2f}"
-    found |= {"all_spliced": f"{float(of_all['divergence']):.2f}", "all_tokens": f"{int(of_all['tokens']):,}"}
-    found["all_spliced_share"] = f"{float(of_all['divergence']) / of_kinds()['2:4', 'sparsegpt']['mean']:.2f}"
-    for name, row in zip(("plain", "spliced"), of_few, strict=True):
-        found[f"few_{name}"], found["few_tokens"] = f"{float(row['divergence']):.2f}", f"{int(row['tokens']):,}"
-    found["few_times"] = f"{float(of_few[1]['seconds']) / float(of_few[0]['seconds']):.1f}"
+    of_spliced = {
+        (r["method"], int(r["tokens"]) > 10_000, int(r["copies"])): r
+        for r in read("results/quality_spliced")
+        if r["kind"] == "mean"
+    }
+    rows = {"few_plain": of_spliced["recovered", False, 0], "few_spliced": of_spliced["recovered", False, 3]}
+    rows |= {"few_later": of_spliced["recovered later", False, 3], "all_later": of_spliced["recovered later", True, 3]}
+    rows |= {"all_spliced": of_spliced["recovered", True, 3], "all_logits": of_spliced["and logits", True, 3]}
+    found |= {name: f"{float(row['divergence']):.2f}" for name, row in rows.items()}
+    found |= {"few_tokens": rows["few_plain"]["tokens"], "all_tokens": rows["all_later"]["tokens"]}
+    found |= {name: f"{int(found[name]):,}" for name in ("few_tokens", "all_tokens")}
+    of_sparsegpt = of_kinds()["2:4", "sparsegpt"]["mean"]
+    found |= {f"{name}_share": f"{float(rows[name]['divergence']) / of_sparsegpt:.2f}" for name in rows}
+    found["few_times"] = f"{float(rows['few_spliced']['seconds']) / float(rows['few_plain']['seconds']):.1f}"
     of_qwen = {
         r["kind"]: r for r in read("results/quality_qwen") if (r["structure"], r["method"]) == ("2:4", "recovered")
     }

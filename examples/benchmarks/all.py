@@ -86,6 +86,7 @@ FEW_TOKENS = ("--structures", "2:4", "--methods", "recovered", "--tokens", "8192
 FEW_TOKENS += ("--threads", "1")
 COPIES = ("--copies", "3", "--passes", "1")
 LATER = (*COPIES, "--methods", "recovered later")
+ALL_TOKENS = (*FEW_TOKENS, *COPIES, "--tokens", "32768")
 JOBS: dict[str, Job] = {
     "prune_minilm_2_4": _example("prune_minilm", 3, "prune_minilm_2_4", "prune_minilm_2_4_blocks"),
     "prune_minilm_2_4_more": _minilm("2:4", 8, "prune_minilm_2_4_more.csv", *MORE),
@@ -109,9 +110,12 @@ JOBS: dict[str, Job] = {
     "quality_by_kind": _example("quality_by_kind", 90),
     "quality_spliced": Job(
         "quality_by_kind.py",
-        35,
+        95,
         {"results/quality_spliced.csv": "quality_spliced.csv"},
-        (FEW_TOKENS, (*FEW_TOKENS, *COPIES), (*FEW_TOKENS, *LATER), (*FEW_TOKENS, *LATER, "--tokens", "32768")),
+        (
+            *(FEW_TOKENS, (*FEW_TOKENS, *COPIES), (*FEW_TOKENS, *LATER)),
+            *((*ALL_TOKENS, *LATER), (*ALL_TOKENS, "--methods", "recovered,and logits")),
+        ),
     ),
     "quality_qwen": Job("quality_by_kind.py", 180, {"results/quality_qwen.csv": "quality_qwen.csv"}, QWEN),
     "prune_networks": _example("prune_networks", 70),

@@ -112,25 +112,33 @@ MOVES: tuple[Move, ...] = (add_attributes, add_two_attributes, divide_into_layer
 
 def find_together(plans: Sequence[Plan], make_trials: Callable[[Sequence[Plan]], Trials]) -> list[Plan]:
     """Return the plans that can be carried out together, some merged, divided or with more `attrs`, and the others."""
-    trials, (first, *later) = make_trials(plans), MOVES
+    trials = make_trials(plans)
     trials.reference.check_lengths()
-    found = search(trials.plans, trials, [first])
+    found = search(trials.plans, trials, MOVES[:1])
     merged = _merged_with_sharers(found, trials, make_trials)
-    replaced, instead, failed = set(itertools.chain(*merged.values())), [*merged], Counter[str]()
-    for plan in (plan for plan in found if plan.left_out and plan not in replaced):
-        others = (move(replace(plan, left_out=""), trials) for move in later if failed[_family(plan)] < MAX_FAILURES)
-        if moved := next(filter(None, others), []):
-            instead += moved
-            replaced.add(plan)
-        failed[_family(plan)] += not moved
-    if replaced:
-        trials = make_trials([*(plan for plan in active(found) if plan not in replaced), *active(instead)])
-        left_out = [plan for plan in (*found, *instead) if plan.left_out and plan not in replaced]
-        found = [*left_out, *search(trials.plans, trials, [first])]
+    mended = {part: [plan] for plan, parts in merged.items() for part in parts}
+    mended |= _mend([plan for plan in found if plan.left_out and plan not in mended], trials)
+    if mended:
+        instead = dict.fromkeys(itertools.chain(*mended.values()))
+        left_out = [plan for plan in (*found, *instead) if plan.left_out and plan not in mended]
+        trials = make_trials([plan for plan in active([*found, *instead]) if plan not in mended])
+        found = [*left_out, *search(trials.plans, trials, MOVES[:1])]
     names = [plan.name for plan in plans]  # single layers have other names, and come last
     good = sorted(active(found), key=lambda plan: names.index(plan.name) if plan.name in names else len(names))
     del trials  # frees its masked model
     return [*_add_unread_attributes(make_trials(good)), *(plan for plan in found if plan.left_out)]
+
+
+def _mend(plans: Sequence[Plan], trials: Trials) -> dict[Plan, list[Plan]]:
+    """Return {plan that failed: the plans in its place}, for those for which one of the later moves succeeds."""
+    mended, failures = dict[Plan, list[Plan]](), Counter[str]()
+    for plan in plans:
+        moves = MOVES[1:] if failures[_family(plan)] < MAX_FAILURES else ()
+        if moved := next(filter(None, (move(replace(plan, left_out=""), trials) for move in moves)), None):
+            mended[plan] = moved
+        else:
+            failures[_family(plan)] += 1
+    return mended
 
 
 def _merged_with_sharers(
