@@ -64,7 +64,7 @@ class CouplingError(SparsityError):
 def warn(text: str) -> None:
     """Warn at the line of the user's code that called this library, also through torch or a context manager."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+    while frame.f_back and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 

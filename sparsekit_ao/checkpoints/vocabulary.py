@@ -21,9 +21,9 @@ from ..removal.sizes import has_config, read_again
 from ..removal.verify import Reference
 
 WHERE = "shrink_vocabulary: "
-# names of ids, in configs and modules
+# Names of ids, in configs and modules.
 _IDS = re.compile(r"(?!(n|num|max)_).*(token_ids?|token_index|suppress_tokens)|(bos|eos|pad|unk|mask)_index")
-# In these text models an end token of 2 is no token: it says that the last hidden state is that of the largest id.
+# In these text models eos_token_id=2 is a flag and no token: the hidden state of the largest id is taken.
 _WITH_LARGEST = ("clip_text_model", "clipseg_text_model", "groupvit_text_model", "xclip_text_model")
 _SIZES = re.compile(r"(?!.*type_vocab).*vocab_size.*|n_words")  # the entries that hold the number of tokens
 # Entries of generation configs that hold ids in other forms.
@@ -88,7 +88,7 @@ def shrink_vocabulary(
     configs = [vars(config) for config in owners]
     # Modules may hold ids that their config had when they were made.
     with_ids = [*owners, *small.modules()]
-    kept = {*asked, *(at for owner in with_ids for ids in _ids_in(owner).values() for at in ids)}
+    kept = {*asked, *(at for owner in with_ids for ids in _ids_in(owner).values() for at in ids if type(at) is int)}
     kept |= {getattr(layer, "padding_idx", None) for layer in _tables_of(small)} - {None}
     if found := [name for name in _OTHER_IDS for config in configs if config.get(name)]:
         raise SparsityError(f"{WHERE}the generation config has ids in {found[0]}, which cannot follow; set it to None")
@@ -116,7 +116,7 @@ def shrink_vocabulary(
             raise SparsityError(f"{WHERE}the smaller tokenizer encodes this text otherwise: {text[:80]!r}")
     for owner in with_ids:
         for name, ids in _ids_in(owner).items():
-            value, followed = vars(owner)[name], [new.get(at, at) for at in ids]
+            value, followed = vars(owner)[name], [new.get(at, at) if type(at) is int else at for at in ids]
             vars(owner)[name] = type(value)(followed) if isinstance(value, (list, tuple)) else followed[0]
     _cut_model(small, configs, count, new)
     report = _verified(model, small, new, asked, example_inputs)
@@ -241,14 +241,14 @@ def _verified(model: Any, small: nn.Module, new: Mapping[int, int], asked: Seque
     )
 
 
-def _ids_in(owner: Any) -> dict[str, list[int]]:
-    """Return the attributes of a config or module that are ids, such as `eos_token_id`, each as a list."""
-    entries, found = vars(owner), dict[str, list[int]]()
+def _ids_in(owner: Any) -> dict[str, list[Any]]:
+    """Return the attributes of a config or module that hold ids, such as `eos_token_id`, each as a list."""
+    entries, found = vars(owner), dict[str, list[Any]]()
     kind = getattr(getattr(owner, "config", owner), "model_type", "")
     for name in filter(_IDS.fullmatch, entries):
         ids = [*entries[name]] if isinstance(entries[name], (list, tuple)) else [entries[name]]
         is_flag = kind in _WITH_LARGEST and name == "eos_token_id" and ids == [2]
-        if ids and all(type(at) is int for at in ids) and not is_flag:
+        if any(type(at) is int for at in ids) and not is_flag:
             found[name] = ids
     return found
 

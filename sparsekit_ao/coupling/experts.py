@@ -69,7 +69,7 @@ def expert_couplings(model: nn.Module, experts_fqn: str | None = None) -> dict[s
             f"expert_couplings: experts_fqn must be the name of a module or list of experts, got {experts_fqn!r}; the "
             f"model has {', '.join(by_pattern(paths))}"
         )
-    path = experts_fqn if experts_fqn is not None else next(iter(paths), "")
+    path = experts_fqn if experts_fqn in paths else next(iter(paths), "")
     name, experts = _starred(path), model.get_submodule(path)
     if path in packed:
         sizes = [key for key in ("intermediate_dim", "intermediate_size") if type(getattr(experts, key, None)) is int]

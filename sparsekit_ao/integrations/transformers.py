@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from ..errors import SparsityError, warn
-from ..masking import parameters_under, parametrized_names, rebuilt_originals, select
+from ..masking import find_mask, parameters_under, parametrized_names, rebuilt_originals, select
 from ..models.names import plain_name
 from ..sparsifiers.usage import refuse_other_model
 from . import StepCallback
@@ -66,7 +66,7 @@ def _rebuilt(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor 
     """Return the entries of masks above other parametrizations: {parameter: its value without the mask, mask: None}."""
     found = dict[str, Tensor | None]()
     for path, module in model.named_modules():
-        for tensor in parametrized_names(module):
+        for tensor in (name for name in parametrized_names(module) if find_mask(module, name) is not None):
             chain: Any = module.parametrizations[tensor]
             prefix = f"{plain_name(path)}.parametrizations.{tensor}.".removeprefix(".")
             names = {id(p): prefix + name for name, p in chain.named_parameters(recurse=False)}

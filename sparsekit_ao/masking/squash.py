@@ -28,7 +28,8 @@ def rebuilt_originals(
 
     Other values of its parameters may be given as `originals`, and of its mask as `mask`.
     """
-    weight_mask, layers = find_mask(module, tensor_name), below(module, tensor_name)
+    weight_mask = find_mask(module, tensor_name)
+    layers = [] if weight_mask is None else below(module, tensor_name)
     if weight_mask is None or not layers:
         return []
     values = [*originals] or parameters_under(module, tensor_name)

@@ -219,17 +219,24 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_states(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers and plain attributes of all modules afterwards, such as counters of a forward."""
-    states = [(m, {**vars(m)}, dict(m._buffers.items())) for m in model.modules()]
-    buffers = [b for _, _, own in states for b in own.values() if b is not None and not b.is_meta and not is_lazy(b)]
-    values = [buffer.clone() for buffer in buffers]
+    """Restore the buffers and plain attributes of all modules afterwards, such as counters of a forward.
+
+    What a forward changes inside of lists, dicts and other objects stays, and so does what lazy modules become.
+    """
+    states = [(m, type(m), {**vars(m)}, dict(m._buffers.items())) for m in model.modules()]
+    held = [value for _, _, *own in states for one in own for value in one.values() if isinstance(value, Tensor)]
+    values = [(tensor, tensor.clone()) for tensor in held if not tensor.is_meta and not is_lazy(tensor)]
     try:
         yield
     finally:
-        for buffer, value in zip(buffers, values, strict=True):
-            if not torch.equal(buffer, value):
-                buffer.resize_(value.shape).copy_(value)
-        for module, attributes, own in states:
+        for tensor, value in values:
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
+        for module, kind, attributes, own in states:
+            if type(module) is not kind:
+                continue
             for name in [name for name, _ in module._buffers.items() if name not in own]:
                 del module._buffers[name]
             for name, kept in own.items():

@@ -46,7 +46,7 @@ from ..models.running import (
 )
 from .identity import digest_of
 
-_OF_ALL = {*vars(nn.Module()), "forward"}  # attributes that every module may have
+_OF_ANY_MODULE = {*vars(nn.Module()), "forward"}  # names of attributes
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -325,19 +325,27 @@ def _linked(data: CalibrationData, lists: Sequence[Sequence[nn.Module]]) -> list
             links.is_chain = is_in_order
         # Blocks may read what the model has set for this batch.
         is_last = index == len(data.batches) - 1
-        for links, before in zip(checked, held, strict=True):
-            if links.is_chain and (is_last or _held_by(links.blocks) != before):
+        for at, links in enumerate(checked):
+            if links.is_chain and (is_last or _held_by(links.blocks) != held[at]):
                 digests = links.digests
                 _find(links)
                 links.is_chain &= links.digests == digests
+                held[at] = _held_by(links.blocks)
     return tried
 
 
 def _held_by(blocks: Sequence[nn.Module]) -> str:
     """Return a digest of the buffers of blocks and of their own attributes, which a model may set for each batch."""
+
+    def digested(value: Any) -> list[Any]:  # objects count by identity, since they may hold the whole model
+        leaves = _pytree.tree_leaves(value)
+        return [
+            leaf if isinstance(leaf, (Tensor, np.ndarray, int, float, complex, str)) else id(leaf) for leaf in leaves
+        ]
+
     modules = [module for block in blocks for module in block.modules()]
-    own = [[*m._buffers.values(), *(value for name, value in vars(m).items() if name not in _OF_ALL)] for m in modules]
-    return digest_of(own, "")
+    own = [[value for name, value in vars(m).items() if name not in _OF_ANY_MODULE] for m in modules]
+    return digest_of([digested([*m._buffers.values(), *values]) for m, values in zip(modules, own, strict=True)], "")
 
 
 def _find(links: _Links) -> None:

@@ -175,7 +175,7 @@ def _add_unread_attributes(trials: Trials) -> list[Plan]:
     """
     plans, shared = trials.plans, set[str]()
     unread = {plan: candidate_attrs(trials.masked, plan, inside=True) for plan in plans}
-    # An attribute of couplings without a common tensor stays, since these may keep different numbers of units.
+    # An attribute that two couplings without a common tensor list stays, as these may keep different numbers of units.
     for one, other in itertools.combinations(plans, 2):
         if one.tensors.isdisjoint(other.tensors):
             shared |= unread[one].keys() & unread[other].keys()

@@ -168,9 +168,9 @@ class SparseScope(Thresholded):
         high = torch.where(kept & ~rows.isnan(), rows, math.inf).amin(1, keepdim=True)
         middle = torch.where(dropped.any(1, keepdim=True), low / 2 + high / 2, 0)
         # What is left of a kept block is above the smallest number of its dtype in at least one element.
-        floats = [b for b in self.blocks() if b.view.param.is_floating_point()]
-        infos = [(torch.finfo(b.view.param.dtype), math.prod(b.shape)) for b in floats]
-        least = max((math.sqrt(n) * info.smallest_normal * info.eps for info, n in infos), default=0)
+        dtypes = {b.view.param.dtype for b in self.blocks() if b.view.param.is_floating_point()}
+        least = max((info.smallest_normal * info.eps for info in map(torch.finfo, dtypes)), default=0)
+        least *= math.sqrt(sum(math.prod(b.shape) for b in self.blocks()))  # a block has no more elements
         below = torch.minimum(rows * (1 - 2**-18), rows - least).clamp(min=0)
         return dict(self._grids_of(torch.where(kept, torch.minimum(middle, below), math.inf)))
 

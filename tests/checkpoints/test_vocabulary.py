@@ -450,9 +450,10 @@ def test_ids_that_modules_hold_follow_as_those_of_the_config():
     small, _, report = shrink_vocabulary(model, [3, 6, 998])
     assert small.text_model.mask_token_id == report.new_ids[500] and model.text_model.mask_token_id == 500
     model.text_model.special_token_ids, model.text_model.stop_token_ids = {"image": 40}, (500, 3)
-    model.text_model.n_token_ids = 3
+    model.text_model.n_token_ids, model.text_model.other_token_ids = 3, [500, None]
     small, _, report = shrink_vocabulary(model, [3, 6, 998])
     assert small.text_model.special_token_ids == {"image": 40} and small.text_model.n_token_ids == 3
+    assert small.text_model.other_token_ids == [report.new_ids[500], None]
     assert small.text_model.stop_token_ids == (report.new_ids[500], report.new_ids[3])
 
 

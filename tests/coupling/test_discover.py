@@ -696,20 +696,21 @@ MEAN_SQUARES = {  # {what a module does with the mean of squares: whether it is 
     "reciprocal": (lambda x, mean, eps: x * (1 / torch.sqrt(mean + eps)), True),
     "a negative power": (lambda x, mean, eps: x * (mean.float() + eps) ** -0.5, True),
     "in place": (lambda x, mean, eps: x * mean.add_(eps).rsqrt_(), True),
+    "read by nobody too": (lambda x, mean, eps: (mean.detach().max(), x * torch.rsqrt(mean + eps))[1], True),
+    "a factor of one": (lambda x, mean, eps: x * torch.rsqrt(1.0 * mean.clone() + eps), True),
     "a gate": (lambda x, mean, eps: x * torch.sigmoid(mean + eps), False),
     "a factor": (lambda x, mean, eps: x * torch.sqrt(mean + eps), False),
     "what is subtracted": (lambda x, mean, eps: x - torch.sqrt(mean + eps), False),
-    "a norm and a factor": (lambda x, mean, eps: x * torch.rsqrt(mean + eps) * mean, False),
 }
 
 
 @pytest.mark.parametrize("name", MEAN_SQUARES)
-def test_a_mean_of_squares_is_that_of_a_norm_if_it_only_divides(name):
+def test_a_mean_of_squares_is_that_of_a_norm_or_trials_find_out(name):
     run, is_norm = MEAN_SQUARES[name]
     model = fill(nn.Sequential(PAIR["a"], Normed(run), PAIR["b"]))
-    found = discover(model, x := torch.randn(3, 4)).couplings
-    assert len(found) == is_norm
-    for coupling in found:
+    report = shrink(model, x := torch.randn(3, 4))[1]
+    assert len(report.couplings) == is_norm
+    for coupling in discover(model, x).couplings if is_norm else ():
         assert_exact(model, coupling, x)
 
 

@@ -19,8 +19,9 @@ from sparsekit_ao.removal import compact, shrink_experts
 
 
 def test_a_model_without_experts_gets_the_names_that_were_looked_for_and_the_alternatives():
-    with pytest.raises(SparsityError, match=r"^expert_couplings: Llama\w+ has no experts: no '\*.gate_up_proj'"):
-        expert_couplings(hf_models.make("Llama")[0])
+    for name in (None, "mlp.experts"):
+        with pytest.raises(SparsityError, match=r"^expert_couplings: Llama\w+ has no experts: no '\*.gate_up_proj'"):
+            expert_couplings(hf_models.make("Llama")[0], name)
 
 
 def listed():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from stock import same
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import sparsekit_ao
 from sparsekit_ao import SNFS, DynamicSparsifier, RigL, ScopeSparsifier, SparsityError, export, schedules
@@ -442,6 +443,10 @@ def test_plain_weights_of_masks_above_weight_norm_and_of_other_memory_formats(tm
             super().__init__(config)
             self.a = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
             self.b = nn.Conv2d(4, 8, 3)
+            # Other parametrizations, without masks, of a weight and a buffer.
+            self.c = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+            self.d = nn.BatchNorm1d(8)
+            parametrize.register_parametrization(self.d, "running_mean", nn.Identity())
             self.post_init()
 
         def _init_weights(self, module):
@@ -466,6 +471,6 @@ def test_plain_weights_of_masks_above_weight_norm_and_of_other_memory_formats(tm
     halves = {name: t.bfloat16() if t.is_floating_point() else t for name, t in state.items()}
     save_plain_weights(model, tmp_path, state_dict=halves)
     plain = load_file(tmp_path / "model.safetensors")
-    assert {t.dtype for t in plain.values()} == {torch.bfloat16}
+    assert {t.dtype for t in plain.values() if t.is_floating_point()} == {torch.bfloat16}
     save_plain_weights(model, tmp_path, state_dict={"b.bias": model.b.bias})
     assert load_file(tmp_path / "model.safetensors").keys() == {"b.bias"}

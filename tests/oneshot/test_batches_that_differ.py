@@ -227,7 +227,7 @@ class Remembers(nn.Module):
         super().__init__()
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("seen", None)
-        self.kind, self.done = kind, False
+        self.kind, self.done, self.calls = kind, False, torch.zeros(())
 
     def forward(self, x):
         if self.kind == "a flag" and not self.done:
@@ -237,12 +237,14 @@ class Remembers(nn.Module):
             self.scale.resize_(len(x)).fill_(2)
         if self.kind == "a buffer that is empty":
             self.seen = x.mean() if self.seen is None else self.seen
+        if self.kind == "a tensor":
+            self.calls += 1
         if self.kind == "a new buffer" and not hasattr(self, "other"):
             self.register_buffer("other", x.mean())
-        return x / self.scale.max() + (0 if self.seen is None else self.seen) + getattr(self, "other", 0)
+        return x / self.scale.max() + (0 if self.seen is None else self.seen) + getattr(self, "other", 0) + self.calls
 
 
-@pytest.mark.parametrize("kind", ["a flag", "a size", "a buffer that is empty", "a new buffer"])
+@pytest.mark.parametrize("kind", ["a flag", "a size", "a tensor", "a buffer that is empty", "a new buffer"])
 @pytest.mark.parametrize("call", ["a dry run", "in place", "quality"])
 def test_states_of_modules_stay(kind, call):
     model, batches = nn.Sequential(nn.Linear(16, 16), Remembers(kind)).eval(), [normal(64, 16, seed=k) for k in (0, 1)]
@@ -253,6 +255,13 @@ def test_states_of_modules_stay(kind, call):
         prune(model, "2:4", batches=batches, dry_run=True, inplace=call == "in place")
     found = [copy.deepcopy(model)(batch) for batch in (torch.ones(3, 16), *batches)]
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear, lambda n: nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(n))])
+def test_lazy_modules_that_a_comparison_runs_are_whole(lazy):
+    model, batches = nn.Sequential(lazy(8), nn.Linear(8, 8)).eval(), [normal(8, 16)]
+    quality(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), model, batches)
+    assert model(batches[0]).shape == (8, 8) and "features=0" not in str(model) and "(0," not in str(model)
 
 
 def test_batches_stay_where_a_model_changes_its_inputs():

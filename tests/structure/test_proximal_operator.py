@@ -175,6 +175,16 @@ def test_a_kept_block_among_equal_ones_keeps_a_nonzero_element_of_its_dtype(dtyp
     assert block.nnz_blocks(eps=0) == scopes.numscp()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("members", "width"), [(4, 1), (9, 1), (4, 2)])
+def test_a_kept_block_of_several_tensors_keeps_a_nonzero_element(dtype, members, width):
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    block = BlockCoupling([BlockSpec(torch.full((4, 8), least, dtype=dtype), (1, width)) for _ in range(members)])
+    scopes = ScopeSpec(block, (1, 4))
+    block.soft_threshold(next(iter(scopes.keep_thresholds(2).values())))
+    assert block.nnz_blocks(eps=0) == 2 * scopes.numscp()
+
+
 def test_coupled_blocks_in_parts_equal_one_part(monkeypatch):
     g = torch.Generator().manual_seed(0)
     results = []

@@ -158,7 +158,7 @@ def _reduce(op: Operation) -> Label | list[Label]:
     dims = op.dims("dim", len(label))
     is_sum = op.name in _SUMS and (op["ord"] is None or op["ord"] >= 0)  # others are infinite, or least, at a zero
     for d in dims:
-        if is_sum or (op.name == "mean" and op.is_norm(op["self"], op.outs[0], label[d])):
+        if is_sum or (op.name == "mean" and op.is_norm(op["self"], label[d])):
             _require_zeros(op, label[d])
         else:
             op.freeze_value(label[d])

@@ -23,7 +23,7 @@ class Operation:
     out: Any
     module: str
     label_of: Callable[[Tensor], Label]
-    is_norm: Callable[[Tensor, Tensor, Sequence[AxisFactor]], bool]  # whether the mean of squares is that of a norm
+    is_norm: Callable[[Tensor, Sequence[AxisFactor]], bool]  # whether the module normalizes this axis of squares
     is_used: bool = True  # if not, only the shape of the result matters (as of attention weights that nobody reads)
 
     @property

@@ -42,7 +42,6 @@ NOT_UNDERSTOOD = "not understood"
 COMPUTED = "is computed by a parametrization; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
 BY_HOOK = "is computed by a hook; torch.nn.utils.remove_spectral_norm or remove_weight_norm makes it plain"
 UNUSED = "not used in this forward"
-_UP_TO_A_DIVISION = {"add", "clamp", "clamp_min", "maximum", "sqrt", "pow", "_to_copy", "view", "unsqueeze", "expand"}
 NOT_RUN = "give example inputs for which it runs, or remove it from the model"
 
 
@@ -62,7 +61,6 @@ class Trace(TorchDispatchMode):
         self.names = WeakIdKeyDictionary()  # of parameters (whose units a mask may make zero) and buffers
         self._squares = WeakIdKeyDictionary()
         self._shared = WeakIdKeyDictionary()  # tensors that are views, or have some
-        self._divides: dict[int, bool] = {}  # as `_find_divisors` returns it
         self._reads: dict[int, int] = {}  # {id of a tensor: the last step that reads it}
         self._normed: dict[str, str] = {}  # {parameter: the plain attribute that a hook computes from it}
         self._running: list[tuple[str, nn.Module]] = []
@@ -148,7 +146,7 @@ class Trace(TorchDispatchMode):
 
     def follow(self, inputs: Any, outputs: dict[str, Any]) -> None:
         """Apply the rules of all operations in their order; the outputs decide which results are used."""
-        used, self._divides = self._used_steps(outputs), self._find_divisors()
+        used = self._used_steps(outputs)
         self._reads = {id(tensor): at for at, (_, op) in enumerate(self._steps) for tensor in op.tensors}
         self._reads |= {id(tensor): len(used) for _, tensor in tensors_in("output", outputs)}
         while True:
@@ -246,19 +244,6 @@ class Trace(TorchDispatchMode):
                 memory.update(map(_memory_of, op.tensors))
         return used[::-1]
 
-    def _find_divisors(self) -> dict[int, bool]:
-        """Return {id of a tensor: whether all that read it divide by it, or by its root, perhaps plus an epsilon}."""
-        divides: dict[int, bool] = {}
-        for _, op in reversed(self._steps):
-            name, exponent = op.name.rstrip("_"), op["exponent"]
-            passes_on = name in _UP_TO_A_DIVISION and all(divides.get(id(out)) for out in op.outs)
-            inverts = name in ("rsqrt", "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
-            written = {*map(id, op.written)}  # what reads these later reads other values
-            for tensor in op.tensors:
-                is_divisor = passes_on or inverts or (name == "div" and tensor is op["other"])
-                divides[id(tensor)] = is_divisor and (id(tensor) in written or divides.get(id(tensor), True))
-        return divides
-
     def _apply(self, rule: AxisRule | None, op: Operation, at: int) -> None:
         if op.is_square or op.name == "linalg_vector_norm":
             self._squares.update(dict.fromkeys(op.outs, True))
@@ -293,10 +278,10 @@ class Trace(TorchDispatchMode):
             freeze_read(*(axis for t in op.tensors for axis in self.label_of(t)), what=NOT_UNDERSTOOD)
         return [op.fixed(*out.shape) for out in op.outs]
 
-    def _is_norm(self, module: nn.Module | None, squares: Tensor, mean: Tensor, axis: Sequence[AxisFactor]) -> bool:
-        """Whether a module divides by the mean of squares, and has a weight of the axis's length and an epsilon."""
-        if squares not in self._squares or not self._divides.get(id(mean)):
-            return False  # a mean that is subtracted, or a gate, say
+    def _is_norm(self, module: nn.Module | None, squares: Tensor, axis: Sequence[AxisFactor]) -> bool:
+        """Whether a module normalizes this axis of squares: it has a weight of its length, and an epsilon."""
+        if squares not in self._squares:
+            return False  # a mean that is subtracted, say; where it is a gate, trials find out
         weight = getattr(module, "weight", None)
         size = math.prod(part.factor.size for part in leaves(axis))
         if not isinstance(weight, Tensor) or weight.shape[-1:] != (size,) or weight.numel() != size:
