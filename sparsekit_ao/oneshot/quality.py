@@ -112,9 +112,9 @@ def quality(
 ) -> QualityReport:
     """Measure how close a model is to the dense model that it was made from, without labels.
 
-    Of logits, which are what an output calls `logits`, it reports the divergence, and how often the most likely class
+    For logits, which are what an output calls `logits`, it reports the divergence, and how often the most likely class
     is the same. If the inputs are tokens of which each is predicted from those before it, it also reports the
-    perplexity of both models. Of other outputs, such as the hidden states of an encoder, it reports the cosine and the
+    perplexity of both models. For other outputs, such as the hidden states of an encoder, it reports the cosine and the
     relative error of the first tensor.
 
     A model loses less on texts like those that it was calibrated on than on others. So measure several kinds, none of
