@@ -46,7 +46,6 @@ METHODS: dict[tuple[str, str], dict[str, Any]] = {
     ("2:4", LOGITS): {},
     (UNITS, "obs"): {"score": "obs"},
     (UNITS, "recovered"): {"score": "obs"},
-    (UNITS, LATER): {"score": "obs"},
     (UNITS, LOGITS): {},
     (BLOCKS, "removed"): {"compensate": None},
     (BLOCKS, "fitted"): {},

@@ -119,7 +119,7 @@ def _implied_sizes(axes: str, shape: Shape, sizes: Mapping[str, int]) -> Iterabl
     if len(dimensions) != len(shape):
         return  # check_shape reports it
     for size, whole, factors in zip(window_shape(axes, shape), shape, dimensions, strict=True):
-        if size < min(whole, 1):
+        if size < 0 or size == 0 < whole:
             continue  # nothing is left beside the other parts, which check_shape reports too
         for axis in factors:
             others = [other for other in factors if other != axis]

@@ -385,7 +385,7 @@ def spliced(batches: Iterable[Any], copies: int = 3, length: int = 32, *, seed: 
 
     Args:
         batches: Windows of equally many tokens without padding: tensors of ids [rows, tokens], or dicts with such a
-            tensor as "input_ids" and at most an attention mask, a tensor, beside it.
+            tensor as "input_ids" and at most an attention mask (a tensor) beside it.
         copies: How many copies there are, each in an order of its own.
         length: The number of tokens of a piece. Windows have a multiple of it, at least twice as many.
         seed: What determines the orders.

@@ -88,9 +88,9 @@ class Checkpointed(BaseSparsifier):
                 changed.
 
         Warns:
-            UserWarning: The sparsity levels, or the score, norm or `zeros_per_block` of a tensor, differ. Those of the
-                state dict are taken, and schedulers may change the levels. The norm of a `WeightNormSparsifier` is in
-                no state dict; its own one stays.
+            UserWarning: The sparsity levels, or the score, norm or `zeros_per_block` of a tensor, differ. The values
+                of the state dict are taken, and schedulers may change the levels. The norm of a `WeightNormSparsifier`
+                is in no state dict; its own one stays.
         """
         self.require_prepared("load_state_dict")
         masks, saved = check_saved(state_dict, self.groups, strict)
